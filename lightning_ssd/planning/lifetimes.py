@@ -2,15 +2,21 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.validation import as_mapping, check_not_negative, check_positive, from_mapping, load_json
+from lightning_ssd.planning.validation import (
+    as_list,
+    as_mapping,
+    check_not_negative,
+    check_positive,
+    from_mapping,
+    load_json,
+)
 from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
 
 VERSION = 1
@@ -254,10 +260,10 @@ class LifetimeProfile:
             raise ValueError(f"{where} has the version {show_value(version)}, and {VERSION} is read. Profile again.")
         operators = tuple(
             from_mapping(OperatorSpan, one, f"an entry of `operators` of {where}")
-            for one in _listed(content.get("operators", ()), f"`operators` of {where}")
+            for one in as_list(content.get("operators", ()), f"`operators` of {where}")
         )
         tensors = []
-        for one in _listed(content.get("tensors", ()), f"`tensors` of {where}"):
+        for one in as_list(content.get("tensors", ()), f"`tensors` of {where}"):
             tensor = dict(as_mapping(one, f"an entry of `tensors` of {where}"))
             for field in ("uses", "sources"):
                 tensor[field] = _indices(tensor.get(field, ()), f"`{field}` of an entry of `tensors` of {where}")
@@ -286,15 +292,9 @@ class LifetimeProfile:
         return "\n".join(lines)
 
 
-def _listed(value: object, where: str) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where} must be a list, not {type(value).__name__}.")
-    return value
-
-
 def _indices(value: object, where: str) -> tuple[int, ...]:
     """Returns a list of whole numbers as a tuple."""
-    found = _listed(list(value) if isinstance(value, tuple) else value, where)
+    found = as_list(value, where)
     if any(isinstance(one, bool) or not isinstance(one, int) for one in found):
         raise ValueError(f"{where} must be whole numbers.")
     return tuple(found)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_ssd.planning.validation import (
+    as_list,
     as_mapping,
     check_not_negative,
     check_positive,
@@ -327,21 +328,21 @@ class ModelProfile:
         """
         model = dict(as_mapping(content, where))
         units = []
-        for unit in _sequence(model.get("units", ()), f"`units` of {where}"):
+        for unit in as_list(model.get("units", ()), f"`units` of {where}"):
             unit = dict(as_mapping(unit, f"a unit of {where}"))
             of = f"the unit `{unit.get('name')!s:.80}` of {where}"
             operators = []
-            for operator in _sequence(unit.get("operators", ()), f"`operators` of {of}"):
+            for operator in as_list(unit.get("operators", ()), f"`operators` of {of}"):
                 operator = dict(as_mapping(operator, f"an operator of {of}"))
                 tensors = f"`tensors` of an operator of {of}"
-                operator["tensors"] = tuple(_sequence(operator.get("tensors", ()), tensors))
+                operator["tensors"] = tuple(as_list(operator.get("tensors", ()), tensors))
                 if not all(isinstance(name, str) for name in operator["tensors"]):
                     raise ValueError(f"{tensors} must be strings.")
                 where_in = f"the operator `{operator.get('name')!s:.80}` of {of}"
                 operators.append(from_mapping(OperatorProfile, operator, where_in))
             parts = tuple(
                 from_mapping(PartProfile, part, f"a part of {of}")
-                for part in _sequence(unit.get("parts", ()), f"`parts` of {of}")
+                for part in as_list(unit.get("parts", ()), f"`parts` of {of}")
             )
             units.append(from_mapping(UnitProfile, unit | {"operators": tuple(operators), "parts": parts}, of))
         return from_mapping(cls, model | {"units": tuple(units)}, where)
@@ -367,9 +368,3 @@ def _check_unique(what: str, names: Sequence[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"The name `{name}` occurs twice among {what}. Rename one of them.")
-
-
-def _sequence(value: object, where: str) -> Sequence[object]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{where} must be a list, not {type(value).__name__}.")
-    return value

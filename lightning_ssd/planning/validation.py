@@ -2,7 +2,7 @@
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from types import NoneType
@@ -40,6 +40,13 @@ def as_mapping(value: Any, where: str) -> Mapping[Any, Any]:
     """Returns `value` if it is a mapping, and raises ValueError otherwise; `where` names it in the message."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be a mapping, not {type(value).__name__}.")
+    return value
+
+
+def as_list(value: Any, where: str) -> Sequence[Any]:
+    """Returns `value` if it is a list or tuple, and raises ValueError otherwise; `where` names it in the message."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where} must be a list, not {type(value).__name__}.")
     return value
 
 
