@@ -6,7 +6,7 @@ from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_a
 from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, Saved, is_random, tensors_of, written
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.memory_budget import PartitionerBudget
-from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
+from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.planned_excess import PlannedExcess
@@ -42,7 +42,6 @@ __all__ = [
     "OffloadExcess",
     "OffloadOnPressure",
     "OffloadPolicy",
-    "OffloadStats",
     "Operation",
     "PartitionerBudget",
     "PlacementPolicy",

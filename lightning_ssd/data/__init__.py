@@ -4,7 +4,6 @@ from lightning_ssd.data.batch import IGNORED, Batch, count_items, count_samples,
 from lightning_ssd.data.documents import documents
 from lightning_ssd.data.finetune import CompletionDataModule
 from lightning_ssd.data.images import ImageDataModule
-from lightning_ssd.data.loader import ResumableDataLoader
 from lightning_ssd.data.masked import MaskedTextDataModule
 from lightning_ssd.data.module import RecipeDataModule
 from lightning_ssd.data.spans import SpanCorruptionDataModule
@@ -17,7 +16,6 @@ __all__ = [
     "ImageDataModule",
     "MaskedTextDataModule",
     "RecipeDataModule",
-    "ResumableDataLoader",
     "SpanCorruptionDataModule",
     "TextDataModule",
     "count_items",

@@ -79,7 +79,7 @@ class MasterWeights:
         values: existing masters, on the same device; the others are made from the parameters.
 
     Attributes:
-        of: master of each parameter, on the same device.
+        by_param: master of each parameter, on the same device.
     """
 
     def __init__(

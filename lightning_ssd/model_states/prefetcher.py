@@ -68,8 +68,6 @@ class ParamPrefetcher:
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
         self._kind = "evaluate"
-        self.in_micro_batch = False
-        """True from the begin of a training forward to the end of its backward."""
         self._uses: list[int] = []
         self._cursor = 0
         self._lock = threading.RLock()
@@ -81,7 +79,6 @@ class ParamPrefetcher:
             if self._uses:
                 self._expected[self._kind] = self._uses
             self._kind = kind
-            self.in_micro_batch = kind == "train"
             self._forwards = [0] * len(self._units)
             self._nodes.clear()
             self._uses = []
@@ -139,7 +136,7 @@ class ParamPrefetcher:
                     flat.users -= 1
 
     def has_one_forward(self, flat: FlatParameter) -> bool:
-        """Whether the unit of `flat` has had one forward in this micro-batch."""
+        """Returns whether the unit of `flat` has had one forward in this micro-batch."""
         return self._forwards[self._unit_of[flat]] == 1
 
     def unshard(self, flat: FlatParameter) -> None:

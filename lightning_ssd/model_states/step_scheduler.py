@@ -245,7 +245,6 @@ class StepScheduler:
 
     def end_backward(self) -> None:
         """Submits the steps of gradients that the backward has completed, or their accumulation."""
-        self._prefetcher.in_micro_batch = False
         self._gradients.end_backward()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):

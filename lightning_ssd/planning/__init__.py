@@ -11,7 +11,7 @@ from lightning_ssd.planning.lifetimes import (
     TensorClass,
     TensorLifetime,
 )
-from lightning_ssd.planning.migration import MigrationMachine, MigrationPrediction
+from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.model import (
     ModelProfile,
     OperatorProfile,
@@ -23,7 +23,6 @@ from lightning_ssd.planning.model import (
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
-    Report,
     make_report,
     render_report,
     render_summary,
@@ -52,7 +51,6 @@ __all__ = [
     "HostOverhead",
     "LifetimeProfile",
     "MigrationMachine",
-    "MigrationPrediction",
     "ModelProfile",
     "OperatorProfile",
     "OperatorSpan",
@@ -62,7 +60,6 @@ __all__ = [
     "Plan",
     "Prediction",
     "Prices",
-    "Report",
     "SavedTimeline",
     "StoragePlan",
     "TensorClass",

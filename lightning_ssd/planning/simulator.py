@@ -425,7 +425,7 @@ class _Builder:
             step: index of the step.
             index: index of the stage.
             stored: task at whose end the stage's swapped tensors are in their tier.
-            turn: last task of the forward, before which no swapped tensor is prefetched.
+            backward_start: last compute task of the forward, before which no swapped tensor is prefetched.
             first: whether this is the first backward of the step, at whose begin the last step's gradients are freed.
         """
         stage = self.stages[index]
@@ -487,7 +487,7 @@ class _Builder:
         Args:
             step: index of the step.
             gradients: for each unit, the task at whose end its gradient is in its tier.
-            turn: last compute task of the last forward, before which no states are prefetched.
+            backward_start: last compute task of the last forward, before which no states are prefetched.
         """
         gpu_rate = self._step_rates[1]
         scale_known = self._compute

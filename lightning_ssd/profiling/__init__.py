@@ -9,7 +9,7 @@ from lightning_ssd.profiling.limits import (
     limit_hardware,
     measure_training_machine,
 )
-from lightning_ssd.profiling.machine import adam_step, measure_machine, mixed_bandwidth
+from lightning_ssd.profiling.machine import adam_step, measure_machine
 from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples
 from lightning_ssd.profiling.saved_timeline import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
@@ -33,7 +33,6 @@ __all__ = [
     "measure_host_overhead",
     "measure_machine",
     "measure_training_machine",
-    "mixed_bandwidth",
     "trace",
     "unit_profiles",
 ]

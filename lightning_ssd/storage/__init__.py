@@ -11,12 +11,12 @@ from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError, from_os_error
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
-from lightning_ssd.storage.manifest import Manifest, read_manifest
+from lightning_ssd.storage.manifest import read_manifest
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
-from lightning_ssd.storage.scratch import ScratchDirectory, kept_directory
+from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
 from lightning_ssd.storage.smart import read_wear
@@ -35,7 +35,6 @@ __all__ = [
     "DetachedBlobs",
     "IOStats",
     "KvikioBackend",
-    "Manifest",
     "NotPrivateError",
     "Piece",
     "PinnedBuffer",
@@ -56,7 +55,6 @@ __all__ = [
     "choose_backend",
     "format_table",
     "from_os_error",
-    "kept_directory",
     "read_manifest",
     "read_wear",
 ]
