@@ -21,7 +21,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lightning_ssd import cli
 from lightning_ssd.dry_run import profile_lifetimes
 from lightning_ssd.lifetime_report import (
     active_share,
@@ -35,6 +34,7 @@ from lightning_ssd.planning import HardwareProfile, LifetimeProfile, migration_t
 from lightning_ssd.planning.migration import MigrationMachine, simulate_migrations
 from lightning_ssd.planning.roofline import BANDWIDTHS, by_hardware, roofline
 from lightning_ssd.planning.teraio import plan_teraio
+from lightning_ssd.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 PLAIN = ["--model.gradient_checkpointing=false", "--trainer.precision=32-true"]
@@ -112,7 +112,7 @@ def trace(name: str, hardware: HardwareProfile) -> LifetimeProfile:
     """Returns the lifetimes of a shape's step."""
     recipe, model, options, batch = SHAPES[name]
     files = ["-c", str(ROOT / f"configs/models/{model}.yaml")]
-    config = cli._read_recipe(str(ROOT / f"recipes/{recipe}.yaml"), [*files, *options], run=False)
+    config = read_recipe(str(ROOT / f"recipes/{recipe}.yaml"), [*files, *options], run=False)
     return replace(profile_lifetimes(config, hardware, batch), name=name)
 
 

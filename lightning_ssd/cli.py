@@ -1,13 +1,11 @@
 """The commands `lightning-ssd run | plan | profile | bench | export | tiny-llama` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
-arguments, checks and printed text of each command, and no other work.
+arguments, checks and printed text of each command, and no other work; `recipe.py` reads recipes.
 """
 
 import argparse
-import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,16 +13,12 @@ from importlib import metadata
 from math import inf, nan
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import lightning_ssd
-from lightning_ssd._autoload import STRATEGIES
-from lightning_ssd.sizes import check_least, format_bytes, format_count, parse_bytes
+from lightning_ssd.recipe import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
+from lightning_ssd.sizes import format_bytes, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
-
-_DEFAULTS = "defaults.yaml"
-"""Name of the optional file beside a recipe with default values of the recipe's keys."""
 
 _SDK_NEEDED = """\
 This `lightning` command comes from lightning_ssd and has one subcommand:
@@ -101,190 +95,14 @@ def _add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
 
 def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str]) -> None:
     with _reporting(parser):
-        _check_recipe(recipe, overrides)
+        check_recipe(recipe, overrides)
     try:
-        _read_recipe(recipe, overrides, run=True)
+        read_recipe(recipe, overrides, run=True)
     except Exception as error:
-        message = _refused_input(error)
+        message = refused_input(error)
         if message is None:
             raise
         parser.error(message)
-
-
-def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
-    """Checks that a recipe exists, and that it and the files of `-c` options are YAML mappings.
-
-    Raises:
-        ValueError: there is no recipe, or a file is no YAML mapping. The message names the file; the error of the
-            recipe's parser would not.
-        OSError: a file could not be read.
-    """
-    import yaml
-
-    if not Path(recipe).is_file():
-        raise ValueError(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    options.add_argument("-c", "--config", action="append", default=[])
-    try:
-        known, _ = options.parse_known_args(overrides)
-    except argparse.ArgumentError:  # the recipe's parser reports it
-        known = argparse.Namespace(config=[])
-    for file in (recipe, *known.config):
-        if not Path(file).is_file():  # the recipe's parser reports it
-            continue
-        try:
-            content = yaml.safe_load(Path(file).read_bytes())
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{file} is not YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{file} has no keys of a recipe, such as `model:` and `trainer:`.")
-
-
-def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
-    """Returns the recipe, merged with `defaults.yaml` beside it, as LightningCLI parses it. `run` trains it."""
-    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-
-    # LightningCLI knows a class by its short name only if the class is imported.
-    import lightning_ssd.callbacks
-    import lightning_ssd.strategy  # noqa: F401
-
-    class RecipeCLI(LightningCLI):
-        """LightningCLI with `fit` alone: building the parsers of the other subcommands takes seconds."""
-
-        @staticmethod
-        def subcommands() -> dict[str, set[str]]:
-            return {"fit": LightningCLI.subcommands()["fit"]}
-
-        def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-            # The base class warns when `sys.argv` is not empty. `sys.argv` must not be changed: Lightning's launcher
-            # starts the other ranks with it.
-            self._parser("fit").prog = "lightning-ssd run RECIPE"  # for its errors: there is no command `fit`
-            try:
-                self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
-            except SystemExit as refused:
-                if refused.code and not Path(defaults).is_file():
-                    sys.stderr.write(
-                        f"note: there is no {defaults}. A copy of one of the package's recipes needs a copy of"
-                        f" recipes/{_DEFAULTS} beside it.\n"
-                    )
-                raise
-            _check_settings(self.config["fit"])
-
-        def instantiate_classes(self) -> None:
-            if run:
-                super().instantiate_classes()
-
-        def _run_subcommand(self, subcommand: str) -> None:
-            if run:
-                super()._run_subcommand(subcommand)
-
-    defaults = str(Path(recipe).absolute().with_name(_DEFAULTS))
-    cli = RecipeCLI(
-        args=["fit", *_with_class_path(["--config", recipe, *overrides], _strategy_in(defaults))],
-        parser_kwargs={"fit": {"default_config_files": [defaults]}},
-        seed_everything_default=0,
-        # Without a logger the log directory is the working directory, which may have the last run's file.
-        save_config_kwargs={"overwrite": True},
-    )
-    return cli.config["fit"]
-
-
-def _check_settings(config: Any) -> None:
-    """Checks values that Lightning and torch accept, or refuse only in the first step.
-
-    Raises:
-        ValueError: A value is out of range, or `ckpt_path` is no checkpoint.
-    """
-    trainer, checkpoint = config["trainer"], config["ckpt_path"]
-    check_least("trainer.accumulate_grad_batches", trainer["accumulate_grad_batches"], 1)
-    check_least("trainer.gradient_clip_val", trainer["gradient_clip_val"], 0)  # a negative norm would reverse gradients
-    interval = trainer["val_check_interval"]
-    if isinstance(interval, int | float) and not interval > 0:
-        raise ValueError(f"trainer.val_check_interval={interval} is out of range: set it to 1 or more batches")
-    if checkpoint is not None and Path(checkpoint).is_file() and not is_zipfile(checkpoint):
-        raise ValueError(f"ckpt_path={checkpoint} is no whole checkpoint: name a file that the Trainer has saved")
-
-
-def _refused_input(error: BaseException) -> str | None:
-    """Returns the message of an error that refuses a recipe's input, or None for every other error.
-
-    An error refuses input if no batch was trained yet, and the error was raised by this package or Lightning, or names
-    a file or a missing package. Errors of other code, such as the user's modules, are shown with their traceback.
-    """
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    from lightning_ssd.storage import StorageError
-
-    # jsonargparse wraps a constructor's error in errors about type hints; of several types, it keeps the first one's.
-    cause: BaseException | None = error
-    while cause is not None and _raised_by(cause).startswith("jsonargparse."):
-        cause = cause.__cause__
-    error = cause or error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(frame.f_code is _TrainingEpochLoop.advance.__code__ for frame in frames):
-        return None
-    if isinstance(error, ImportError | MisconfigurationException | StorageError):
-        return str(error)
-    if isinstance(error, OSError):
-        return _describe(error)
-    package = _raised_by(error).partition(".")[0]
-    refuses = isinstance(error, ValueError) and package in ("lightning_ssd", "lightning", "jsonargparse")
-    refuses |= isinstance(error, TypeError) and package == "lightning_ssd"
-    return str(error) if refuses else None
-
-
-def _raised_by(error: BaseException) -> str:
-    """Returns the name of the module that raised `error`."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals["__name__"])
-
-
-def _describe(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-
-
-def _with_class_path(args: Sequence[str], name: object) -> list[str]:
-    """Returns `args` with the names of our strategies replaced by the class path if arguments of the class follow.
-
-    LightningCLI accepts arguments of a strategy only beside a class path, not beside `--trainer.strategy=NAME`.
-
-    Args:
-        args: The arguments, configuration files among them.
-        name: `trainer.strategy` before `args` are read.
-    """
-    key, rest, result = "--trainer.strategy", list(args), list[str]()
-    while rest:
-        option, equals, value = rest.pop(0).partition("=")
-        given = [option + equals + value]
-        if not equals and rest and option in (key, "--config", "-c"):
-            value = rest.pop(0)
-            given.append(value)
-        if option in ("--config", "-c"):
-            strategy = _strategy_in(value)
-        elif option == key:
-            strategy = value
-        else:
-            strategy = {} if option.startswith(f"{key}.") else None
-        if isinstance(name, str) and name in STRATEGIES and isinstance(strategy, dict):
-            if "class_path" not in strategy:
-                named = {"class_path": "lightning_ssd.SSDOffloadStrategy", "init_args": STRATEGIES[name][1]}
-                result += ["--config", json.dumps({"trainer": {"strategy": named}})]
-        name = name if strategy is None else strategy
-        result += given
-    return result
-
-
-def _strategy_in(config: str) -> object:
-    """Returns `trainer.strategy` of a YAML file, or None if it has none or can't be read (the parser reports that)."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(config).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    trainer = content.get("trainer") if isinstance(content, dict) else None
-    return trainer.get("strategy") if isinstance(trainer, dict) else None
 
 
 def _tracing_options() -> argparse.ArgumentParser:
@@ -400,7 +218,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
                 parser.error("`plan show` takes one file, a plan that was saved")
             print(Plan.load(overrides[0]).describe())
             return
-        _check_recipe(args.recipe, overrides)
+        check_recipe(args.recipe, overrides)
         for option in ("lifetimes", "prices"):
             if getattr(args, option) is not None and not args.replay:
                 parser.error(f"--{option} is for --replay: give both, or leave it out")
@@ -410,7 +228,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
         needs_config = args.profile is None or (args.machine is None and args.measure is None)
         needs_config |= args.replay and args.lifetimes is None
-        config = _read_recipe(args.recipe, overrides, run=False) if needs_config else None
+        config = read_recipe(args.recipe, overrides, run=False) if needs_config else None
         hardware = _machine(args.machine, args.measure, config)
         if args.save_machine is not None:
             hardware.to_json(args.save_machine)
@@ -542,8 +360,8 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, 
     with _reporting(parser):
         config = None
         if args.recipe is not None:
-            _check_recipe(args.recipe, overrides)
-            config = _read_recipe(args.recipe, overrides, run=False)
+            check_recipe(args.recipe, overrides)
+            config = read_recipe(args.recipe, overrides, run=False)
         hardware = _machine(args.machine, None, config)
         if config is None:
             from lightning_ssd.planning import LifetimeProfile
@@ -566,23 +384,7 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
         return HardwareProfile.from_json(profile)
     from lightning_ssd.profiling import measure_machine
 
-    return measure_machine(drive or (None if config is None else _scratch_path(config)))
-
-
-def _scratch_path(config: Any) -> Path:
-    """Returns the directory of a recipe's scratch files: the first one of `path`, or `default_root_dir`.
-
-    Raises:
-        ValueError: the directory does not exist.
-    """
-    trainer = config["trainer"]
-    strategy = trainer["strategy"]
-    arguments = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
-    paths = arguments.get("path") or trainer["default_root_dir"] or "."
-    path = Path(paths if isinstance(paths, str | Path) else paths[0]).expanduser()
-    if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is not a directory: create it, or name another with --measure DIR.")
-    return path
+    return measure_machine(drive or (None if config is None else scratch_path(config)))
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -687,7 +489,7 @@ def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        parser.error(_describe(error))
+        parser.error(describe_os_error(error))
     except (ValueError, ImportError, StorageError) as error:
         parser.error(str(error))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import cli, dry_run
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, simulate
+from lightning_ssd.recipe import read_recipe
 from tests.support.transformer import transformer_profile
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def profile(recipe: Path | str, *overrides: str, batch: tuple[str, ...] = ()) -> ModelProfile:
-    return dry_run.profile_recipe(cli._read_recipe(str(recipe), overrides, run=False), H100, batch)
+    return dry_run.profile_recipe(read_recipe(str(recipe), overrides, run=False), H100, batch)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_predicts_the_run_without_a_planner(shape: str) -> None:
         "--trainer.gradient_clip_val=null",
         "--trainer.strategy.offload=none",
     ]
-    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), overrides, run=False)
+    config = read_recipe(str(ROOT / "recipes/gpt.yaml"), overrides, run=False)
     machine = replace(H100, gpu_bytes=24 * 2**30)
     model = dry_run.profile_recipe(config, machine)
     prediction = simulate(model, machine, dry_run.plan_as_configured(config, model, machine))

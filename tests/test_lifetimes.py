@@ -8,6 +8,7 @@ import pytest
 from lightning_ssd import cli, dry_run
 from lightning_ssd.lifetime_report import active_share, migratable_share
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile
+from lightning_ssd.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 MACHINE = str(ROOT / "configs/machines/h100.json")
@@ -23,12 +24,12 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="module")
 def gpt() -> LifetimeProfile:
-    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), ["--trainer.precision=32-true"], run=False)
+    config = read_recipe(str(ROOT / "recipes/gpt.yaml"), ["--trainer.precision=32-true"], run=False)
     return dry_run.profile_lifetimes(config, H100, [BATCH])
 
 
 def test_weights_gradients_and_states_have_the_models_bytes(gpt: LifetimeProfile) -> None:
-    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), [], run=False)
+    config = read_recipe(str(ROOT / "recipes/gpt.yaml"), [], run=False)
     parameters = dry_run.profile_recipe(config, H100, [BATCH]).parameters
     nbytes = {kind: sum(one.nbytes for one in gpt.tensors if one.kind == kind) for kind in gpt.memory}
     assert nbytes["weight"] == pytest.approx(4 * parameters, rel=0.01)
@@ -41,7 +42,7 @@ def test_weights_gradients_and_states_have_the_models_bytes(gpt: LifetimeProfile
 
 
 def test_weights_of_16_bits_have_as_many_elements(gpt: LifetimeProfile) -> None:
-    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), ["--trainer.precision=bf16-true"], run=False)
+    config = read_recipe(str(ROOT / "recipes/gpt.yaml"), ["--trainer.precision=bf16-true"], run=False)
     found = dry_run.profile_lifetimes(config, H100, [BATCH])
     nbytes, numel = (
         [sum(one.nbytes // size(one) for one in profile.tensors if one.kind == "weight") for profile in (gpt, found)]
@@ -84,7 +85,7 @@ def test_the_inactive_periods_of_global_tensors_wrap_round_the_step(gpt: Lifetim
 
 
 def test_saved_tensors_that_can_be_recomputed_name_their_sources(gpt: LifetimeProfile) -> None:
-    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), [], run=False)
+    config = read_recipe(str(ROOT / "recipes/gpt.yaml"), [], run=False)
     config["trainer"]["strategy"]["init_args"] = {"min_bytes": 1}
     found = dry_run.profile_lifetimes(config, H100, [BATCH])
     by_id = {one.id: one for one in found.tensors}
