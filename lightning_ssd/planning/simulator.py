@@ -1,30 +1,16 @@
 """Simulates a training step under a plan, and predicts its seconds and the bytes in each tier."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
 from lightning_ssd.planning.endurance import DAY
-from lightning_ssd.planning.events import (
-    COMPUTE,
-    COPY_IN,
-    COPY_OUT,
-    CPU,
-    NORMAL,
-    RESOURCES,
-    SSD,
-    URGENT,
-    MemoryLog,
-    Task,
-    run,
-)
+from lightning_ssd.planning.events import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, Task, run
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import ModelProfile, PartProfile
-from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
-from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights, resident_bytes
-from lightning_ssd.planning.stages import Stage, cut_stages
-from lightning_ssd.types import EVICT_MARGIN
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.planning.resident import resident_bytes
+from lightning_ssd.planning.step_tasks import StepTasks
 
 STEPS = 3
 """Number of simulated steps: the first begins without earlier work in flight, and the optimizer jobs of a step overlap
@@ -32,22 +18,6 @@ the next forward. One step fewer is enough with several micro-batches per step, 
 
 MICRO_BATCHES = 3
 """Simulated micro-batches of a step that has many: the first, one like all others, and the last."""
-
-IN_FLIGHT = 2**25
-"""Bytes whose writes are running when backward needs them: only queued writes are cancelled."""
-
-PIECES = 192
-"""Largest number of transfers to the GPU in a backward, unless it has more stages."""
-
-FULL_WIDTH = 4
-"""Bytes of a compute weight that is its own master weight."""
-
-BACKWARD_LAUNCH = 0.5
-"""Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
-
-WEIGHTS_HALF, REST_HALF = 16 / 28, 26 / 28
-"""Time of each half of an optimizer job in two halves / time of a job in one piece: the ratio of the bytes that they
-read and write for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +69,8 @@ class Prediction:
 
 def count_steps(model: ModelProfile, plan: Plan) -> int:
     """Returns the number of simulated steps."""
-    streams = any(part.states != "gpu" for part in plan.parts(model))
-    return STEPS if streams and model.micro_batches == 1 else STEPS - 1
+    offloads = any(part.states != "gpu" for part in plan.parts(model))
+    return STEPS if offloads and model.micro_batches == 1 else STEPS - 1
 
 
 def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
@@ -122,10 +92,10 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     """
     plan.check(model)
     if model.micro_batches <= MICRO_BATCHES + 2:
-        return _simulate(model, hardware, plan)
+        return simulate_every_micro_batch(model, hardware, plan)
     # All micro-batches between the first and the last add the same time.
-    fewer = _simulate(replace(model, micro_batches=MICRO_BATCHES - 1), hardware, plan)
-    few = _simulate(replace(model, micro_batches=MICRO_BATCHES), hardware, plan)
+    fewer = simulate_every_micro_batch(replace(model, micro_batches=MICRO_BATCHES - 1), hardware, plan)
+    few = simulate_every_micro_batch(replace(model, micro_batches=MICRO_BATCHES), hardware, plan)
     more = model.micro_batches - MICRO_BATCHES
 
     def extend(one: float, other: float) -> float:
@@ -145,7 +115,7 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     )
 
 
-def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
+def simulate_every_micro_batch(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
     """Simulates every micro-batch."""
     builder, ends, memory = _run_steps(model, hardware, plan, count_steps(model, plan))
     return _prediction(builder, memory, ends[-2].end, ends[-1].end)
@@ -166,419 +136,16 @@ def simulate_tasks(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -
 
 def _run_steps(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, steps: int
-) -> "tuple[_Builder, list[Task], MemoryLog]":
+) -> tuple[StepTasks, list[Task], MemoryLog]:
     """Simulates `steps` steps. Returns their tasks, the task at whose end each step ends, and the memory in use."""
-    builder = _Builder(model, hardware, plan)
+    builder = StepTasks(model, hardware, plan)
     ends = [builder.add_step(step) for step in range(steps)]
     if hardware.host_memory_bandwidth is not None:
         builder.share_host_memory(hardware.host_memory_bandwidth)
     return builder, ends, run(builder.tasks, hardware)
 
 
-def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
-    """Returns the stages whose swapped bytes are still being copied when backward begins, and are not evicted.
-
-    The activation offloader behaves like this under a plan: it evicts a storage when its copy should be done by the
-    elapsed seconds of the forward, and the oldest storage when the window is full.
-    """
-    elapsed = copied_at = 0.0
-    window: deque[tuple[int, int, float]] = deque()
-    used = 0
-    for index, stage in enumerate(stages):
-        elapsed += stage.forward
-        if stage.swapped:
-            copying = stage.swapped / copy_out
-            copied_at = max(copied_at, elapsed) + copying
-            window.append((index, stage.swapped, (1 + EVICT_MARGIN) * copied_at))
-            used += stage.swapped
-        while window and (window[0][2] <= elapsed or (len(window) > 1 and used > window_bytes)):
-            used -= window.popleft()[1]
-    return {index for index, _, _ in window}
-
-
-def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> dict[int, int]:
-    """Returns, by stage, the bytes for SSDs that are still in staging memory when backward needs them.
-
-    Writes of these bytes are cancelled, and they are not read. If staging memory is full at the end of forward, drives
-    continue to write while backward needs the last saved tensors.
-    """
-    left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
-    room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.remat_seconds for stage in stages)
-    left = round(min(left, room))
-    staged = {}
-    for index in reversed(range(len(stages))):
-        if left > 0 and stages[index].to_ssd:
-            staged[index] = min(left, stages[index].to_ssd)
-            left -= staged[index]
-    return staged
-
-
-class BoundedFifo:
-    """Memory of a fixed size that is allocated and freed in FIFO order."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._limit = nbytes
-        self._items: list[tuple[int, Task]] = []
-        self._used = 0
-        self._oldest = 0
-        self._freed: list[Task] = []
-
-    def allocate(self, nbytes: int) -> list[Task]:
-        """Allocates `nbytes`; returns the tasks that have to end before there is room for them.
-
-        An item that is larger than the whole memory waits until the memory is empty.
-        """
-        freed = self._freed[-1:]  # in order: this item waits for the tasks that earlier ones wait for, too
-        while self._oldest < len(self._items) and self._used + nbytes > self._limit:
-            size, task = self._items[self._oldest]
-            self._used -= size
-            self._oldest += 1
-            freed.append(task)
-        self._freed = freed
-        return freed
-
-    def free_after(self, nbytes: int, task: Task) -> None:
-        """Frees the last item, of `nbytes`, at the end of `task`."""
-        self._items.append((nbytes, task))
-        self._used += nbytes
-
-
-class _Builder:
-    """Makes the tasks of steps, one after the other."""
-
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> None:
-        self.model = model
-        self.plan = plan
-        parts = iter(plan.parts(model))
-        self.units = [[(profile, next(parts)) for profile in unit.own_parts] for unit in model.units]
-        """Profiles and placements of the parts of each unit."""
-        self.stages = cut_stages(model, plan)
-        self.tasks: list[Task] = []
-        self._step_rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
-        self._compute: Task | None = None  # the last compute task
-        self._incoming = BoundedFifo(plan.window_bytes)
-        self._outgoing = BoundedFifo(plan.window_bytes)
-        self._read_ahead = BoundedFifo(plan.staging_bytes)
-        self._written_behind = BoundedFifo(plan.staging_bytes)
-        self._kept_gradients = [
-            sum(profile.gradient_bytes for profile, part in parts if part.states == "gpu") for parts in self.units
-        ]
-        self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
-        self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
-        self._updated: list[list[Task]] = [[] for _ in self.units]  # last tasks before the next forward, by unit
-        self._second_halves: list[list[Task]] = [[] for _ in self.units]  # of the last optimizer jobs, by unit
-        # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
-        self._most_pieces = max(1, PIECES // len(self.stages))
-        self._jobs: list[Task] = []  # the last task of each job that uses staging memory
-        self._kept_weights = kept_weights(model, plan)
-        self._launch = hardware.launch
-        self._followed = not plan.keeps_all
-        self.launch_seconds = 0.0
-        """Host seconds to launch the GPU's work of the last step."""
-        self.launches: list[tuple[Task, float]] = []
-        """Compute tasks of the last step, and host seconds from its begin until the whole task is launched."""
-
-    def add_step(self, step: int) -> Task:
-        """Adds the tasks of a step; returns its last compute task."""
-        self.launch_seconds = 0.0
-        self.launches.clear()
-        for micro_batch in range(self.model.micro_batches):
-            stored = [self._add_forward(step, index) for index in range(len(self.stages))]
-            backward_start = self._compute
-            gradients: list[Task | None] = [None] * len(self.units)
-            for index in reversed(range(len(self.stages))):
-                gradient = self._add_backward(step, index, stored[index], backward_start, first=micro_batch == 0)
-                if gradient is not None:
-                    gradients[self.stages[index].unit] = gradient
-            if micro_batch == self.model.micro_batches - 1:
-                self._add_jobs(step, gradients, backward_start)
-        assert self._compute is not None
-        return self._compute
-
-    def share_host_memory(self, bandwidth: float) -> None:
-        """Lengthens the CPU optimizer's jobs by the time that concurrent copies use the bandwidth of host memory.
-
-        If jobs run during the whole step, this is the time of all copies, and less if the step is longer than the jobs.
-        """
-        last = self.tasks[-1].step
-        amounts = [0.0] * len(RESOURCES)
-        for task in self.tasks:
-            if task.step == last:
-                amounts[task.resource] += task.amount
-        if not amounts[CPU]:
-            return
-        needed = (amounts[COPY_IN] + amounts[COPY_OUT]) / bandwidth
-        longer = 1 + needed / amounts[CPU]
-        if needed < amounts[COMPUTE]:
-            longer = min(longer, 1 / (1 - needed / amounts[COMPUTE]))
-        for task in self.tasks:
-            if task.resource == CPU:
-                task.amount *= longer
-
-    def _task(self, resource: int, amount: float, step: int, *after: Task | None, write: bool = False,
-              priority: int = NORMAL) -> Task:  # fmt: skip
-        task = Task(resource, amount, step, *after, write=write, priority=priority)
-        self.tasks.append(task)
-        return task
-
-    def _add_compute(self, step: int, seconds: float, *after: Task | None) -> Task:
-        self._compute = self._task(COMPUTE, seconds, step, self._compute, *after)
-        return self._compute
-
-    def _add_launch(self, compute: Task, seconds: float) -> None:
-        """Adds the host seconds that launch the work of a compute task."""
-        self.launch_seconds += seconds
-        self.launches.append((compute, self.launch_seconds))
-
-    def _add_fetch(self, step: int, nbytes: int, from_ssd: int, allocated: int, *after: Task | None) -> Task:
-        """Adds a transfer of `nbytes` to the GPU. The caller frees them in the window of incoming bytes.
-
-        Args:
-            step: index of the step.
-            nbytes: bytes of the transfer.
-            from_ssd: part of these bytes that is read from SSDs.
-            allocated: bytes of GPU memory that the transfer allocates.
-            after: tasks that have to end before.
-        """
-        room = self._incoming.allocate(nbytes)
-        read = None
-        if from_ssd:
-            read = self._task(SSD, from_ssd, step, *self._read_ahead.allocate(from_ssd), *after, priority=URGENT)
-            read.host = (from_ssd, 0)
-        copy = self._task(COPY_IN, nbytes, step, *room, read, *(() if read else after))
-        copy.gpu = (allocated, 0)
-        copy.host = (0, from_ssd)
-        if from_ssd:
-            self._read_ahead.free_after(from_ssd, copy)
-        return copy
-
-    def _shared(self, nbytes: int) -> float:
-        """Returns the seconds by which copies of `nbytes` delay compute, because both use the GPU's memory."""
-        return nbytes / self._step_rates[1]
-
-    def _weights(self, index: int) -> tuple[int, int]:
-        """Returns the bytes of a unit's weights that are copied to the GPU, and the part that is read from SSDs."""
-        parts = self.units[index]
-        return (
-            sum(profile.weight_bytes for profile, part in parts if part.weights != "gpu"),
-            sum(profile.weight_bytes for profile, part in parts if part.weights == "ssd"),
-        )
-
-    def _allocated_bytes(self, weights: int) -> int:
-        """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
-        return weights if self.model.weight_room_bytes is None else 0
-
-    def _add_forward(self, step: int, index: int) -> Task | None:
-        """Adds a stage's forward; returns the task at whose end its swapped tensors are in their tier."""
-        stage = self.stages[index]
-        weights, from_ssd = self._weights(stage.unit) if stage.first else (0, 0)
-        updated = self._updated[stage.unit] if stage.first else []
-        fetched = None
-        before = self._compute
-        if weights:
-            fetched = self._add_fetch(step, weights, from_ssd, self._allocated_bytes(weights), *updated)
-            updated = []
-        room = self._outgoing.allocate(0) if stage.swapped else []
-        compute = self._add_compute(
-            step, stage.forward + self._shared(weights + stage.swapped), fetched, *updated, *room
-        )
-        launch = self._launch
-        added = launch.follow * stage.operations + launch.save * stage.num_saved if self._followed else 0.0
-        added += launch.note * stage.remat_operations + launch.send * stage.num_swapped
-        self._add_launch(compute, stage.launch + added)
-        if weights:
-            # The bytes in the window are freed once the unit is in use: when the previous compute task has ended.
-            self._incoming.free_after(weights, before or compute)
-        released = self._allocated_bytes(self._weights(stage.unit)[0]) if stage.last else 0
-        compute.gpu = (stage.saved + stage.fwd_workspace, stage.fwd_workspace + released)
-        if index in self._forwarded:  # backward does not use the copy, whose writes to SSDs are cancelled
-            copy = self._task(COPY_OUT, stage.swapped, step, compute)
-            self._outgoing.free_after(stage.swapped, copy)
-            excess = stage.to_ssd - 2 * self.plan.staging_bytes
-            if excess > 0:  # the host blocks until the rest fits into staging memory
-                self._add_compute(step, 0.0, self._task(SSD, excess, step, copy, write=True))
-            return None
-        return self._add_swap_out(step, index, compute) if stage.swapped else None
-
-    def _add_swap_out(self, step: int, index: int, compute: Task) -> Task:
-        stage = self.stages[index]
-        to_ssd = stage.to_ssd - self._staged.get(index, 0)
-        room = self._written_behind.allocate(to_ssd) if to_ssd else []
-        copy = self._task(COPY_OUT, stage.swapped, step, compute, *room)
-        copy.gpu = (0, stage.swapped)
-        copy.host = (stage.swapped, 0)
-        self._outgoing.free_after(stage.swapped, copy)
-        if not to_ssd:
-            return copy
-        write = self._task(SSD, to_ssd, step, copy, write=True)
-        write.host = (0, to_ssd)
-        write.ssd = to_ssd
-        self._written_behind.free_after(to_ssd, write)
-        return write
-
-    def _add_backward(
-        self, step: int, index: int, stored: Task | None, backward_start: Task | None, *, first: bool
-    ) -> Task | None:
-        """Adds a stage's backward; returns the task at whose end the unit's gradient is offloaded, if it is complete.
-
-        Args:
-            step: index of the step.
-            index: index of the stage.
-            stored: task at whose end the stage's swapped tensors are in their tier.
-            backward_start: last compute task of the forward, before which no swapped tensor is prefetched.
-            first: whether this is the first backward of the step, at whose begin the last step's gradients are freed.
-        """
-        stage = self.stages[index]
-        unit = stage.unit
-        weights, from_ssd = self._weights(unit) if stage.last and unit not in self._kept_weights else (0, 0)
-        before = self._compute
-        assert before is not None
-        swapped = 0 if index in self._forwarded else stage.swapped
-        to_ssd = 0 if index in self._forwarded else stage.to_ssd - self._staged.get(index, 0)
-        nbytes, from_ssds = weights + swapped, from_ssd + to_ssd
-        fetched = None
-        count = min(self._most_pieces, ceil(swapped / stage.largest)) if swapped else 1
-        for piece in range(count if nbytes else 0):
-            copied, read, freed, deleted, allocated = (
-                total * (piece + 1) // count - total * piece // count
-                for total in (nbytes, from_ssds, from_ssd + swapped, to_ssd, self._allocated_bytes(weights) + swapped)
-            )
-            # Weights are those of the last step, tensors those of this forward.
-            updated = self._updated[unit] if weights else []
-            begin = backward_start if swapped else None
-            fetched = self._add_fetch(step, copied, read, allocated, stored, begin, *updated)
-            fetched.host = (0, freed)
-            fetched.ssd = -deleted
-            self._incoming.free_after(copied, before)
-        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit]
-        room = self._outgoing.allocate(gradient) if gradient and stage.first else []
-        seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
-        compute = self._add_compute(step, seconds, fetched, *room)
-        added = self._launch.repeat * stage.remat_operations + self._launch.fetch * stage.num_swapped
-        self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
-        released = self._allocated_bytes(self._weights(unit)[0]) if stage.first else 0
-        allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
-        if first and index == len(self.stages) - 1:
-            allocated -= sum(self._kept_gradients)
-        if first and stage.first:
-            allocated += self._kept_gradients[unit]
-        compute.gpu = (allocated, stage.saved + stage.recomputed + stage.bwd_workspace + released)
-        if not (stage.first and gradient):
-            return compute if stage.first else None
-        second_halves = self._second_halves[unit]
-        copy = self._task(COPY_OUT, gradient, step, compute, *second_halves)
-        if second_halves:  # the host blocks until the last step has freed the gradient's memory
-            self._add_compute(step, 0.0, *second_halves)
-        copy.gpu = (0, gradient)
-        self._outgoing.free_after(gradient, copy)
-        return copy
-
-    def _share_in_halves(self) -> float:
-        """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
-        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.steps_on_cpu)
-        jobs = stepped / self._step_rates[0]
-        backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
-        # A step is as long as backward and the first halves, and no shorter than all halves.
-        return min(1.0, backward / (REST_HALF * jobs)) if jobs else 0.0
-
-    def _add_jobs(self, step: int, gradients: Sequence[Task | None], backward_start: Task | None) -> None:
-        """Adds the optimizer jobs: on the GPU for resident parts, on the CPU for the others.
-
-        Args:
-            step: index of the step.
-            gradients: for each unit, the task at whose end its gradient is in its tier.
-            backward_start: last compute task of the last forward, before which no states are prefetched.
-        """
-        gpu_rate = self._step_rates[1]
-        scale_known = self._compute
-        resident = [profile for parts in self.units for profile, part in parts if part.states == "gpu"]
-        between = self.model.between_seconds
-        if between is None:
-            between = sum(profile.resident_bytes + profile.state_bytes_written for profile in resident) / gpu_rate
-        made: Task | None = None
-        if between:
-            self.launch_seconds += between  # an upper bound of the host's time for these steps
-            made = self._add_compute(step, between)
-            made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
-        deferred = self.plan.clip == "deferred"
-        order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
-        num_in_halves = self._share_in_halves() * len(self.units) if deferred else 0
-        for index in order:
-            after = (gradients[index], scale_known if deferred else None)
-            before, self._updated[index] = self._updated[index], []
-            self._second_halves[index] = []
-            for profile, part in self.units[index]:
-                if part.states != "gpu":
-                    in_halves = index < num_in_halves and part.in_host
-                    self._add_job(step, index, profile, part, after, before, backward_start, in_halves=in_halves)
-                elif made is not None and made not in self._updated[index]:
-                    self._updated[index].append(made)
-
-    def _add_job(
-        self,
-        step: int,
-        index: int,
-        profile: PartProfile,
-        part: PartPlan,
-        after: Sequence[Task | None],
-        before: Sequence[Task],
-        backward_start: Task | None,
-        *,
-        in_halves: bool,
-    ) -> None:
-        """Adds the optimizer job of a part that is not on the GPU.
-
-        Args:
-            step: index of the step.
-            index: index of the unit.
-            profile: the part.
-            part: its placement.
-            after: tasks that have to end before the job steps.
-            before: last tasks of the unit's jobs in the step before.
-            backward_start: last compute task of the last forward, before which no states are prefetched.
-            in_halves: whether a job on the CPU is made in two halves.
-        """
-        if part.step == "gpu":
-            self._updated[index].append(self._add_device_step(step, profile, *after))
-            return
-        on_ssd = part.states == "ssd"
-        written = (profile.state_bytes_written if on_ssd else 0) + (
-            profile.weight_bytes if part.weights == "ssd" else 0
-        )
-        read = None
-        if on_ssd and profile.state_bytes_read:
-            room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
-            read = self._task(SSD, profile.state_bytes_read, step, room, backward_start, *before)
-        # Among ready jobs, that of the first unit is the most urgent for the next forward.
-        seconds = profile.parameters / self._step_rates[0]
-        if in_halves:
-            first = self._task(CPU, WEIGHTS_HALF * seconds, step, *after, priority=index)
-            self._updated[index].append(first)
-            last = 2 * len(self.units) - index
-            self._second_halves[index].append(self._task(CPU, REST_HALF * seconds, step, first, priority=last))
-            return
-        done = self._task(CPU, seconds, step, read, *after, priority=index)
-        if written:
-            done = self._task(SSD, written, step, done, write=True)
-        if on_ssd:
-            self._jobs.append(done)
-        self._updated[index].append(done)
-
-    def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None) -> Task:
-        """Adds a step on the GPU of states in host memory; returns the copy at whose end they are there again.
-
-        Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.
-        """
-        own_masters = profile.weight_bytes >= FULL_WIDTH * profile.parameters
-        weights = profile.weight_bytes if own_masters else 0
-        there = profile.state_bytes_read + profile.gradient_bytes + weights
-        back = profile.state_bytes_written + profile.weight_bytes
-        copied = self._task(COPY_IN, there, step, *after)
-        stepped = self._task(COMPUTE, self._shared(2 * (there + back)), step, copied)  # copies use its memory, too
-        return self._task(COPY_OUT, back, step, stepped)
-
-
-def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) -> Prediction:
+def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float) -> Prediction:
     model, plan = builder.model, builder.plan
     busy = dict.fromkeys(RESOURCES, 0.0)
     read = written = copied = 0.0

@@ -22,7 +22,8 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_bytes
-from lightning_ssd.planning.simulator import REST_HALF, WEIGHTS_HALF, BoundedFifo, _Builder, _simulate
+from lightning_ssd.planning.simulator import simulate_every_micro_batch
+from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF, BoundedFifo, StepTasks
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
 
 # A machine on which bytes and parameters are seconds.
@@ -149,13 +150,13 @@ def test_weights_are_kept_while_they_fit() -> None:
     """They occupy the budget permanently, at least one unit; the last ones are not prefetched again in backward."""
     model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each, and gradients
     plan = replace(plan_of(model, "host", "host", "keep", "keep"), window_bytes=0)
-    peaks, fetched = [], []
+    peaks, prefetched = [], []
     for room in (None, 0, 200, 450, 10**6):
         prediction = simulate(replace(model, weight_room_bytes=room), UNIT, plan)
         peaks.append(prediction.gpu_peak_bytes)
-        fetched.append(prediction.busy_seconds["copy_in"])
+        prefetched.append(prediction.busy_seconds["copy_in"])
     assert peaks[1:] == [200 + 200, 200 + 200, 450 + 200, 4 * 200 + 200]
-    assert fetched == pytest.approx([8 * 200, 7 * 200, 7 * 200, 6 * 200, 4 * 200])
+    assert prefetched == pytest.approx([8 * 200, 7 * 200, 7 * 200, 6 * 200, 4 * 200])
 
 
 def test_fast_transfers_are_hidden() -> None:
@@ -307,7 +308,7 @@ def test_few_optimizer_jobs_have_their_states_in_host_memory(weights: Any) -> No
     """Host memory is for `JOBS_AHEAD` jobs: a job reads states once the job before these has written its own."""
     model = make_model(8, saved=0, inputs=0, forward=0.01)
     machine = replace(FAST, cpu_step_rate=1.0)  # all reads would be first
-    builder = _Builder(model, machine, plan_of(model, weights, "ssd", "keep", "keep"))
+    builder = StepTasks(model, machine, plan_of(model, weights, "ssd", "keep", "keep"))
     for step in range(3):
         builder.add_step(step)
     run(builder.tasks, machine)
@@ -359,7 +360,7 @@ def test_parts_that_are_placed_as_their_unit(data: st.DataObject, machine: Hardw
     divided = divide(data.draw(models()), count)
     whole = replace(divided, units=tuple(replace(unit, parts=()) for unit in divided.units))
     plan = data.draw(plans(whole))
-    one, other = (_simulate(model, machine, plan) for model in (whole, divided))
+    one, other = (simulate_every_micro_batch(model, machine, plan) for model in (whole, divided))
     for name in ("gpu_peak_bytes", "ssd_peak_bytes", "ssd_read_bytes", "ssd_written_bytes", "copied_bytes"):
         assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-6, abs=8), name
     assert other.host_peak_bytes <= one.host_peak_bytes
@@ -417,7 +418,7 @@ def test_many_micro_batches_are_like_few(weights: Any, activation: Any) -> None:
     model = make_model(12, saved=GB, inputs=GB // 8, parameters=10**8, micro_batches=9)
     model = model.with_time(0.05)
     plan = plan_of(model, weights, weights, activation, activation)
-    predicted, simulated = simulate(model, H100, plan), _simulate(model, H100, plan)
+    predicted, simulated = simulate(model, H100, plan), simulate_every_micro_batch(model, H100, plan)
     assert predicted.step_seconds == pytest.approx(simulated.step_seconds, rel=0.02)
     assert predicted.gpu_peak_bytes == pytest.approx(simulated.gpu_peak_bytes, rel=0.02)
     assert predicted.ssd_written_bytes == simulated.ssd_written_bytes
