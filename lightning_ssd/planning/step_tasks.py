@@ -29,8 +29,8 @@ BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
 WEIGHTS_HALF, REST_HALF = 16 / 28, 26 / 28
-"""Time of each half of a job in two halves / time of a job in one piece. It is the ratio of the bytes that they read and
-write for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
+"""Time of each half of a job in two halves / time of a job in one piece. They are ratios of the bytes that are read and
+written for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
 
 
 class StepTasks:
