@@ -1,7 +1,12 @@
 """Offloads and recomputes tensors that autograd saves for backward. Knows autograd and `storage`, not Lightning."""
 
 from lightning_ssd.activations.backward_graph import backward_nodes
-from lightning_ssd.activations.compiled_code import check_no_cuda_graphs, compile_seconds, records_cuda_graphs
+from lightning_ssd.activations.compiled_code import (
+    check_no_cuda_graphs,
+    compile_seconds,
+    compile_settings,
+    records_cuda_graphs,
+)
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_auto_placement, make_offloader
 from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, Saved, is_random, tensors_of, written
 from lightning_ssd.activations.host import HostTier
@@ -61,6 +66,7 @@ __all__ = [
     "check_version",
     "check_no_cuda_graphs",
     "compile_seconds",
+    "compile_settings",
     "in_backward",
     "is_random",
     "is_weight",

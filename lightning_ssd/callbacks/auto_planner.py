@@ -18,12 +18,14 @@ from lightning_ssd.activations import (
     PlacementPolicy,
     ResidentLimit,
     backward_nodes,
+    compile_settings,
     make_auto_placement,
     records_cuda_graphs,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.plan_key import plan_key
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.region_planner import RegionPlanner
@@ -31,6 +33,7 @@ from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.shape_planner import ShapePlanner
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
+from lightning_ssd.planning import SavedTimeline
 from lightning_ssd.sizes import format_bytes
 
 Outcome = Literal["measuring", "keep", "plan", "offload"]
@@ -311,7 +314,7 @@ class AutoPlanner(pl.Callback):
         if obstacle is None:
             self._add_planner(trainer, pl_module, guard)
         elif self._short and obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
-            self._plan_regions(trainer, guard)
+            self._plan_regions(trainer, pl_module, guard)
         elif self._short:
             self.outcome = "offload"
             self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
@@ -357,14 +360,22 @@ class AutoPlanner(pl.Callback):
         offloader.run(replace(offloader.policy, placement=KeepAll()))
         self._enable_hooks(trainer, offloader, False)
 
-    def _plan_regions(self, trainer: pl.Trainer, guard: MemoryGuard) -> None:
+    def _plan_regions(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         """Plans saved tensors of a training with compiled code, whose operators are not visible."""
         self.outcome = "plan"
         self._log("plans which saved tensors of compiled code are kept and offloaded: not all of them have room")
         offloader = find_offloader(trainer)
         assert offloader is not None
         schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
-        self.regions = RegionPlanner(offloader, guard.limit, schedulers, recompiles=self._compiled_backward)
+        device, shape = offloader.device, self._shape
+
+        def make_key(timeline: SavedTimeline) -> str:
+            recorded = (compile_settings(pl_module), timeline.sizes, timeline.order, self._compiled_backward)
+            return plan_key(trainer, pl_module, device, shape, recorded)
+
+        self.regions = RegionPlanner(
+            offloader, guard.limit, schedulers, recompiles=self._compiled_backward, make_key=make_key
+        )
 
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None

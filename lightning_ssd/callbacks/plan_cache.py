@@ -4,9 +4,10 @@ import fcntl
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 from lightning_ssd.planning import (
     MOST_BYTES,
@@ -19,7 +20,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.storage import NotPrivateError, PrivateDirectory
 
-__all__ = ["CachedPlan", "PlanCache"]
+__all__ = ["CacheEntry", "CachedPlan", "PlanCache", "warn_unused"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,20 @@ MOST_FILES = 64
 
 SWITCH = "LIGHTNING_SSD_PLAN_CACHE"
 """Environment variable: with the value 0, no plans are stored, and none are used."""
+
+
+class CacheEntry(Protocol):
+    """A plan, with all that a later training needs to use it."""
+
+    @classmethod
+    def from_content(cls, content: Mapping[Any, Any]) -> Self:
+        """Returns the entry of a file's content. Raises ValueError if it is not one."""
+
+    def to_content(self) -> dict[str, Any]:
+        """Returns the content of a file: lists, dicts, strings and finite numbers."""
+
+
+EntryT = TypeVar("EntryT", bound=CacheEntry)
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,30 @@ class CachedPlan:
     fragment_reserve: float
     confirmed: bool
 
+    @classmethod
+    def from_content(cls, content: Mapping[Any, Any]) -> Self:
+        """Returns the entry of a file's content. Raises ValueError if it is not one."""
+        reserve = content.get("fragment_reserve")
+        if isinstance(reserve, bool) or not isinstance(reserve, int | float):
+            raise ValueError("`fragment_reserve` must be a number")
+        check_not_negative("fragment_reserve", reserve)
+        if not isinstance(content.get("confirmed"), bool):
+            raise ValueError("`confirmed` must be true or false")
+        return cls(
+            Plan.from_content(content.get("plan")),
+            ModelProfile.from_content(content.get("profile"), "its profile"),
+            _hardware(content.get("hardware")),
+            _hardware(content.get("machine")),
+            reserve,
+            content["confirmed"],
+        )
+
+    def to_content(self) -> dict[str, Any]:
+        """Returns the content of a file."""
+        content = {"plan": self.plan.to_content()}
+        content |= {name: asdict(getattr(self, name)) for name in ("profile", "hardware", "machine")}
+        return content | {name: getattr(self, name) for name in ("fragment_reserve", "confirmed")}
+
 
 class PlanCache:
     """Files of plans in `$XDG_CACHE_HOME/lightning_ssd/plans`, or in `~/.cache`, which only the user can write.
@@ -62,30 +101,33 @@ class PlanCache:
     training thread.
     """
 
-    def load(self, key: str) -> CachedPlan | None:
-        """Returns the plan that was stored under `key`; `None`: there is none, or its file is not valid."""
+    def load(self, key: str, kind: type[EntryT]) -> EntryT | None:
+        """Returns the plan that was stored under `key`; `None`: there is none, or its file is not valid.
+
+        Args:
+            key: the key of the training.
+            kind: class of the entry.
+        """
         if _is_off():
             return None
         path = None
         try:
             path = plans_directory() / _name(key)
             with PrivateDirectory.open(path.parent) as directory:
-                return _parse(_read(directory, path.name), key)
+                return kind.from_content(_parse(_read(directory, path.name), key))
         except FileNotFoundError:
             return None
         except (ValueError, NotPrivateError) as error:
-            log.warning("the plan in the cache is not used, and the training is planned anew: %s: %s", path, error)
+            warn_unused(f"{path}: {error}")
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             log.debug("no plan was read from the cache: %s", error)
         return None
 
-    def save(self, key: str, cached: CachedPlan) -> None:
+    def save(self, key: str, entry: CacheEntry) -> None:
         """Stores a plan under `key`, in place of an earlier one, and removes the oldest files."""
         if _is_off():
             return
-        content = {"format": FORMAT, "key": key, "plan": cached.plan.to_content()}
-        content |= {name: asdict(getattr(cached, name)) for name in ("profile", "hardware", "machine")}
-        text = json.dumps(content | {name: getattr(cached, name) for name in ("fragment_reserve", "confirmed")})
+        text = json.dumps({"format": FORMAT, "key": key} | entry.to_content())
         try:
             path = plans_directory()
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -97,6 +139,11 @@ class PlanCache:
                 _remove_oldest(directory)
         except (OSError, RuntimeError) as error:
             log.debug("the plan was not stored in the cache: %s", error)
+
+
+def warn_unused(reason: str) -> None:
+    """Logs that a plan of the cache is not used."""
+    log.warning("the plan in the cache is not used, and the training is planned anew: %s", reason)
 
 
 def plans_directory() -> Path:
@@ -121,25 +168,12 @@ def _read(directory: PrivateDirectory, name: str) -> str:
     return content.decode()
 
 
-def _parse(text: str, key: str) -> CachedPlan:
+def _parse(text: str, key: str) -> Mapping[Any, Any]:
     """Returns the content of a file. Raises ValueError if it is not one for `key`."""
-    content: Any = as_mapping(parse_json(text, "it"), "it")
+    content = as_mapping(parse_json(text, "it"), "it")
     if content.get("format") != FORMAT or content.get("key") != key:
         raise ValueError("it is of another version or training")
-    reserve = content.get("fragment_reserve")
-    if isinstance(reserve, bool) or not isinstance(reserve, int | float):
-        raise ValueError("`fragment_reserve` must be a number")
-    check_not_negative("fragment_reserve", reserve)
-    if not isinstance(content.get("confirmed"), bool):
-        raise ValueError("`confirmed` must be true or false")
-    return CachedPlan(
-        Plan.from_content(content.get("plan")),
-        ModelProfile.from_content(content.get("profile"), "its profile"),
-        _hardware(content.get("hardware")),
-        _hardware(content.get("machine")),
-        reserve,
-        content["confirmed"],
-    )
+    return content
 
 
 def _hardware(content: object) -> HardwareProfile:

@@ -15,9 +15,9 @@ import lightning_ssd
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import offload_config
 from lightning_ssd.callbacks.seen_batches import BatchShape
-from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
+from lightning_ssd.planning import HardwareProfile, ModelProfile
 
-__all__ = ["has_more_memory", "is_like", "plan_key", "recorded_forward"]
+__all__ = ["MEMORY_TOLERANCE", "has_more_memory", "is_like", "plan_key", "recorded_forward"]
 
 _MEASURED = (
     "samples", "tokens", "forward_seconds", "backward_seconds", "between_seconds", "recompute_seconds",
@@ -36,24 +36,20 @@ def plan_key(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     device: torch.device,
-    profile: ModelProfile,
-    placement: FixedPlacement,
     shape: BatchShape | None,
-    planning: tuple[object, ...],
+    recorded: tuple[object, ...],
 ) -> str:
     """Returns the key of a training's plan.
 
     Bytes of memory that this training may use are no part of it: they differ a little from run to run, measurements do
-    not depend on them, and another plan is made from the measurements if they have changed.
+    not depend on them, and another plan is made if they have changed.
 
     Args:
         trainer: the Trainer.
         module: the module.
         device: the training device.
-        profile: profile of the recorded micro-batch.
-        placement: tiers of model states.
         shape: shape of the recorded batch.
-        planning: arguments of the planner.
+        recorded: the recorded micro-batch, as far as later ones repeat it, and the arguments of the planner.
     """
     states = getattr(trainer.strategy, "states_config", None)
     parts = [
@@ -69,10 +65,8 @@ def plan_key(
         (bool(trainer.gradient_clip_val), trainer.gradient_clip_algorithm),
         [_optimizer(optimizer) for optimizer in trainer.optimizers],
         (type(trainer.strategy).__name__, _arguments(offload_config(trainer)), _arguments(states)),
-        (placement.weights, placement.states),
         None if shape is None else shape.shapes,
-        recorded_forward(profile),
-        planning,
+        recorded,
     ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +16,8 @@ from lightning_ssd.activations import (
     SSDTierBase,
     compile_seconds,
 )
+from lightning_ssd.callbacks.cached_regions import CachedRegions
+from lightning_ssd.callbacks.plan_cache import SWITCH, PlanCache, warn_unused
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import make_clock
@@ -46,6 +48,9 @@ MAX_RECORDINGS = 3
 
 MIN_GAIN = 0.01
 """Share of a step by which a trial must be faster than an earlier one to be applied."""
+
+TOLERANCE = 0.1
+"""Relative difference of a step's duration from that of an earlier training, up to which its plan is right."""
 
 Phase = Literal["compiling", "recording", "reading", "timing", "decided"]
 
@@ -81,6 +86,10 @@ class RegionPlanner:
     of `activation_memory_budget`, so that it saves less and recomputes the rest, recorded, planned and timed, as long
     as that makes steps faster and takes no more than `MAX_COMPILE_SECONDS`. The fastest trial is applied.
 
+    It is stored in the `PlanCache`. A later training with the same key records a micro-batch, too, but has only one
+    trial: code is compiled with the stored `activation_memory_budget`, and the stored plan is applied, if compiled code
+    saves the same storages. If they differ or steps are not as fast as then, the search begins as without the cache.
+
     All methods are called on the training thread, outside of forward and backward; none waits for the device.
 
     Args:
@@ -88,6 +97,7 @@ class RegionPlanner:
         limit: bytes that may be kept on the device.
         schedulers: callbacks that set the window; plans override it.
         recompiles: whether code may be compiled again with another `activation_memory_budget`.
+        make_key: returns the key of the training's plan in the cache, given the recorded storages.
 
     Attributes:
         applied: the trial in force, or being timed; `None` before the first one.
@@ -102,6 +112,7 @@ class RegionPlanner:
         schedulers: Sequence[PrefetchScheduler],
         *,
         recompiles: bool,
+        make_key: Callable[[SavedTimeline], str],
     ) -> None:
         self.applied: Trial | None = None
         self.trials: list[Trial] = []
@@ -114,6 +125,12 @@ class RegionPlanner:
         self._recorder = SavedTimelineRecorder(clock)
         self._budget = PartitionerBudget()
         self._recompiles = recompiles
+        self._make_key = make_key
+        self._cache = PlanCache()
+        self._key: str | None = None
+        """Key of the training's plan in the cache; `None`: no micro-batch was recorded."""
+        self._cached: CachedRegions | None = None
+        """The rule of an earlier training, before its trial has ended."""
         self._tiers_in_order = tuple(offloader.tiers)
         self._phase: Phase = "recording"
         self._num_recordings = 0
@@ -233,14 +250,29 @@ class RegionPlanner:
         self._num_recordings = 0
         self._timeline = timeline
         self._room_bytes = self._limit.room_bytes
-        if self.trials:
+        if self._key is None:
+            self._key = self._make_key(timeline)
+            self._cached = self._load(self._key)
+            if self._cached is not None and self._cached.memory_budget != self._budget.value:
+                self._recompile(self._cached.memory_budget)
+                return
+        if self._cached is not None:
+            self._try_cached(self._cached, timeline)
+        elif self.trials:
             self._begin_trial(self._plan(timeline))
         else:
             self._begin_trial(None)
 
     def _plan(self, timeline: SavedTimeline) -> StoragePlan:
-        fixed = not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
-        return plan_storages(timeline, self._room_bytes, self._speeds(), self._window_bytes, fixed_window=fixed)
+        speeds = self._speeds()
+        return plan_storages(
+            timeline, self._room_bytes, speeds, self._window_bytes, fixed_window=self._has_fixed_window
+        )
+
+    @property
+    def _has_fixed_window(self) -> bool:
+        """Whether plans must have the window of the recorded micro-batch."""
+        return not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
 
     def _speeds(self) -> dict[InputChoice, TierSpeed]:
         """Returns the speeds of the tiers, as measured in the training so far."""
@@ -297,6 +329,9 @@ class RegionPlanner:
             seconds,
             100 * trial.stalled,
         )
+        if self._cached is not None:
+            self._check_cached(self._cached, seconds)
+            return
         if trial.plan is None:
             self._begin_trial(self._plan(self._timeline))
             return
@@ -305,11 +340,7 @@ class RegionPlanner:
             self._decide()
         else:
             self._num_budgets += 1
-            self._log(
-                f"code is compiled again with activation_memory_budget={value:g}, so that it saves less and "
-                "recomputes: the last digits of results may change. Deterministic algorithms prevent it"
-            )
-            self._compile(value)
+            self._recompile(value)
 
     def _stalled(self) -> float:
         """Returns the share of the micro-batches of the present trial in which the device waited for transfers."""
@@ -340,6 +371,14 @@ class RegionPlanner:
         value = max(0.1, value)
         return value if value < trial.memory_budget else None
 
+    def _recompile(self, value: float) -> None:
+        """Has code compiled to save less in the next step, and logs that it is."""
+        self._log(
+            f"code is compiled again with activation_memory_budget={value:g}, so that it saves less and "
+            "recomputes: the last digits of results may change. Deterministic algorithms prevent it"
+        )
+        self._compile(value)
+
     def _compile(self, value: float) -> None:
         """Has code compiled with another `activation_memory_budget` in the next step."""
         self._budget.change(value)
@@ -353,6 +392,64 @@ class RegionPlanner:
         self._compile_seconds = compile_seconds() - self._compiled_before
         self.spent_seconds += self._compile_seconds
         self._phase = "recording"
+
+    # ---- plans of earlier trainings ----
+
+    def _load(self, key: str) -> CachedRegions | None:
+        """Returns the rule that the cache has for this training, if it may be applied."""
+        cached = self._cache.load(key, CachedRegions)
+        if cached is None:
+            return None
+        if cached.has_less_memory(*self._memory()):
+            self._log("an earlier training with the same compiled code had less memory: its plan is not used")
+            return None
+        other_value = cached.memory_budget != self._budget.value
+        return None if other_value and not (self._recompiles and self._budget.may_change) else cached
+
+    def _memory(self) -> tuple[float, int]:
+        """Returns the bytes of the device, and of host memory for activations, that this training may use."""
+        host = self._offloader.tiers.get("host")
+        return self._limit.meter.limit(), 0 if host is None else host.capacity
+
+    def _try_cached(self, cached: CachedRegions, timeline: SavedTimeline) -> None:
+        """Begins a trial with the plan of an earlier training, or with one for the present limits of memory."""
+        plan = cached.plan
+        if plan is not None and plan.sizes != timeline.sizes:
+            warn_unused("compiled code saves other tensors")
+            self._search_again()
+            return
+        if plan is not None and (plan.movable != timeline.movable or not self._can_apply(plan)):
+            plan = self._plan(timeline)
+        self._begin_trial(plan)
+
+    def _can_apply(self, plan: StoragePlan) -> bool:
+        """Returns whether the device and the tiers have room for a plan, with its window."""
+        room = self._room_bytes - (plan.window_bytes - self._window_bytes)
+        if self._has_fixed_window and plan.window_bytes != self._window_bytes:
+            return False
+        return set(plan.choices) <= {"keep", *self._offloader.tiers} and plan.kept_bytes <= room
+
+    def _check_cached(self, cached: CachedRegions, seconds: float) -> None:
+        """Ends the trial of the plan of an earlier training: applies it for good if steps are as fast as then."""
+        self._cached = None
+        if abs(seconds / cached.seconds - 1) <= TOLERANCE:
+            self._phase = "decided"
+            self._log(
+                f"an earlier training with the same compiled code was planned: a step takes {seconds:.4f} s under its "
+                f"plan. {SWITCH}=0 in the environment has every training planned"
+            )
+            return
+        warn_unused(f"a step takes {seconds:.4f} s, and took {cached.seconds:.4f}")
+        self._search_again()
+
+    def _search_again(self) -> None:
+        """Begins the trials anew, with the user's `activation_memory_budget`."""
+        self._cached = None
+        self.trials = []
+        if self._budget.value != 1.0:
+            self._compile(1.0)
+        else:
+            self._begin_trial(None)
 
     # ---- the decision ----
 
@@ -368,6 +465,9 @@ class RegionPlanner:
             self._limit.restart()
         if chosen is not self.applied:
             self._apply(chosen)
+        if self._key is not None and chosen.seconds < math.inf:
+            entry = CachedRegions(chosen.plan, chosen.memory_budget, chosen.seconds, *self._memory())
+            self._cache.save(self._key, entry)
         without, plan = self.trials[0].seconds, chosen.plan
         text = f"a step with compiled code takes {chosen.seconds:.4f} s"
         if plan is None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
-from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache
+from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory, is_like, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_runner import (
     HISTORY,
@@ -445,12 +445,13 @@ class SwapPlanner(StepProfiling):
         profile = self._make_profile(trainer, pl_module, steps=0)
         placement = current_placement(self._profiler, self._offloader)
         planning = (self._planner, self._gpu_memory == "least", self._per_day)
+        forward = ((placement.weights, placement.states), recorded_forward(profile), planning)
         device, shape = self._offloader.device, self._progress.recorded_shape
-        self._progress.key = plan_key(trainer, pl_module, device, profile, placement, shape, planning)
+        self._progress.key = plan_key(trainer, pl_module, device, shape, forward)
         if self._progress.key in self._used_keys:
             return
         self._used_keys.add(self._progress.key)
-        cached = self._cache.load(self._progress.key)
+        cached = self._cache.load(self._progress.key, CachedPlan)
         if cached is not None and self._is_valid(cached, profile):
             self._reuse(trainer, pl_module, cached, profile, placement)
 
@@ -467,7 +468,7 @@ class SwapPlanner(StepProfiling):
                 reason = "the machine was more than twice as fast or slow then"
             else:
                 return True
-        log.warning("the plan in the cache is not used, and the training is planned anew: %s", reason)
+        warn_unused(reason)
         return False
 
     def _reuse(

@@ -36,7 +36,13 @@ from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, fr
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.traffic import DIRECTIONS, Traffic, migration_traffic, planned_traffic, recorded_traffic
-from lightning_ssd.planning.validation import MOST_BYTES, as_mapping, check_not_negative, parse_json
+from lightning_ssd.planning.validation import (
+    MOST_BYTES,
+    as_mapping,
+    check_not_negative,
+    check_positive,
+    parse_json,
+)
 
 __all__ = [
     "BANDWIDTHS",
@@ -75,6 +81,7 @@ __all__ = [
     "calibrate",
     "calibrate_step_rate",
     "check_not_negative",
+    "check_positive",
     "cost_table",
     "default_plan",
     "default_window",

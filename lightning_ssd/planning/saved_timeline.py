@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from lightning_ssd.planning.ssdtrain import TierSpeed
-from lightning_ssd.types import InputChoice
+from lightning_ssd.planning.validation import as_list, check_not_negative, from_mapping
+from lightning_ssd.types import INPUT_CHOICES, InputChoice
 
 WINDOWS = 4
 """Windows that are tried: the present one, and doublings of it."""
@@ -73,6 +75,39 @@ class StoragePlan:
         """Bytes of the storages that are offloaded."""
         return sum(size for size, choice in zip(self.sizes, self.choices, strict=True) if choice != "keep")
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the storages that are kept although they could be offloaded, without those needed early."""
+        return sum(self.sizes[index] for index in self.movable - self.early if self.choices[index] == "keep")
+
+    def to_content(self) -> dict[str, Any]:
+        """Returns the plan as content of a JSON file."""
+        return asdict(self) | {name: sorted(getattr(self, name)) for name in ("movable", "early")}
+
+    @classmethod
+    def from_content(cls, content: object) -> "StoragePlan":
+        """Returns the plan that the content of a JSON file describes.
+
+        Raises:
+            ValueError: the content is not a plan; the message names the entry.
+        """
+        plan = from_mapping(cls, content, "the plan")
+        for name in ("sizes", "movable", "choices", "early"):
+            as_list(getattr(plan, name), f"`{name}` of the plan")
+        for name, most in (("sizes", None), ("movable", len(plan.sizes)), ("early", len(plan.sizes))):
+            for number in getattr(plan, name):
+                if isinstance(number, bool) or not isinstance(number, int):
+                    raise ValueError(f"`{name}` of the plan must have whole numbers.")
+                check_not_negative(name, number)
+                if most is not None and number >= most:
+                    raise ValueError(f"`{name}` of the plan must be indices of its {most} `sizes`.")
+        if len(plan.choices) != len(plan.sizes) or not all(choice in INPUT_CHOICES for choice in plan.choices):
+            raise ValueError(f"`choices` of the plan must be one of {', '.join(INPUT_CHOICES)} for each storage.")
+        for name in ("window_bytes", "stall_seconds", "excess_bytes"):
+            check_not_negative(name, getattr(plan, name))
+        movable, early = frozenset(plan.movable), frozenset(plan.early)
+        return replace(plan, sizes=tuple(plan.sizes), choices=tuple(plan.choices), movable=movable, early=early)
+
 
 def needed_early(sizes: Sequence[int], order: Sequence[int], window_bytes: int) -> frozenset[int]:
     """Returns the indices of the storage that backward needs first, and of the next `window_bytes` bytes.
@@ -123,9 +158,9 @@ def plan_storages(
         excess = sum(timeline.sizes[index] for index in free) - room
         for picked in _spreads(timeline, free, excess):
             choices = _fill_tiers(timeline, picked, tiers)
-            kept = sum(timeline.sizes[index] for index in free if choices[index] == "keep")
             stall = stall_seconds(timeline, choices, window, tiers)
-            plan = StoragePlan(timeline.sizes, timeline.movable, choices, early, window, stall, max(0.0, kept - room))
+            plan = StoragePlan(timeline.sizes, timeline.movable, choices, early, window, stall, 0.0)
+            plan = replace(plan, excess_bytes=max(0.0, plan.kept_bytes - room))
             if best is None or (plan.excess_bytes, plan.stall_seconds) < (best.excess_bytes, best.stall_seconds):
                 best = plan
     assert best is not None

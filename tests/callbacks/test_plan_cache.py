@@ -194,7 +194,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def load(path: Path) -> plan_cache.CachedPlan | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_cache, "plans_directory", lambda: path.parent)
-        return plan_cache.PlanCache().load(path.stem)
+        return plan_cache.PlanCache().load(path.stem, plan_cache.CachedPlan)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_the_oldest_files_are_removed(
     for number, key in enumerate(("first", "second", "third")):
         cache.save(key, found)
         os.utime(plan_cache.plans_directory() / f"{key}.json", (number, number))
-    assert [cache.load(key) for key in ("first", "second", "third")] == [None, found, found]
+    assert [cache.load(key, plan_cache.CachedPlan) for key in ("first", "second", "third")] == [None, found, found]
 
 
 def test_measured_steps_correct_the_stored_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

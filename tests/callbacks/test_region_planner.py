@@ -13,79 +13,13 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
-from lightning_ssd.callbacks import AutoPlanner, auto_planner, region_planner
-from lightning_ssd.callbacks.offloader import find_offloader
-from tests.support.compiled import INDUCTOR, counted, fresh_dynamo  # noqa: F401
+from lightning_ssd.callbacks import auto_planner, region_planner
+from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
+from tests.support.regions import Blocks, See, Ticks, lower_budgets, train
 
 pytestmark = pytest.mark.timeout(300)
-
-STEPS = 48
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)).tanh().sin())  # type: ignore[no-any-return]
-
-
-class Blocks(pl.LightningModule):
-    """Compiled blocks, and eager code around them."""
-
-    def __init__(self, backend: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        for block in self.blocks:
-            block.compile(backend=backend)
-        self.head = nn.Linear(32, 8)
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        loss = self.head(batch).square().mean()
-        self.losses.append(loss.detach().clone())
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class See(pl.Callback):
-    """Records the rule and the saved bytes of each micro-batch."""
-
-    def __init__(self) -> None:
-        self.placements: list[type] = []
-        self.settings: list[float] = []
-        self.saved: list[int] = []
-        self.stored: list[int] = []
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self.auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
-        offloader = find_offloader(trainer)
-        assert offloader is not None
-        self.placements.append(type(offloader.policy.placement))
-        self.settings.append(functorch.activation_memory_budget)
-        self.saved.append(offloader.stats().saved)
-        self.stored.append(offloader.stats().stored)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.regions = self.auto.regions
-        self.outcome = self.auto.outcome
-
-
-def train(backend: str, strategy: Any, path: Path, steps: int = STEPS, **how: Any) -> tuple[list[Tensor], Any]:
-    """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
-    data: Any = torch.randn(16 * steps, 32, generator=torch.Generator().manual_seed(1))
-    with counted() as counts:
-        module = Blocks(backend)
-        quiet_trainer(path, strategy=strategy, max_steps=steps, **how).fit(module, DataLoader(data, batch_size=16))
-    return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counts
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
@@ -115,20 +49,6 @@ def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     assert set(see.settings) == {1.0}
 
 
-class Ticks:
-    """A clock that each reading moves on by a second."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        self.seconds += 1
-        return self.seconds
-
-    def elapsed(self, start: float, end: float) -> float:
-        return end - start
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_validations_and_checkpoints_are_not_part_of_a_step(
     accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,13 +76,6 @@ def test_validations_and_checkpoints_are_not_part_of_a_step(
     trainer.fit(Validated("aot_eager"), loader, DataLoader(data[:16], batch_size=16))
     assert see.regions.decided and len(see.regions.trials) == 2
     assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
-
-
-def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has each plan stall, and the last trial be the fastest."""
-    monkeypatch.setattr(region_planner, "TOLERATED_STALL", -1.0)
-    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)
-    monkeypatch.setattr(region_planner, "MAX_COMPILE_SECONDS", 1e9)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
