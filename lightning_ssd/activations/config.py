@@ -276,12 +276,14 @@ def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
     return _MEASURED_BYTES / seconds[0], _MEASURED_BYTES / seconds[1]
 
 
-_PIECE_BYTES = 16 * 2**20  # bytes of an I/O request: enough for a drive's full bandwidth, few enough to stage
+_PIECE_BYTES = 16 * 2**20
+"""Bytes of an I/O request: enough for a drive's full bandwidth, and few enough to stage several."""
+
 SMALLEST_TIER = 64 * 2**20
 """Least bytes of a tier."""
 
-_MEASURED_BYTES = SMALLEST_TIER  # of a copy that measures the bandwidth of the host tier
-
+_MEASURED_BYTES = SMALLEST_TIER
+"""Bytes of the copies that measure the bandwidth of the host tier."""
 
 LEAST_BUDGET = 10**6
 """Bytes of the smallest budget that needs no unit: a smaller number is probably a forgotten unit."""

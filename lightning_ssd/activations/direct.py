@@ -47,7 +47,7 @@ class _DirectCopy(StoredCopy):
         try:
             produced.result()
             self._requests.set_result([self.tier.blobs.write(piece, part) for piece, part in parts])
-        except Exception as error:  # a closed store, a lost device: raised on the training thread in `wait_copied`
+        except Exception as error:  # a closed store or a lost device; `wait_copied` raises it on the training thread
             self._requests.set_exception(error)
 
     def wait_copied(self) -> Mark:
@@ -99,5 +99,5 @@ class _DirectLoad(Load):
             free.result()
             reads = [copy.tier.blobs.read(piece, part, urgency=self._urgency) for piece, part in parts]
             self._requests.set_result(reads)
-        except Exception as error:  # as for writes
+        except Exception as error:  # as in `_DirectCopy.write`; `wait` raises it
             self._requests.set_exception(error)

@@ -103,7 +103,7 @@ class ForwardGraph:
         Args:
             min_bytes: bytes of the smallest buffer that may be dropped; smaller ones are kept on the device.
         """
-        taken: dict[tuple[UnitCall, str], int] = {}
+        counts: dict[tuple[UnitCall, str], int] = {}
         made_by: dict[int, list[int]] = {}
         for number, buffer in enumerate(self.buffers):
             if buffer.maker is not None and buffer.unit_call is None:
@@ -116,7 +116,7 @@ class ForwardGraph:
             is_unit_input = maker is None or maker.unit_call != buffer.unit_call
             recompute_ops = None if is_unit_input else self._recompute_ops(number, buffer.unit_call, min_bytes)
             name = "input" if maker is None else _name(maker, buffer)
-            count = taken[buffer.unit_call, name] = taken.get((buffer.unit_call, name), 0) + 1
+            count = counts[buffer.unit_call, name] = counts.get((buffer.unit_call, name), 0) + 1
             found.append(
                 Saved(
                     buffer.unit_call,

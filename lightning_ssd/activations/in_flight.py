@@ -115,7 +115,7 @@ class InFlight:
     def _progress(self, nbytes: int) -> tuple[float, float | None]:
         """Returns the progress of the forward, and its progress while `nbytes` are copied (None: unknown).
 
-        Both are in seconds if the forward mode knows the elapsed seconds, else in saved bytes.
+        Both are in seconds if the policy's dispatch mode knows the elapsed seconds, else in saved bytes.
         """
         assert self._batch is not None
         copying = None if self._copy_seconds_per_byte is None else nbytes * self._copy_seconds_per_byte

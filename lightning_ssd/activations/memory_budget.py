@@ -1,4 +1,4 @@
-"""`PartitionerBudget`: how much compiled code saves for backward instead of recomputing it."""
+"""`PartitionerBudget`: the share of activations that compiled code saves for backward instead of recomputing them."""
 
 import torch
 
@@ -34,24 +34,24 @@ class PartitionerBudget:
         return (self._entered or _get() == 1.0) and not torch.are_deterministic_algorithms_enabled()
 
     def change(self, value: float) -> None:
-        """Has code compiled with another value from now on; a step is over, and none has begun."""
+        """Makes torch compile code with another value from now on. Called between two steps."""
         self.value = value
         torch.compiler.reset()
 
     def enter(self) -> None:
-        """Puts the value in force, unless the user has set one; a micro-batch begins."""
+        """Sets the value, unless the user has set one. Called at the begin of a micro-batch."""
         if self.value != 1.0 and not self._entered and _get() == 1.0:
             self._entered = True
             _set(self.value)
 
     def exit(self) -> None:
-        """Restores the user's value; the micro-batch is over."""
+        """Restores the user's value. Called at the end of a micro-batch."""
         if self._entered:
             self._entered = False
             _set(1.0)
 
     def close(self) -> None:
-        """Restores the user's value, with which code is compiled from now on; the training is over."""
+        """Restores the user's value, with which code is compiled from now on. Called at the end of a training."""
         self.exit()
         if self.value != 1.0:
             self.change(1.0)

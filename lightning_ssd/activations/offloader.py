@@ -158,7 +158,8 @@ class ActivationOffloader(Uncopied):
         self._read_profiles()
         last = self._patterns[-1] if self._patterns else None
         self._placement.begin(last.offloadable_bytes(self._window_bytes) if last else 0)
-        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self._placement.plan, self._window_bytes)
+        patterns = tuple(reversed(self._patterns))
+        self._batch = MicroBatch(patterns, self._clock, self._placement.version, self._window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
 

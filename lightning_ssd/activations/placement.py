@@ -16,8 +16,8 @@ from lightning_ssd.types import OffloadTierName
 class PlacementPolicy(ABC):
     """Chooses the tiers of saved storages. One object serves a whole training."""
 
-    plan: int = 0
-    """Version of the rule. A profile names the version that was in force."""
+    version: int = 0
+    """Number of changes of the rule so far. A profile names the version that its micro-batch had."""
 
     must_fit: bool = False
     """Whether a storage that no tier has room for is an error. Otherwise it is kept on the device."""
@@ -115,8 +115,8 @@ class OffloadOnPressure(PlacementPolicy):
 class OffloadExcess(PlacementPolicy):
     """Keeps the storages for which the device has room, and offloads the others, evenly spread over the forward.
 
-    Until a micro-batch has shown how many bytes have room (see `ResidentLimit`), all storages are offloaded that can be
-    without blocking the training.
+    Until a micro-batch has shown how many bytes fit (see `ResidentLimit`), it offloads all storages that can be
+    offloaded without blocking the training.
 
     Args:
         tiers: the tiers, in the order in which they are filled.
@@ -183,9 +183,10 @@ class FixedAmount(PlacementPolicy):
 class SSDTrainAuto(PlacementPolicy):
     """SSDTrain's rule: offloads as many bytes as the bandwidth carries while the forward computes (its figure 3).
 
-    Until a micro-batch was measured, all storages are offloaded that can be without blocking the training. Then each
-    tier has its share of the bytes. A share shrinks while the compute stream waits for its tier, and grows back slowly
-    while it does not. Storages for which the device has no room are offloaded beyond these shares, and may block.
+    Until a micro-batch was measured, all storages are offloaded that can be offloaded without blocking the training.
+    Then each tier has its share of the bytes. A share shrinks while the compute stream waits for its tier, and grows
+    back slowly while it does not. Storages that do not fit on the device are offloaded beyond these shares, and these
+    offloads may block the training.
 
     Args:
         speeds: bandwidth and capacity of each tier, in the order in which the tiers are filled.
@@ -202,7 +203,7 @@ class SSDTrainAuto(PlacementPolicy):
     GROW = 1.03
     #: Upper limit of `_patience`, which doubles whenever the share shrinks: a share that stalled is tried less often.
     PATIENCE = 64
-    #: Micro-batches that are not measured: the first one pays for lazy initialisation.
+    #: Micro-batches that are not measured: the time of the first one includes lazy initialization.
     WARM_UP = 1
 
     def __init__(self, speeds: Mapping[OffloadTierName, TierSpeed], limit: ResidentLimit | None = None) -> None:
@@ -216,7 +217,7 @@ class SSDTrainAuto(PlacementPolicy):
         self._excess = _Share(0.0)
         """Share of the storages outside the tiers' shares for which the device has no room."""
         self._seen = 0
-        self._seen_of_plan = 0
+        self._seen_of_version = 0
         self._patience = dict.fromkeys(speeds, 1)
         """Micro-batches almost without stalls before a tier's share grows."""
         self._quiet = dict.fromkeys(speeds, 0)
@@ -235,7 +236,7 @@ class SSDTrainAuto(PlacementPolicy):
             was_measuring = self._limit.measuring
             self._limit.begin(expected_bytes)
             if self._limit.measuring != was_measuring:
-                self._change_plan()
+                self._begin_version()
         if self._amounts is None or not expected_bytes:
             return
         if self._ratios is None:
@@ -265,7 +266,7 @@ class SSDTrainAuto(PlacementPolicy):
 
     def observe(self, profile: MicroBatchProfile) -> None:
         self._seen += 1
-        if self._seen <= self.WARM_UP or profile.plan != self.plan:
+        if self._seen <= self.WARM_UP or profile.version != self.version:
             return
         if self._amounts is None:
             stalls = list(profile.stall_seconds.values())
@@ -275,10 +276,10 @@ class SSDTrainAuto(PlacementPolicy):
                 self.MARGIN * (profile.backward_seconds - sum(into for _, into in stalls)),
                 self._speeds,
             )
-            self._change_plan()
+            self._begin_version()
             return
-        self._seen_of_plan += 1
-        if self._seen_of_plan == 1:
+        self._seen_of_version += 1
+        if self._seen_of_version == 1:
             return  # the allocator moves memory in the first micro-batch of a version
         for tier in self._tiers:
             stalled = sum(profile.stall_seconds[tier]) / (profile.forward_seconds + profile.backward_seconds)
@@ -286,15 +287,15 @@ class SSDTrainAuto(PlacementPolicy):
             if stalled > self.TOLERATED_STALL:
                 self._scale[tier] *= max(0.5, 1.0 - self.SHRINK * stalled)
                 self._patience[tier] = min(self.PATIENCE, 2 * self._patience[tier])
-                self._change_plan()
+                self._begin_version()
             elif self._scale[tier] < 1.0 and self._quiet[tier] >= self._patience[tier]:
                 self._scale[tier] = min(1.0, self.GROW * self._scale[tier])
                 self._quiet[tier] = 0
-                self._change_plan()
+                self._begin_version()
 
-    def _change_plan(self) -> None:
-        self.plan += 1
-        self._seen_of_plan = 0
+    def _begin_version(self) -> None:
+        self.version += 1
+        self._seen_of_version = 0
 
 
 class _Share:

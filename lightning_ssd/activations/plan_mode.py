@@ -114,7 +114,7 @@ class PlanMode(UnitDispatchMode):
         self._expected: weakref.WeakKeyDictionary[SavedStorage, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
         self._held: list[Recomputed] = []
         """Values to recompute of the present forward. After it, only autograd's nodes keep them alive."""
-        self._steps: Sequence[PlannedOp] = ()
+        self._planned: Sequence[PlannedOp] = ()
         self._next = 0
 
     def __enter__(self) -> Any:
@@ -142,44 +142,44 @@ class PlanMode(UnitDispatchMode):
                 self.proved.add(number)
 
     def begin_segment(self, segment: Segment) -> None:
-        self._steps = self.schedule.get(segment, ())
+        self._planned = self.schedule.get(segment, ())
         self._next = 0
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable:
             before_change(written(func, args, kwargs))
-        step = self._next_operation(func)
-        if step is None or not step.choices:
+        planned = self._next_operation(func)
+        if planned is None or not planned.choices:
             return func(*args, **kwargs)
-        recompute = "recompute" in step.choices.values()
+        recompute = "recompute" in planned.choices.values()
         random = random_state(func, self._device) if recompute else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
         node = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if recompute else None
-        for position, choice in step.choices.items():
+        for position, choice in planned.choices.items():
             tensor = tensors[position]
             if choice != "recompute":
                 setattr(tensor.untyped_storage(), CHOICE, choice)
             elif node is not None:
                 recomputed = node.result(tensor, position)
                 self._held.append(recomputed)
-                if self.checking and position in step.saved:
-                    setattr(tensor.untyped_storage(), TRIED, (weakref.ref(recomputed), step.saved[position]))
+                if self.checking and position in planned.saved:
+                    setattr(tensor.untyped_storage(), TRIED, (weakref.ref(recomputed), planned.saved[position]))
                 else:
                     mark_recomputed(tensor, recomputed)
         return result
 
     def _next_operation(self, func: Any) -> PlannedOp | None:
         """Returns the schedule's entry for the next operation, if that is `func`."""
-        if self._next >= len(self._steps):
+        if self._next >= len(self._planned):
             return None
-        step = self._steps[self._next]
-        if step.func is not func:
-            self._steps = ()
+        planned = self._planned[self._next]
+        if planned.func is not func:
+            self._planned = ()
             return None
         self._next += 1
-        self.elapsed = self.slowdown * step.ends
-        return step
+        self.elapsed = self.slowdown * planned.ends
+        return planned
 
 
 def choice_of(storage: torch.UntypedStorage) -> Choice | None:

@@ -21,7 +21,7 @@ class OffloadPolicy:
     Attributes:
         placement: chooses the tier of each saved storage: all (`OffloadAll`), none (`KeepAll`), a share or number of
             bytes (`FixedAmount`), by bandwidth (`SSDTrainAuto`), or all once memory is short (`OffloadOnPressure`).
-        mode: dispatch mode that wraps each forward: a `PlanMode`, whose choices go before those of `placement`, or a
+        mode: dispatch mode that wraps each forward: a `PlanMode`, whose choices override those of `placement`, or a
             `TraceMode`; `None`: forwards run without one.
         window_bytes: bytes that may be in flight to the tiers at once, and bytes that may be prefetched ahead of use.
         window_depth: saved storages that may be prefetched ahead of use; `None`: `window_bytes` is the only limit.

@@ -211,8 +211,8 @@ class SavedStorage(RefCountedBytes):
 class SavedHandle:
     """Autograd's reference to a saved tensor: the storage's record, and the tensor's view of the storage.
 
-    Its probe is an empty tensor that shares the saved tensor's version counter, which tells in-place changes also after
-    the storage is evicted.
+    Its probe is an empty tensor that shares the saved tensor's version counter, which counts in-place changes even
+    after the storage is evicted.
     """
 
     __slots__ = ("_last_restore", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")

@@ -25,10 +25,10 @@ class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.
 
     As long as a micro-batch's peak plus its saved bytes fit into memory, there is no limit. Otherwise the next
-    micro-batch is measured: all saved storages that can be offloaded are, and the training waits for their copies. Its
-    peak is the memory of everything else: weights, gradients, optimizer states, transient tensors, and the copies in
-    flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if it begins with
-    another number of allocated bytes than the measured ones: optimizer states are allocated in the first step,
+    micro-batch is measured: it offloads all saved storages that can be offloaded, and the training waits for their
+    copies. Its peak is the memory of everything else: weights, gradients, optimizer states, transient tensors, and the
+    copies in flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if it begins
+    with another number of allocated bytes than the measured ones: optimizer states are allocated in the first step,
     gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory nevertheless,
     the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is lowered by the
     difference between its peak and the expected one.
@@ -53,7 +53,7 @@ class ResidentLimit:
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self.measuring = False
-        """True if the present micro-batch is measured: all its saved storages that can be offloaded are."""
+        """True if the present micro-batch is measured: it offloads all saved storages that can be offloaded."""
         self.scarce = False
         """True if the present micro-batch may save more bytes than there is room for."""
         self.meter = meter
@@ -77,7 +77,7 @@ class ResidentLimit:
         self._peak = 0
         """The allocator's peak at the end of the present micro-batch's backward; 0: none has ended."""
         self._without_hooks = False
-        """Whether that backward had no saved-tensor hooks, so that all its saved storages stayed, expected or not."""
+        """Whether that backward had no saved-tensor hooks, so that unexpected saved storages were kept, too."""
         self._withheld = 0.0
         """Bytes of the meter's limit that are not used, as micro-batches have run out of memory below it."""
         self._room = float("inf")
@@ -92,7 +92,7 @@ class ResidentLimit:
             expected_bytes: bytes of saved storages that could be offloaded in the last micro-batch; 0: unknown.
         """
         limit, allocated = self.meter.limit() - self._withheld, self.meter.allocated()
-        # More would be seen too late without hooks: when there is no memory left.
+        # Without hooks, growth beyond the expected peak would be noticed only when memory has run out.
         most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
         self._limit = limit
         self._largest_bytes = max(self._largest_bytes, expected_bytes)

@@ -98,7 +98,7 @@ class _SSDCopy(StoredCopy):
         self.blob = blob
         self.last_copied: Mark = None
         self.writes: list[_PieceWrite] = []
-        # Guards the two below: writes end on I/O threads, `free` is called on the training thread.
+        # Guards `_unfinished` and `freed`: writes end on I/O threads, `free` is called on the training thread.
         self._lock = threading.Lock()
         self._unfinished = len(blob.pieces)
         self.freed = False
@@ -203,7 +203,7 @@ class _SSDLoad(Load):
         self._arrived: Mark = None
         self._issued: Future[None] = Future()
         """Done when the h2d copies of all pieces are issued, or one piece failed and all others have ended."""
-        # Guards the two below and the order of `_arrived`: pieces end on I/O threads.
+        # Guards `_missing`, `_error` and the order of `_arrived`: pieces end on I/O threads.
         self._lock = threading.Lock()
         self._missing = len(copy.writes)
         self._error: BaseException | None = None
