@@ -63,7 +63,29 @@ def ordinary(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.__class__ = own
 
 
-class OffloadedParameter(TrainedParameter):
+class _RunsOperators:
+    """Runs functions of torch on offloaded tensors, directly or by their `Access`."""
+
+    __slots__ = ()
+
+    _DIRECT: tuple[Kind, ...]
+    """Kinds of functions that need no memory of the tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            kind = KINDS.get(func) or kind_of(func)
+            if kind in cls._DIRECT:
+                return func(*args, **(kwargs or {}))
+            if _runs_on_memory(kind, args, kwargs):
+                result = func(*args, **(kwargs or {}))
+                return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
+            return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+
+
+class OffloadedParameter(_RunsOperators, TrainedParameter):
     """The class of a parameter while its weights are offloaded.
 
     Some functions of torch do not call `__torch_function__` and read a tensor's memory in C++: `torch.tensor(p)`,
@@ -78,22 +100,11 @@ class OffloadedParameter(TrainedParameter):
         used: number of the graph that its 16-bit weights were last used in, in mixed precision.
     """
 
+    _DIRECT = (Kind.METADATA,)
+
     flat: "FlatParameter"
     source: "Source"
     used: int
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            kind = KINDS.get(func) or kind_of(func)
-            if kind is Kind.METADATA:
-                return func(*args, **(kwargs or {}))
-            if _runs_on_memory(kind, args, kwargs):
-                result = func(*args, **(kwargs or {}))
-                return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
-            return access_of(args, kwargs).run(kind, func, args, kwargs or {})
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)"""
@@ -106,7 +117,7 @@ class OffloadedParameter(TrainedParameter):
         return self
 
 
-class OffloadedView(Tensor):
+class OffloadedView(_RunsOperators, Tensor):
     """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
 
     Operators read the present values of the source, and writes are stored there. The view has no memory of its own,
@@ -118,6 +129,8 @@ class OffloadedView(Tensor):
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
     """
+
+    _DIRECT = (Kind.METADATA, Kind.DTYPE)
 
     source: "Source"
     offset: int
@@ -159,19 +172,6 @@ class OffloadedView(Tensor):
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
         mark_offloaded(storage_of(self), _ViewReferences(self))
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            kind = KINDS.get(func) or kind_of(func)
-            if kind is Kind.METADATA or kind is Kind.DTYPE:
-                return func(*args, **(kwargs or {}))
-            if _runs_on_memory(kind, args, kwargs):
-                result = func(*args, **(kwargs or {}))
-                return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
-            return access_of(args, kwargs).run(kind, func, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""

@@ -225,9 +225,7 @@ class ParamPrefetcher:
     def _make_resident(self, unit: int) -> None:
         """Makes `unit` resident, and evicts units that are not expected soon."""
         if any(flat not in self._loads for flat in self._units[unit]):
-            expected = self._lookahead()
-            for flat in [flat for flat in self._loads if self._is_evictable(flat, expected)]:
-                self.evict(flat)
+            self._evict_all_but(self._lookahead())
             self._prefetch_unit(unit)
         for flat in self._units[unit]:
             self.wait(flat)
@@ -239,8 +237,7 @@ class ParamPrefetcher:
             if unit in expected[self._cursor :]:
                 self._cursor = expected.index(unit, self._cursor) + 1
             expected = self._lookahead()
-            for flat in [flat for flat in self._loads if self._is_evictable(flat, expected)]:
-                self.evict(flat)
+            self._evict_all_but(expected)
             self._prefetch(expected)  # `unit` is the first of them
         else:
             self._prefetch_unit(unit)
@@ -276,11 +273,14 @@ class ParamPrefetcher:
                 arrived = self._stores[flat].prefetch_to(target, self._copies.mark(), urgency)
                 self._loads[flat] = _Load(arrived, urgency, self._copies)
 
-    def _is_evictable(self, flat: FlatParameter, expected: Sequence[int]) -> bool:
-        unit = self._unit_of[flat]
-        in_use = flat.users or any(unit in running.units for running in self._nodes.values())
-        # A load that is not issued yet would write to memory of its next owner.
-        return not in_use and unit not in expected and self._loads[flat].issued
+    def _evict_all_but(self, expected: Sequence[int]) -> None:
+        """Evicts the units that are neither in use nor `expected` soon."""
+        for flat in list(self._loads):
+            unit = self._unit_of[flat]
+            in_use = flat.users or any(unit in running.units for running in self._nodes.values())
+            # A load that is not issued yet would write to memory of its next owner.
+            if not in_use and unit not in expected and self._loads[flat].issued:
+                self.evict(flat)
 
 
 class _RunningNode(NamedTuple):
