@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_ssd.model_states.adam import STORES
+from lightning_ssd.model_states.adam import STORE_TRIAL
 from lightning_ssd.profiling import adam_step
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     print(f"  its compute weights   {rate(numel, adam_step(numel, part='weights')) / 1e9:.2f}")
     print(f"  the rest, later       {rate(numel, adam_step(numel, part='opt_state')) / 1e9:.2f}")
     for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):
-        STORES.choose = lambda past=past_caches: past  # type: ignore[method-assign]
+        STORE_TRIAL.choose = lambda past=past_caches: past  # type: ignore[method-assign]
         measured = rate(numel, adam_step(numel, two_versions=True))
         print(f"  ours, whole masters, to a second version, {stores}   {measured / 1e9:.2f}")
     print(f"  torch, whole masters  {rate(numel, adam_step(numel, compiled=False)) / 1e9:.2f}")

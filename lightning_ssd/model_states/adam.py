@@ -54,7 +54,7 @@ class Parts(IntFlag):
     ALL = 7
 
 
-class Stores:
+class StoreTrial:
     """Chooses the stores of steps that write to a second version: ordinary ones, or those past the caches.
 
     Which are faster depends on the processor and on the number of threads: the first steps alternate between both,
@@ -89,7 +89,7 @@ class Stores:
 
 _NAMES = {"ordinary stores": False, "stores past the caches": True}
 
-STORES = Stores()
+STORE_TRIAL = StoreTrial()
 """The chooser of stores, shared by all steps of this process."""
 
 
@@ -139,13 +139,13 @@ class AdamKernel:
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (items, *arrays)]
         function = getattr(self.library, name)
         numel = arrays[0].numel()
-        if arrays[0].data_ptr() == arrays[4].data_ptr() or numel < STORES.LEAST:  # in place, or in the caches
+        if arrays[0].data_ptr() == arrays[4].data_ptr() or numel < STORE_TRIAL.LEAST:  # in place, or in the caches
             function(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
             return
-        settings.past_caches = past_caches = STORES.choose()
+        settings.past_caches = past_caches = STORE_TRIAL.choose()
         begun = perf_counter()
         function(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
-        STORES.note(past_caches, numel / (perf_counter() - begun))
+        STORE_TRIAL.note(past_caches, numel / (perf_counter() - begun))
 
 
 def settings_of(

@@ -65,7 +65,7 @@ class GradScaleDecision:
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
         """On the device, 1.0 if a gradient was not finite."""
         self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
-        self._on_the_way: deque[Future[float | None]] = deque()
+        self._in_flight: deque[Future[float | None]] = deque()
         """`scale` of the last steps, each of which has a slot of `_host`."""
         self._slot = 0
         self._speculated = 1.0
@@ -163,9 +163,9 @@ class GradScaleDecision:
             return None
         try:
             data = torch.cat((torch.ones_like(self._not_finite) if scale is None else scale, self._not_finite))
-            if len(self._on_the_way) == self.SLOTS:
-                wait([self._on_the_way.popleft()])
-            self._on_the_way.append(decided)
+            if len(self._in_flight) == self.SLOTS:
+                wait([self._in_flight.popleft()])
+            self._in_flight.append(decided)
             slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
             self._slot = (self._slot + 1) % self.SLOTS
             mark = self._copies.d2h(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)

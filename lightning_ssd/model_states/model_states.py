@@ -140,7 +140,7 @@ class ModelStates(Uncopied):
         self._changed = False
         """Whether user code has changed weights since the present micro-batch began."""
         self._closed = False
-        self._left = ModelRestorer(offloaded)
+        self._restorer = ModelRestorer(offloaded)
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -619,10 +619,12 @@ class ModelStates(Uncopied):
     def _restore_model(self, ending: Ending) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
         # Only after the weights are restored, the journal says whether the next run needs the states.
-        self._left.restore_parameters(ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded)
+        self._restorer.restore_parameters(
+            ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
+        )
         kept = self.recorded and self._steps.end_record(ending)
         if self.recorded:
-            self._left.hand_over(kept=kept)
+            self._restorer.hand_over(kept=kept)
         ending.run(self._copies.close)
         if self.staging is not None:
-            ending.run(self._left.close_scratch, self.staging, kept=kept)
+            ending.run(self._restorer.close_scratch, self.staging, kept=kept)

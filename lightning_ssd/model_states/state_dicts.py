@@ -74,7 +74,7 @@ class StateDicts:
                 self._handles.append(owner.register_load_state_dict_post_hook(ModuleHook(self._after_load)))
         for optimizer in optimizers:
             self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._load_states))
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
@@ -197,7 +197,7 @@ class StateDicts:
 
         return read
 
-    def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def _load_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Loads the optimizer states of offloaded parameters, and removes them from the state dict."""
         if self._without:
             return state

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.adam import AdamKernel, Stores, any_kernel, exact_kernel, settings_of
+from lightning_ssd.model_states.adam import AdamKernel, StoreTrial, any_kernel, exact_kernel, settings_of
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
@@ -56,10 +56,10 @@ def test_stores_past_the_caches_store_the_same_bits(
     numel = start + 9
     before = arrays_of(dtype, kept, numel, zero=False)
     gradient = torch.randn(numel).to(of_gradient)
-    monkeypatch.setattr(Stores, "LEAST", 0)
+    monkeypatch.setattr(StoreTrial, "LEAST", 0)
     results: dict[bool, list[Tensor]] = {}
     for past in (False, True):
-        monkeypatch.setattr(Stores, "choose", lambda self, past=past: past)
+        monkeypatch.setattr(StoreTrial, "choose", lambda self, past=past: past)
         after = arrays_of(dtype, kept, numel, zero=True)
         settings = settings_of(OPTIONS | {"decoupled_weight_decay": decoupled}, implementation, 3, 0.5)
         assert settings is not None
@@ -152,12 +152,12 @@ def test_a_step_in_two_parts_has_the_bits_of_a_whole_one(kind: str, optimizer: A
 
 def test_stores_are_those_that_are_faster() -> None:
     for faster in (False, True):
-        stores = Stores()
+        stores = StoreTrial()
         tried = []
-        for _ in range(2 * Stores.TRIALS):
+        for _ in range(2 * StoreTrial.TRIALS):
             tried.append(stores.choose())
             stores.note(tried[-1], 2.0 if tried[-1] == faster else 1.0)
-        assert sorted(tried) == [False] * Stores.TRIALS + [True] * Stores.TRIALS
+        assert sorted(tried) == [False] * StoreTrial.TRIALS + [True] * StoreTrial.TRIALS
         assert stores.choose() == faster
 
 
@@ -165,8 +165,8 @@ def test_steps_in_place_try_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     if (kernel := any_kernel()) is None:
         pytest.skip("there is no C compiler")
     assert isinstance(kernel, AdamKernel)
-    monkeypatch.setattr(Stores, "LEAST", 0)
-    monkeypatch.setattr(Stores, "choose", lambda self: pytest.fail("the step is made in place"))
+    monkeypatch.setattr(StoreTrial, "LEAST", 0)
+    monkeypatch.setattr(StoreTrial, "choose", lambda self: pytest.fail("the step is made in place"))
     values = arrays_of(torch.float32, None, 64, zero=False)
     settings = settings_of(OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
     assert settings is not None
