@@ -1,4 +1,4 @@
-"""Device share: the flat parameters in host memory whose optimizer steps the device makes, beside the CPU.
+"""Device share: the offloaded flat parameters whose optimizer steps the device makes, beside the CPU.
 
 The device memory for their pieces is a part of the budget of prefetched weights, so that it adds nothing to the memory
 that the training may use.
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 class DeviceShare:
     """The flat parameters that the device steps: none, until `select` or, on a GPU, until a trial of shares has ended.
 
-    Where a step is made does not change its bits.
+    Where a step is made does not change its bits. A trial chooses among flat parameters in host memory; a plan may
+    choose those on SSDs, too, whose values are read to staging memory for the step, and written afterwards.
 
     Threads: the training thread, or autograd's while that waits.
 
@@ -85,14 +86,17 @@ class DeviceShare:
         self._candidates.add(flat)
 
     def prefetch(self, priorities: Mapping[FlatParameter, int]) -> None:
-        """Prefetches values for the running step, whose scale is not known yet.
+        """Prefetches values in host memory for the running step, whose scale is not known yet.
+
+        Values on SSDs would keep staging memory until then, which units that the next forward needs first may need.
 
         Args:
             priorities: flat parameters that the running step may step, and their priorities.
         """
         for flat, priority in priorities.items():
-            if (stepper := self.stepper_of(flat)) is not None:
-                stepper.prefetch(self._stores[flat], priority=priority)
+            stepper, store = self.stepper_of(flat), self._stores[flat]
+            if stepper is not None and store.in_memory:
+                stepper.prefetch(store, priority=priority)
                 self._prefetched.add(flat)
 
     def end_step(self, submitted: Container[FlatParameter]) -> None:
@@ -142,12 +146,12 @@ class DeviceShare:
         return selected
 
     def select(self, chosen: Collection[FlatParameter]) -> bool:
-        """Selects the flat parameters that the device steps from now on: those of `chosen` that are in host memory.
+        """Selects the flat parameters that the device steps from now on.
 
         Returns:
             Whether there is memory for it; if not, nothing changes.
         """
-        chosen = {flat for flat in chosen if self._stores[flat].in_memory}
+        chosen = set(chosen)
         if chosen and not self._make_stepper():
             return False
         try:

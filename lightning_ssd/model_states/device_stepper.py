@@ -1,4 +1,4 @@
-"""Optimizer steps on the device of flat parameters in host memory, whose values migrate there and back in pieces."""
+"""Optimizer steps on the device of offloaded flat parameters, whose values migrate there and back in pieces."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,14 @@ class DeviceStep:
     """One step that the device makes.
 
     Attributes:
-        store: the values of the flat parameter, in host memory as a whole.
+        store: the values of the flat parameter.
         flat_optimizer: its optimizer; `steps_on_device`.
         options: options of its parameter group.
         gradient: its gradient, in host memory, in the dtype of the flat parameter.
         scale: the gradient is multiplied with it.
         limit: largest absolute value of a gradient's element, after that; None: no limit.
         drop_second: whether the second version in host memory is freed before.
+        staged: the values, of which some are on SSDs and were read to staging memory; None: all are in host memory.
     """
 
     store: StateStore
@@ -40,6 +41,7 @@ class DeviceStep:
     scale: float
     limit: float | None
     drop_second: bool
+    staged: StagedState | None
 
 
 class DeviceStepper:
@@ -61,8 +63,8 @@ class DeviceStepper:
     Ownership: the device memory of a piece belongs to `_free`; then, from the copies to the device on, to
     `_Work.copied`; then to the step and its copies to host memory, which return it to `_free` when they have ended. A
     dropped piece returns when its copies to the device have ended. Values in host memory may be read by copies from
-    `prefetch` until the future of `drop`, or the second future of `submit`, is done; values and gradient belong to the
-    step until then. After an error, no later step is made.
+    `prefetch` until the future of `drop`, or the second future of `submit`, is done; values in host memory or staging
+    memory, and the gradient, belong to the step until then. After an error, no later step is made.
 
     Args:
         copies: copy engine of the training; the stepper uses a sibling of it, with streams of its own.
@@ -108,6 +110,10 @@ class DeviceStepper:
         """Copies values to the device once the step that is announced has ended, as far as there is memory.
 
         Values that change before their step are copied again. The caller submits a step, or calls `drop`.
+
+        Args:
+            store: the values, which are in host memory as a whole.
+            priority: the lowest goes first.
         """
         work = _Work(store, priority)
 
@@ -116,7 +122,8 @@ class DeviceStepper:
                 self._work.setdefault(store.flat, work)
 
         self._post(announce)
-        self._post(lambda: self._open(work), after=[store.stepped])  # without effect if it was dropped meanwhile
+        # Without effect if it was dropped meanwhile.
+        self._post(lambda: self._open(work, store.stage(step=True).result()), after=[store.stepped])
 
     def drop(self, flat: FlatParameter) -> "Future[None]":
         """Drops the prefetched values of `flat`, unless its step was submitted.
@@ -139,8 +146,8 @@ class DeviceStepper:
         """Submits a step; the lowest priority goes first.
 
         Returns:
-            A future that is done when the new compute weights are in host memory; and one for all new values, which is
-            done when no copy uses the values or the gradient any more, also if it has an error.
+            A future that is done when the new compute weights are in host memory, or in staging memory; and one for all
+            new values, which is done when no copy uses the values or the gradient any more, also if it has an error.
         """
         running = _RunningStep(step)
 
@@ -151,9 +158,9 @@ class DeviceStepper:
                 step.store.drop_second()
             work = self._work.setdefault(step.store.flat, _Work(step.store, priority))
             try:
+                running.staged = step.store.stage(step=True).result() if step.staged is None else step.staged
                 if not work.spans:
-                    self._open(work)
-                running.staged = step.store.stage(step=True).result()
+                    self._open(work, running.staged)
             except BaseException:
                 del self._work[step.store.flat]
                 self._release(work.copied)
@@ -273,9 +280,9 @@ class DeviceStepper:
 
     # ---- one piece ----
 
-    def _open(self, work: "_Work") -> None:
+    def _open(self, work: "_Work", staged: StagedState) -> None:
         """Begins to copy values, which no step changes now."""
-        staged, flat = work.store.stage(step=True).result(), work.store.flat
+        flat = work.store.flat
         itemsize = sum(array.itemsize for array in staged.arrays()) + flat.dtype.itemsize
         room = self.PIECE_BYTES - (len(staged.arrays()) + 1) * _ROW_ALIGNMENT
         work.changes = work.store.changes
@@ -362,7 +369,7 @@ class _RunningStep:
 
     Attributes:
         step: the step.
-        staged: values in host memory; set when it begins.
+        staged: values in host memory or staging memory; set when it begins.
         issued: done when all copies were issued.
         weights: the last future of copied weights.
         copied: futures of all values of the pieces.
@@ -381,7 +388,7 @@ class _RunningStep:
     @property
     def overwritten(self) -> bool:
         """Whether copies have overwritten committed values, or may still write to the memory of another step."""
-        return self.num_copies_back > 0 and (self.staged.out is self.staged or not self.drained)
+        return self.num_copies_back > 0 and (self.step.store.steps_in_place or not self.drained)
 
 
 @dataclass(eq=False)

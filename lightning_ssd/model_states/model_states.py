@@ -341,7 +341,7 @@ class ModelStates(Uncopied):
         """Has the device make the optimizer steps of these parameters, and the CPU all others; no trial chooses them.
 
         Called between two steps on the training thread. The steps' bits do not depend on the processor. The device
-        steps the flat parameters of `parameters` that are in host memory, and whose gradients are not accumulated, in
+        steps the flat parameters of `parameters` whose gradients are not accumulated, in host memory or on SSDs, in
         pieces of device memory that belong to this object.
 
         Returns:

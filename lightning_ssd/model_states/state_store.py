@@ -209,6 +209,11 @@ class StateStore:
         """Whether all values are in host memory."""
         return self._staging_bytes == 0
 
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether a step overwrites committed values in host memory, and not a second version or staging memory."""
+        return any(not buffer.has_second for buffer in self._host_buffers())
+
     def add_second(self) -> bool:
         """Allocates the second version of values in host memory, unless it is allocated; no step is staged.
 
@@ -258,11 +263,16 @@ class StateStore:
     def pin(self) -> None:
         """Page-locks the values in host memory, for copies to the device and from it.
 
+        Of values on SSDs, it page-locks the staging memory, which all flat parameters share.
+
         Raises:
             StorageError: they can't be page-locked.
         """
         for buffer in self._host_buffers():
             buffer.pin()
+        if not self.in_memory:
+            assert self.staging is not None
+            self.staging.states.pool.pin()
 
     def unpin(self) -> None:
         """Unlocks the pages of values that `pin` has page-locked; no copy uses them. Idempotent."""

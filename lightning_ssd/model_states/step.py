@@ -33,15 +33,15 @@ class OptimizerStep:
 
     Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it.
 
-    A step of values on SSDs stages them before its job begins, so that reads overlap with other jobs. A step of values
-    in host memory stages them, without a copy, when its job begins.
+    A step of values on SSDs stages them before its job, or the device's step, begins, so that reads overlap with other
+    jobs. A step of values in host memory stages them, without a copy, when its job begins.
 
     Threads: these four are called on the training thread or autograd's. The computation
     (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last future it
     depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all are done.
 
     Ownership: the gradient belongs to the step until the step's last future is done. Staged values belong to the reads,
-    then to the worker's job, then to the writes (see `StateStore`).
+    then to the worker's job or the device's step, then to the writes (see `StateStore`).
 
     Attributes:
         store: store of the flat parameter.
@@ -138,7 +138,7 @@ class OptimizerStep:
         return weights, then(weights, lambda _: opt_state)
 
     def can_be_on_device(self) -> bool:
-        """Whether the device could make the step, with values and gradient in page-locked memory."""
+        """Whether the device could make the step without reads, with values and gradient in page-locked memory."""
         if not self.store.in_memory or self.arrived is None:
             return False
         return self.flat_optimizer.steps_on_device(self._input(1.0), self.store.stage(step=True).result())
@@ -146,9 +146,10 @@ class OptimizerStep:
     def on_device(
         self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
     ) -> Submitted:
-        """Makes the step of values in host memory on the device, when the scale is known.
+        """Makes the step on the device, when the scale is known.
 
-        The CPU makes it if the device can't, or fails before a value was overwritten.
+        The CPU makes it if the device can't, or fails before a value was overwritten. Values on SSDs are staged when
+        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped.
 
         Args:
             stepper: makes it.
@@ -158,22 +159,39 @@ class OptimizerStep:
         weights: Future[None] = Future()
 
         def begin(_: None) -> "Future[None]":  # on the thread that completes the last of `after`, or the caller's
-            scale, gradient = self.scale.result(), self._gradient()
-            staged = self.store.stage(step=True).result()
-            if scale is None or not self.flat_optimizer.steps_on_device(self._input(scale), staged):
+            scale = self.scale.result()
+            if scale is None:
                 return on_cpu()
-            step = DeviceStep(self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second)
+            staged = self.store.stage(step=True, priority=self.priority)
+            return then(staged, lambda values: submit(values, scale))
+
+        def submit(values: StagedState, scale: float) -> "Future[None]":  # on that thread, or the I/O thread of reads
+            read = None if values.buffer is None else values  # others are staged again, without the second version
+            try:
+                possible = self.flat_optimizer.steps_on_device(self._input(scale), values)
+            except BaseException:
+                self.store.unstage(values, changed=False)
+                raise
+            if not possible:
+                return on_cpu() if read is None else self._make_staged(finished(read), scale)
+            step = DeviceStep(
+                self.store, self.flat_optimizer, self.options, self._gradient(), scale, self.limit, drop_second, read
+            )
             first, whole = stepper.submit(step, priority=self.priority)
-            if drop_second or not self.store.has_second:  # else the new weights are read from the commit on
+            if read is None and (drop_second or not self.store.has_second):  # others are read from the commit on
                 first.add_done_callback(pass_first)
-            return then(ended(whole), lambda _: commit(whole))
+            return then(ended(whole), lambda _: commit(whole, read))
 
         def pass_first(first: "Future[None]") -> None:
             if first.exception() is None:
                 weights.set_result(None)
 
-        def commit(whole: "Future[None]") -> "Future[None]":  # on the thread that completes the copies
-            if (error := whole.exception()) is None:
+        def commit(whole: "Future[None]", read: StagedState | None) -> "Future[None]":
+            # On the thread that completes the copies.
+            error = whole.exception()
+            if read is not None:  # its memory is free: a device that is lost executes no copy any more
+                self.store.unstage(read, changed=error is None, step=True)
+            if error is None:
                 self.count(sum(view.numel for view in self.store.flat.param_views), 0.0)
                 self._end(committed=True)
                 return whole
@@ -216,7 +234,10 @@ class OptimizerStep:
             return finished(None)
         if self.store.in_memory:
             return self._submit(lambda: self._make_in_memory(scale), [])
-        staged = self.store.stage(step=True, priority=self.priority)
+        return self._make_staged(self.store.stage(step=True, priority=self.priority), scale)
+
+    def _make_staged(self, staged: "Future[StagedState]", scale: float) -> "Future[None]":
+        """Submits the step of values in staging memory, and its commit."""
 
         def run() -> None:
             self._make(staged.result(), scale)

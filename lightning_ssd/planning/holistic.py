@@ -1,7 +1,7 @@
 """The default planner: plans activations and model states together, by simulated time within every tier's memory."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
@@ -17,6 +17,7 @@ from lightning_ssd.planning.saved_groups import (
     build_plan,
     default_window,
     host_then_ssd,
+    offloaded_parts,
     saved_groups,
     step_on_gpu,
 )
@@ -51,6 +52,9 @@ MAX_TRIES = 3
 
 TIE = 1 + 1e-9
 """Relative difference below which two step times are equal: rounding depends on the order of additions."""
+
+NO_TIME = 1e20
+"""Parameters/s of a CPU whose optimizer steps take no time."""
 
 CLOSE_ENOUGH = 1.001
 """Factor on the step time without stalls and recomputation below which the search ends."""
@@ -318,35 +322,41 @@ class _Search:
                 amount, parts = max(1, amount // 2), max(1, parts // 2)
 
     def share_steps(self) -> None:
-        """Has the GPU step parts that are in host memory, as many as make the fastest plan the shortest.
+        """Has the GPU step parts in host memory, then parts on SSDs, as many as make the fastest plan the shortest.
 
         The plan of the best point is tried, too, as it may be the faster one with steps on the GPU.
         """
         plans = [self.fastest.plan]
         if self._best_point is not None and self._best_point[0] > self.fastest.score:
             plans.append(self.plan(self._best_point[1]))
-        for plan in plans:
-            self._share_steps_of(plan)
+        # With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
+        for plan in plans if self.model.micro_batches == 1 else ():
+            for in_host in (True, False):
+                plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
 
-    def _share_steps_of(self, plan: Plan) -> None:
-        """Considers `plan` with steps on the GPU, of as many parts as make it the shortest.
-
-        With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
-        """
+    def _share_steps_of(self, plan: Plan, among: Sequence[int]) -> Plan:
+        """Considers `plan` with steps on the GPU of some of the parts `among`, by index, and returns the shortest."""
+        if not among:
+            return plan
         parts = plan.parts(self.model)
-        count = sum(part.step == "gpu" for part in parts)
-        most = sum(part.in_host for part in parts)
-        amount = most if self.model.micro_batches == 1 else 0
-        best = _score(self.consider(plan), self.hardware) if amount else (0.0, 0.0)
+        count = sum(parts[index].step == "gpu" for index in among)
+        amount = len(among)
+        best = _score(self.consider(plan), self.hardware)
+        # Where a CPU that takes no time would not make the step shorter, as with slow drives, the GPU does not, either.
+        without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=NO_TIME), plan)
+        if best[1] <= CLOSE_ENOUGH * without_cpu.step_seconds:
+            return plan
         while amount:
             for other in (count + amount, count - amount):
-                if 0 <= other <= most:
-                    score = _score(self.consider(step_on_gpu(self.model, plan, other)), self.hardware)
+                if 0 <= other <= len(among):
+                    changed = step_on_gpu(self.model, plan, other, among)
+                    score = _score(self.consider(changed), self.hardware)
                     if score < best:
-                        count, best = other, score
+                        plan, count, best = changed, other, score
                         break
             else:
                 amount //= 2
+        return plan
 
     def _neighbours(
         self, point: SearchPoint, unused: tuple[int, int], amount: int, parts: int

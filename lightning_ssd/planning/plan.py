@@ -32,9 +32,9 @@ class PartPlan:
     Attributes:
         weights: tier of the compute weights between uses; "gpu" if and only if `states` is.
         states: tier of master weights and optimizer states.
-        step: processor of the optimizer step if weights and states are in host memory. "gpu": they are copied to the
-            GPU in pieces, stepped there, and copied back. States on the GPU are stepped there, and those on SSDs, or
-            with weights on SSDs, by the CPU.
+        step: processor of the optimizer step if weights and states are in host memory or on SSDs. "gpu": they are
+            copied to the GPU in pieces, stepped there, and copied back; those on SSDs are read to host memory before,
+            and written afterwards. States on the GPU are stepped there in any case.
     """
 
     weights: Tier
@@ -42,14 +42,19 @@ class PartPlan:
     step: Processor = "cpu"
 
     @property
+    def offloaded(self) -> bool:
+        """Whether weights and states are not on the GPU, so that the plan may choose the processor of the step."""
+        return self.states != "gpu"
+
+    @property
     def in_host(self) -> bool:
-        """Whether weights and states are in host memory, so that the plan may choose the processor of the step."""
+        """Whether weights and states are in host memory."""
         return self.weights == self.states == "host"
 
     @property
     def steps_on_cpu(self) -> bool:
         """Whether the CPU makes the optimizer step."""
-        return self.states != "gpu" and self.step == "cpu"
+        return self.offloaded and self.step == "cpu"
 
 
 @dataclass(frozen=True)
@@ -312,10 +317,10 @@ def _check_placement(where: str, part: PartPlan) -> None:
             "the GPU with both of them, or with neither: change one of the two."
         )
     check_choice(f"{where}.step", part.step, PROCESSORS)
-    if part.step == "gpu" and not part.in_host:
+    if part.step == "gpu" and not part.offloaded:
         raise ValueError(
-            f"`{where}` has `step: gpu`, weights on `{part.weights}` and states on `{part.states}`. The GPU steps what "
-            "is on it always, and others from host memory: remove `step`, or set both to `host`."
+            f"`{where}` has `step: gpu` and states on `gpu`, which the GPU always steps: remove `step`, or place "
+            "weights and states on `host` or `ssd`."
         )
 
 

@@ -129,20 +129,31 @@ class FixedPlacement:
         parts = []
         for part, weights, states in zip(plan.parts(model), self.weights, self.states, strict=True):
             placed = replace(part, weights=weights, states=states)
-            parts.append(placed if placed.in_host else replace(placed, step="cpu"))
+            parts.append(placed if placed.offloaded else replace(placed, step="cpu"))
         staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
         return replace(plan.placed(model, parts), staging_bytes=staging)
 
 
-def step_on_gpu(model: ModelProfile, plan: Plan, count: int) -> Plan:
-    """Returns the plan in which the GPU makes the steps of `count` of the parts in host memory, evenly spread.
+def offloaded_parts(model: ModelProfile, plan: Plan, *, in_host: bool) -> list[int]:
+    """Returns the offloaded parts, by index in `model.parts`, that are in host memory as a whole, or the others."""
+    parts = enumerate(plan.parts(model))
+    return [index for index, part in parts if part.offloaded and part.in_host == in_host]
 
-    The CPU makes those of the others at the same time.
+
+def step_on_gpu(model: ModelProfile, plan: Plan, count: int, among: Sequence[int]) -> Plan:
+    """Returns the plan in which the GPU makes the steps of `count` of the parts `among`, evenly spread.
+
+    The CPU makes those of the others among them at the same time. Further parts keep their processors.
+
+    Args:
+        model: the profile.
+        plan: the plan.
+        count: number of the parts.
+        among: offloaded parts, by index in `model.parts`.
     """
     parts = plan.parts(model)
-    in_host = [index for index, part in enumerate(parts) if part.in_host]
-    total = len(in_host)
-    for number, index in enumerate(in_host):
+    total = len(among)
+    for number, index in enumerate(among):
         chosen = (number + 1) * count // total > number * count // total
         parts[index] = replace(parts[index], step="gpu" if chosen else "cpu")
     return plan.placed(model, parts)

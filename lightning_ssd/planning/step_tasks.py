@@ -308,11 +308,13 @@ class StepTasks:
         order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
         num_in_halves = self._share_in_halves() * len(self.units) if deferred else 0
         for index in order:
-            after = (gradients[index], scale_known if deferred else None)
             before, self._updated[index] = self._updated[index], []
             self._second_halves[index] = []
             for profile, part in self.units[index]:
                 if part.states != "gpu":
+                    # The GPU makes no speculative steps.
+                    waits = deferred or (part.step == "gpu" and self.plan.clip == "speculative")
+                    after = (gradients[index], scale_known if waits else None)
                     in_halves = index < num_in_halves and part.in_host
                     self._add_job(step, index, profile, part, after, before, backward_start, in_halves=in_halves)
                 elif made is not None and made not in self._updated[index]:
@@ -342,9 +344,6 @@ class StepTasks:
             backward_start: last compute task of the last forward, before which no states are prefetched.
             in_halves: whether a job on the CPU is made in two halves.
         """
-        if part.step == "gpu":
-            self._updated[index].append(self._add_device_step(step, profile, *after))
-            return
         on_ssd = part.states == "ssd"
         written = (profile.state_bytes_written if on_ssd else 0) + (
             profile.weight_bytes if part.weights == "ssd" else 0
@@ -352,16 +351,20 @@ class StepTasks:
         read = None
         if on_ssd and profile.state_bytes_read:
             room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
-            read = self._task(SSD, profile.state_bytes_read, step, room, backward_start, *before)
+            begin = (backward_start, *before) if part.step == "cpu" else (*after, *before)
+            read = self._task(SSD, profile.state_bytes_read, step, room, *begin)
         # Among ready jobs, that of the first unit is the most urgent for the next forward.
         seconds = profile.parameters / self._step_rates[0]
-        if in_halves:
+        if part.step == "gpu":
+            done = self._add_device_step(step, profile, read, *after)
+        elif in_halves:
             first = self._task(CPU, WEIGHTS_HALF * seconds, step, *after, priority=index)
             self._updated[index].append(first)
             last = 2 * len(self.units) - index
             self._second_halves[index].append(self._task(CPU, REST_HALF * seconds, step, first, priority=last))
             return
-        done = self._task(CPU, seconds, step, read, *after, priority=index)
+        else:
+            done = self._task(CPU, seconds, step, read, *after, priority=index)
         if written:
             done = self._task(SSD, written, step, done, write=True)
         if on_ssd:
@@ -369,7 +372,7 @@ class StepTasks:
         self._updated[index].append(done)
 
     def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None) -> Task:
-        """Adds a step on the GPU of states in host memory; returns the copy at whose end they are there again.
+        """Adds a step on the GPU of states in host or staging memory; returns the copy at whose end they are back.
 
         Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.
         """

@@ -8,7 +8,7 @@ from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, Tens
 from lightning_ssd.planning.migration import HOST, Migration, MigrationMachine
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.saved_groups import INPUT, FixedPlacement, build_plan, step_on_gpu
+from lightning_ssd.planning.saved_groups import INPUT, FixedPlacement, build_plan, offloaded_parts, step_on_gpu
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
@@ -20,9 +20,8 @@ TRIES = 6
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
 
-    A part of a unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, or the GPU if its
-    states are in host memory and that is faster: Teraio's own GPU steps of states on drives are predicted by
-    `simulate_migrations`.
+    A part of a unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, or the GPU, as in
+    Teraio, if that is faster for those in host memory, or for all.
 
     Args:
         model: profile of the model.
@@ -62,9 +61,12 @@ def _add_plans(
         found = simulate(model, hardware, plan)
         plans.append((found.excess_bytes(hardware), found.step_seconds, len(plans), plan))
         if model.micro_batches == 1:  # sums of gradients are on the CPU
-            on_gpu = step_on_gpu(model, plan, sum(part.in_host for part in plan.parts(model)))
-            other = simulate(model, hardware, on_gpu)
-            plans.append((other.excess_bytes(hardware), other.step_seconds, len(plans), on_gpu))
+            for in_host in (True, False):
+                among = offloaded_parts(model, plan, in_host=in_host)
+                if among:
+                    plan = step_on_gpu(model, plan, len(among), among)
+                    other = simulate(model, hardware, plan)
+                    plans.append((other.excess_bytes(hardware), other.step_seconds, len(plans), plan))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
         if not 0 < less < machine.gpu_bytes:
             break

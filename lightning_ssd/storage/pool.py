@@ -113,6 +113,17 @@ class PinnedPool:
                 buffer = self._allocate(nbytes, need)
             return buffer
 
+    def pin(self) -> None:
+        """Page-locks the memory for the GPU, also that of buffers in use, and of slabs that are allocated later.
+
+        Raises:
+            StorageError: it can't be page-locked.
+        """
+        with self._lock:
+            for slab in self._slabs:
+                slab.memory.pin()
+            self._pin = True
+
     def close(self) -> None:
         """Closes the pool: waiting requests raise a StorageError, and each slab is freed with its last buffer."""
         with self._changed:

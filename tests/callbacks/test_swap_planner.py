@@ -43,7 +43,7 @@ from tests.support.meter import Meter
 from tests.support.models import Model
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
-from tests.support.products import thorough
+from tests.support.products import combinations, thorough
 from tests.support.states import train as train_states
 
 pytestmark = pytest.mark.timeout(120)
@@ -888,11 +888,11 @@ def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 8))])
+@combinations("states, seed", ["host", "ssd"], range(8), quick=[("host", 0)])
 def test_plans_choose_the_processor_of_each_units_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, seed: int
 ) -> None:
-    """Random units in host memory are stepped on the device, from the plan's first step on, bit for bit as others."""
+    """Random units in one tier are stepped on the device, from the plan's first step on, bit for bit as others."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
     stepped: list[str] = []
     submit = DeviceStepper.submit
@@ -903,7 +903,7 @@ def test_plans_choose_the_processor_of_each_units_step(
 
     monkeypatch.setattr(DeviceStepper, "submit", noted)
     how: dict[str, Any] = {"limit_val_batches": 0}
-    strategy: dict[str, Any] = {"states": "host", "min_bytes": 1, "host_memory": "64MiB", "gpu_memory": "64MiB"}
+    strategy: dict[str, Any] = {"states": states, "min_bytes": 1, "host_memory": "64MiB", "gpu_memory": "64MiB"}
     first = planner()
     plain = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[first], **how)
     assert_same(plain, train_states(tmp_path, "auto", Model(), **how))
@@ -911,7 +911,7 @@ def test_plans_choose_the_processor_of_each_units_step(
     drawn = draw(first.plan, first.profile, seed)
     generator = random.Random(seed)
     units: dict[str, Any] = {
-        name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.of("").in_host else "cpu")
+        name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.of("").offloaded else "cpu")
         for name, unit in drawn.units.items()
     }
     second = pinned(replace(drawn, units=units))
@@ -943,7 +943,8 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
     plain = train_states(tmp_path, SSDOffloadStrategy(gpu_memory="1B", **common), Model(), callbacks=[first], **how)
     assert first.plan is not None and first.profile is not None
     generator = random.Random(seed)
-    pairs: list[Any] = [("gpu", "gpu"), ("host", "host"), ("host", "host", "gpu"), ("host", "ssd"), ("ssd", "ssd")]
+    tiers: list[Any] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
+    pairs: list[Any] = [("gpu", "gpu"), *((*pair, step) for pair in tiers for step in ("cpu", "gpu"))]
     parts = [PartPlan(*generator.choice(pairs)) for _ in first.profile.parts]
     drawn = draw(first.plan, first.profile, seed).placed(first.profile, parts)
     assert any(unit.parts for unit in drawn.units.values())

@@ -1,4 +1,4 @@
-"""Optimizer steps on the device of values in host memory: the numbers of plain Lightning, memory, order and failures.
+"""Optimizer steps on the device of offloaded values: the numbers of plain Lightning, memory, order and failures.
 
 On a CPU "device", the device's kernels are those of the CPU.
 """
@@ -27,13 +27,14 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
+from lightning_ssd.storage import Slab
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
 from tests.support.late_device import LateCopies
 from tests.support.models import Model
 from tests.support.moves import Mover
 from tests.support.products import combinations
-from tests.support.state_stores import CPU, STATES, masters_of, open_store, weights_of
+from tests.support.state_stores import CPU, STATES, Tiers, make_layout, masters_of, open_store, weights_of
 from tests.support.states import assert_nothing_is_left, offloading, ssd, train
 from tests.support.steps import Stepped
 
@@ -57,27 +58,31 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 @combinations(
-    "optimizer, precision, state_format, accumulate, clip",
+    "states, optimizer, precision, state_format, accumulate, clip",
+    ["host", "ssd"],
     [adamw, adam, fused, momentum],
     ["32-true", "bf16-mixed", "bf16-true"],
     ["fp32", "split"],
     [1, 3],
     [None, ("auto", "norm"), ("deferred", "norm"), ("speculative", "norm"), ("auto", "value")],
     quick=[
-        (adamw, "32-true", "fp32", 1, ("deferred", "norm")),
-        (adam, "bf16-mixed", "fp32", 1, ("auto", "value")),
-        (fused, "bf16-true", "split", 1, ("speculative", "norm")),
-        (momentum, "bf16-true", "fp32", 3, None),
+        ("host", adamw, "32-true", "fp32", 1, ("deferred", "norm")),
+        ("host", adam, "bf16-mixed", "fp32", 1, ("auto", "value")),
+        ("host", fused, "bf16-true", "split", 1, ("speculative", "norm")),
+        ("host", momentum, "bf16-true", "fp32", 3, None),
+        ("ssd", adamw, "32-true", "fp32", 1, None),
+        ("ssd", fused, "bf16-true", "split", 1, ("speculative", "norm")),
     ],
     together=3,
     # Lightning refuses to clip for a fused optimizer in mixed precision.
-    possible=lambda optimizer, precision, state_format, accumulate, clip: (
+    possible=lambda states, optimizer, precision, state_format, accumulate, clip: (
         optimizer is not fused or precision != "bf16-mixed" or clip is None
     ),
 )
 def test_numbers_are_plain_lightnings(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    states: str,
     optimizer: Any,
     precision: Any,
     state_format: Any,
@@ -92,8 +97,9 @@ def test_numbers_are_plain_lightnings(
     plain = precision != "bf16-true" and state_format == "fp32"  # no fp32 masters there, and exact ties are rounded up
     expected = train(tmp_path, "auto" if plain else offloading(overlap="none", **strategy), Model(optimizer), **how)
     shared = Shared(monkeypatch)
-    assert_same(train(tmp_path, offloading(**strategy), Model(optimizer), **how), expected)
+    assert_same(train(tmp_path, offloading(states, **strategy), Model(optimizer), **how), expected)
     assert (shared.steps > 0) == (accumulate == 1)
+    assert states == "host" or shared.prefetches == 0
 
 
 @pytest.mark.parametrize(("gpu_memory", "selected"), [("100kB", False), ("1MB", True)])
@@ -122,6 +128,14 @@ def test_no_step_runs_while_values_are_page_locked(tmp_path: Path, monkeypatch: 
         share = DeviceShare(stores, [layout.flat], copies, SimpleNamespace(), lambda: calls.append("drain"))  # type: ignore[arg-type]
         assert share.select([layout.flat])
     assert calls == ["drain", "pin"]
+
+
+def test_staging_memory_is_page_locked_for_values_on_ssds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(Slab, "pin", lambda slab: locked.append(slab.tensor.numel()))
+    with open_store(tmp_path, ("host", "ssd"), make_layout(1)) as (store, scratch):
+        store.pin()
+        assert locked == [store.flat.nbytes, scratch.states.pool.budget]
 
 
 class OneShare:
@@ -220,18 +234,20 @@ class Engines(LateCopies):
         self.made.append(self)
 
 
-@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+@pytest.mark.parametrize(
+    ("states", "clip"), [("host", "deferred"), ("host", "speculative"), ("ssd", "deferred"), ("ssd", None)]
+)
 def test_a_device_that_is_behind_the_host_has_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, clip: Any
 ) -> None:
     """No wait is missing, and no memory has another owner too early."""
-    how: dict[str, Any] = {"gradient_clip_val": 0.5, "max_epochs": 1}
+    how: dict[str, Any] = {"gradient_clip_val": 0.5 if clip else None, "max_epochs": 1}
     expected = train(tmp_path, "auto", Model(), **how)
     shared = Shared(monkeypatch)
     monkeypatch.setattr(Engines, "made", [])
     monkeypatch.setattr(build, "make_copy_engine", Engines)
-    assert_same(train(tmp_path, offloading(clip=clip), Model(), **how), expected)
-    assert shared.steps > 0 and shared.prefetches > 0 and len(Engines.made) == 2
+    assert_same(train(tmp_path, offloading(states, clip=clip or "auto"), Model(), **how), expected)
+    assert shared.steps > 0 and (shared.prefetches > 0) == (states == "host") and len(Engines.made) == 2
     assert [violation for engine in Engines.made for violation in engine.violations] == []
     assert "late-device" not in [thread.name for thread in threading.enumerate()]
 
@@ -409,13 +425,17 @@ def copies_of(stepper: DeviceStepper) -> Copies:
 
 @contextlib.contextmanager
 def stepped(
-    path: Path, worker: Worker, versions: int, scale: "Future[float | None] | None" = None
+    path: Path,
+    worker: Worker,
+    versions: int,
+    scale: "Future[float | None] | None" = None,
+    tiers: Tiers = ("host", "host"),
 ) -> Iterator[Stepped]:
     """Yields a step of three parameters, which have many pieces, from fp32 weights that `weights_of` returns."""
     shapes = [(70, 50), (7,), (3000,)]
     parameters = [(str(shape), nn.Parameter(torch.zeros(shape))) for shape in shapes]
     layout = Layout(FlatParameter("flat", parameters, torch.float32, CPU), False, STATES, steps=True, versions=versions)
-    with open_store(path, ("host", "host"), layout) as (store, _):
+    with open_store(path, tiers, layout, staging=2**17) as (store, _):
         made = Stepped(store, worker, finished(0.5) if scale is None else scale, arrived=[True] * 3)
         yield made
 
@@ -432,17 +452,27 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("prefetched", [False, True])
-@pytest.mark.parametrize("versions", [1, 2])
+@combinations(
+    "versions, tiers, prefetched",
+    [1, 2],
+    [("host", "host"), ("host", "ssd"), ("ssd", "ssd")],
+    [False, True],
+    quick=[
+        *((versions, ("host", "host"), prefetched) for versions in (1, 2) for prefetched in (False, True)),
+        (1, ("ssd", "ssd"), False),
+    ],
+    possible=lambda versions, tiers, prefetched: not prefetched or tiers == ("host", "host"),
+)
 def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
-    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, versions: int, prefetched: bool
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, versions: int, tiers: Tiers, prefetched: bool
 ) -> None:
     """Or values are lost and can't be read, if some were overwritten in place; then nothing is committed."""
+    in_place = versions == 1 and "host" in tiers
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
     outcomes: list[str] = []
     for fail_at in itertools.count(2):  # the first call orders the memory of the pieces
         stepper = DeviceStepper(Copies())
-        with stepped(tmp_path, worker, versions) as made:
+        with stepped(tmp_path, worker, versions, tiers=tiers) as made:
             store, copies = made.step.store, copies_of(stepper)
             copies.fail_at = fail_at
             if versions == 2:
@@ -452,7 +482,7 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
             weights, done = made.step.on_device(stepper, [])
             ended(done).result(timeout=60)
             assert stepper.failed == (len(copies.calls) >= fail_at)
-            if versions == 1 and stepper.failed and "d2h" in copies.calls[:-1]:
+            if in_place and stepper.failed and "d2h" in copies.calls[:-1]:
                 for future in (weights, done, store.stage()):
                     with pytest.raises(RuntimeError, match="the device is lost"):
                         future.result(timeout=60)
@@ -462,10 +492,11 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
                 weights.result(timeout=60)
                 assert done.exception() is None and store.steps == 1 and same(masters_of(store), torchs(store))
                 outcomes.append("made")
+            assert store.staging is not None and store.staging.states.pool.used_bytes == 0
         stepper.close()
         if not stepper.failed:
             break
-    assert len(outcomes) > 20 and ("lost" in outcomes) == (versions == 1)
+    assert len(outcomes) > 20 and ("lost" in outcomes) == in_place
 
 
 def test_pieces_are_bounded_and_weights_come_first(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
@@ -490,6 +521,55 @@ def test_pieces_are_bounded_and_weights_come_first(tmp_path: Path, worker: Worke
             copies.held[end + 1].set_result(None)
         done.result(timeout=60)
         assert store.steps == 1 and same(masters_of(store), torchs(store))
+
+
+@pytest.mark.parametrize("tiers", [("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")])
+@pytest.mark.parametrize("versions", [1, 2])
+def test_values_on_ssds_are_written_when_all_copies_have_ended(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper, tiers: Tiers, versions: int
+) -> None:
+    """They keep their staging memory until then. The next forward waits, and reads the new weights."""
+    copies, scale = copies_of(stepper), Future[float | None]()
+    copies.held = []
+    with stepped(tmp_path, worker, versions, scale, tiers) as made:
+        store, before = made.step.store, weights_of(made.step.store.layout)
+        store.drain()
+        ends = 2 * len(list(pieces(store.flat, (DeviceStepper.PIECE_BYTES - 4 * 256) // 16)))
+        weights, done = made.step.on_device(stepper, [])
+        store.announce_step(weights, done)
+        target = torch.zeros(store.flat.nbytes, dtype=torch.uint8)
+        prefetched = store.prefetch_to(target, None)
+        pool = store.staging.states.pool  # type: ignore[union-attr]
+        assert pool.used_bytes == 0  # nothing is read before the scale is known
+        scale.set_result(0.5)
+        for end in range(0, ends, 2):
+            copies.until("on_d2h", min(ends, end + 2 * DeviceStepper.PIECES))
+            for future in copies.held[end : end + 2]:
+                assert pool.used_bytes > 0 and not weights.done() and store.steps == 0
+                future.set_result(None)
+        prefetched.result(timeout=60)
+        assert weights.done() and done.exception() is None and store.steps == 1
+        store.drain()
+        assert pool.used_bytes == 0
+        now = target.view(torch.float32)
+        assert same([view.of(now) for view in store.flat.param_views], torchs(store))
+        assert same(masters_of(store), torchs(store)) and len(made.jobs) == 1
+        if versions == 2:
+            store.revert()
+            assert same(masters_of(store), before)
+
+
+def test_the_cpu_steps_what_was_read_if_the_device_can_not(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper
+) -> None:
+    """Values on SSDs are read once."""
+    with stepped(tmp_path, worker, 1, tiers=("ssd", "ssd")) as made:
+        store = made.step.store
+        read = store.staging.store.stats().bytes_read  # type: ignore[union-attr]
+        made.step = replace(made.step, arrived=[True, False, True])
+        made.step.on_device(stepper, [])[1].result(timeout=60)
+        assert store.staging.store.stats().bytes_read - read < 4 * store.flat.nbytes  # type: ignore[union-attr]
+        assert store.steps == 1 and "h2d" not in copies_of(stepper).calls
 
 
 PREFETCHED = 3 * DeviceStepper.PIECES

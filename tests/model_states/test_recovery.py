@@ -21,6 +21,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.data.loader import ResumableDataLoader
 from lightning_ssd.model_states.plain_data import DamagedError, from_bytes
 from lightning_ssd.storage import StorageError, Volume
+from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend
 from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
@@ -36,10 +37,13 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
     return fit(recovering(path, **options), **arguments)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.thorough)])
-def test_killed_at_many_moments(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(
+    ("kills", "processor"),
+    [(4, "cpu"), *(pytest.param(50, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu"))],
+)
+def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> None:
     """Killed by SIGKILL, at any time and within a write: the result equals an uninterrupted training, bit for bit."""
-    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path), str(kills)]
+    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path), str(kills), processor]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     assert f"{kills} kills" in run.stdout
@@ -72,6 +76,16 @@ def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None
     plain = {name: value for name, value in arguments.items() if name not in ("strategy", "batches")}
     expected = fit(recovering(tmp_path, **arguments.get("strategy", {})), **plain)
     assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
+    assert_nothing_is_left(tmp_path)
+
+
+def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other units from step to step."""
+    arguments: dict[str, Any] = dict(accumulate_grad_batches=1, val_check_interval=1.0)
+    expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), **arguments)
+    shared = Shared(monkeypatch)
+    assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
+    assert shared.steps > 0
     assert_nothing_is_left(tmp_path)
 
 

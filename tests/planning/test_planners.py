@@ -128,6 +128,23 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
 
 
+def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
+    """Drives are faster than the CPU. If they are slower than it, it steps all units: nothing would be gained."""
+    model = make_model(8, forward=0.01, parameters=10**8)
+    fixed = FixedPlacement(("ssd",) * 8, ("ssd",) * 8)
+    drives = replace(H100, ssd_read=40e9, ssd_write=40e9, ssd_mixed=40e9)
+    slow = replace(drives, cpu_step_rate=3e8)
+    for planner in ("holistic", "teraio"):
+        plan = make_plan(model, slow, planner, fixed)
+        plan.check(model)
+        units = plan.units.values()
+        assert sum(unit.step == "gpu" for unit in units) > 4
+        on_cpu = replace(plan, units={name: replace(unit, step="cpu") for name, unit in plan.units.items()})
+        assert simulate(model, slow, plan).step_seconds < 0.7 * simulate(model, slow, on_cpu).step_seconds
+        for other, machine in ((replace(model, micro_batches=2), slow), (model, H100)):
+            assert {unit.step for unit in make_plan(other, machine, planner, fixed).units.values()} == {"cpu"}
+
+
 @pytest.mark.parametrize(("planner", "gpu_bytes"), [("holistic", 24 * GB), ("holistic", 40 * GB), ("teraio", 40 * GB)])
 def test_memory_between_the_sizes_of_two_units_is_used_by_parts(planner: str, gpu_bytes: int) -> None:
     """Units have 16 GB of states. With parts of 4 GB, more bytes are on the GPU, and the step is shorter."""

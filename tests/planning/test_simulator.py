@@ -22,7 +22,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_bytes
-from lightning_ssd.planning.simulator import simulate_every_micro_batch
+from lightning_ssd.planning.simulator import simulate_every_micro_batch, simulate_tasks
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF, BoundedFifo, StepTasks
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
 
@@ -377,6 +377,34 @@ def test_a_unit_in_host_memory_that_the_gpu_steps_is_copied_there_and_back() -> 
     assert after.copied_bytes - before.copied_bytes == 4 * 10**9 * (there + back)
     assert after.host_peak_bytes == before.host_peak_bytes
     assert resident_bytes(model, on_gpu)[0] - resident_bytes(model, plan)[0] == DEVICE_STEP_BYTES
+
+
+@pytest.mark.parametrize(("weights", "states"), [("ssd", "ssd"), ("host", "ssd"), ("ssd", "host")])
+def test_a_unit_on_ssds_that_the_gpu_steps_is_read_and_written_as_for_the_cpu(weights: Any, states: Any) -> None:
+    """The same bytes at the drives and in host memory; the step no longer waits for a slow CPU."""
+    model = make_model(4, forward=1e-3, parameters=10**8)
+    plan = plan_of(model, weights, states, "keep", "keep")
+    on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
+    before, after = simulate(model, H100, plan), simulate(model, H100, on_gpu)
+    assert before.busy_seconds["cpu"] > 0 == after.busy_seconds["cpu"]
+    assert after.copied_bytes - before.copied_bytes == 4 * 10**8 * (14 + 14)
+    for name in ("host_peak_bytes", "ssd_peak_bytes", "ssd_read_bytes", "ssd_written_bytes"):
+        assert getattr(after, name) == getattr(before, name), name
+    slow = replace(H100, cpu_step_rate=1e8)
+    assert simulate(model, slow, plan).step_seconds > 1.3 * simulate(model, slow, on_gpu).step_seconds
+
+
+@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+def test_the_gpu_steps_when_the_norm_is_known(clip: Any) -> None:
+    """Also under a plan by which the CPU speculates."""
+    model = make_model(4, forward=1e-3, parameters=10**8, clip_norm=True)
+    plan = replace(plan_of(model, "host", "host", "keep", "keep"), clip=clip)
+    on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
+    tasks, _, _ = simulate_tasks(model, H100, on_gpu)
+    first = [task for task in tasks if task.step == 0]
+    backward = max(task.end for task in first if task.resource == COMPUTE and task.amount > 2e-3)
+    states = [task for task in first if task.resource == COPY_IN and task.amount == 14 * 10**8]
+    assert len(states) == 4 and all(task.begin >= backward for task in states)
 
 
 def test_replay_over_bandwidth() -> None:

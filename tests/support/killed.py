@@ -1,9 +1,10 @@
 """Trainings with `recover=True` that are killed, again and again, and run again: for test_recovery.py.
 
-    python -m tests.support.killed PATH KILLS
+    python -m tests.support.killed PATH KILLS PROCESSOR
 
 Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that ends must
-have the losses and weights of one that was not killed; the exit status tells whether all had.
+have the losses and weights of one that was not killed; the exit status tells whether all had. With PROCESSOR "gpu", the
+device makes a random part of the optimizer steps, and gradients are not accumulated, for which the CPU steps.
 """
 
 import os
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import PosixBackend
+from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend, Move, Operation
 from tests.support.measurements import measure_few_bytes
 from tests.support.trainings import make_trainer
@@ -106,7 +109,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return weights and bool(both) and all(one["losses"][batch] == other["losses"][batch] for batch in both)
 
 
-def _run(path: Path, dies_at: int, dies_after: float | None) -> bool:
+def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float | None) -> bool:
     """Trains in a new process, which may be killed; returns whether the training ended."""
     process = os.fork()
     if process == 0:
@@ -114,7 +117,7 @@ def _run(path: Path, dies_at: int, dies_after: float | None) -> bool:
         try:
             torch.set_num_threads(1)
             backend = DyingBackend(dies_at)
-            torch.save(outcome(fit(recovering(path, backend=backend))), path / "outcome")
+            torch.save(outcome(fit(recovering(path, backend=backend), **arguments)), path / "outcome")
             status = 0
         finally:
             os._exit(status)
@@ -126,25 +129,29 @@ def _run(path: Path, dies_at: int, dies_after: float | None) -> bool:
     return os.WIFEXITED(status)
 
 
-def main(path: Path, kills: int) -> None:
+def main(path: Path, kills: int, processor: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    arguments: dict[str, Any] = {}
+    if processor == "gpu":
+        Shared(pytest.MonkeyPatch())
+        arguments = {"accumulate_grad_batches": 1, "max_epochs": 2}
     begin = time.perf_counter()
-    assert _run(path, dies_at=0, dies_after=None)
+    assert _run(path, arguments, dies_at=0, dies_after=None)
     whole = time.perf_counter() - begin
     expected = torch.load(path / "outcome")
     random.seed(1)
     killed = ended = 0
     while killed < kills:
         if random.random() < 0.5:
-            done = _run(path, dies_at=random.randint(1, 120), dies_after=None)
+            done = _run(path, arguments, dies_at=random.randint(1, 120), dies_after=None)
         else:
-            done = _run(path, dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
+            done = _run(path, arguments, dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
         killed += not done
         if done:
             ended += 1
             if not same(torch.load(path / "outcome"), expected):
                 sys.exit(f"after {killed} kills, the numbers of training {ended} are others")
-    while not _run(path, dies_at=0, dies_after=None):
+    while not _run(path, arguments, dies_at=0, dies_after=None):
         pass
     if not same(torch.load(path / "outcome"), expected):
         sys.exit("the numbers of the last training are others")
@@ -172,4 +179,4 @@ class FailAt(pl.Callback):
 
 if __name__ == "__main__":
     measure_few_bytes()
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

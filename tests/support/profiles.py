@@ -194,7 +194,7 @@ def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
             for unit in model.units
         }
     tiers = [("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
-    kinds = [PartPlan(*pair) for pair in tiers] + [PartPlan("host", "host", "gpu")]  # type: ignore[arg-type]
+    kinds = [PartPlan(*pair) for pair in tiers] + [PartPlan(*pair, "gpu") for pair in tiers[1:]]  # type: ignore[arg-type]
     placements = st.sampled_from(kinds)
     units = {}
     parts = {name: draw(st.lists(NAMES, unique=True, max_size=2)) for name in choices}

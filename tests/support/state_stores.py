@@ -28,10 +28,10 @@ def make_layout(versions: int, dtype: torch.dtype = torch.float32, *, split: boo
 
 
 @contextlib.contextmanager
-def scratch_space(path: Path, backend: Backend | None = None) -> Iterator[StateStaging]:
-    """Yields scratch space in `path` that stages one flat parameter at a time."""
+def scratch_space(path: Path, backend: Backend | None = None, staging: int = 8192) -> Iterator[StateStaging]:
+    """Yields scratch space in `path` that stages one flat parameter of `make_layout` at a time, in `staging` bytes."""
     store = BlobStore([path], device=CPU, backend=backend or PosixBackend())
-    scratch = StateStaging.make(store, 4096, 8192, pin=False)
+    scratch = StateStaging.make(store, staging // 2, staging, pin=False)
     try:
         yield scratch
     finally:
@@ -40,10 +40,10 @@ def scratch_space(path: Path, backend: Backend | None = None) -> Iterator[StateS
 
 @contextlib.contextmanager
 def open_store(
-    path: Path, tiers: Tiers, layout: Layout, backend: Backend | None = None
+    path: Path, tiers: Tiers, layout: Layout, backend: Backend | None = None, staging: int = 8192
 ) -> Iterator[tuple[StateStore, StateStaging]]:
     """Yields a store with random weights, and its scratch space."""
-    with scratch_space(path, backend) as scratch, contextlib.ExitStack() as undo:
+    with scratch_space(path, backend, staging) as scratch, contextlib.ExitStack() as undo:
         store = make_store(layout, tiers, scratch, CPUCopyEngine(CPU), undo)
         undo.pop_all()
         undo.callback(store.free)
