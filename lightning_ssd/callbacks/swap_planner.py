@@ -1,4 +1,9 @@
-"""`SwapPlanner`: profiles the first steps, chooses a plan, and compares its prediction with measured steps."""
+"""`SwapPlanner`: profiles the first steps, chooses a plan, and compares its prediction with measured steps.
+
+The file is large because all decisions about the plan in force are in it: the first plan, plans of earlier trainings,
+tiers of model states, and corrections by measured steps. They depend on each other, and share the state `PlanProgress`.
+The work is done elsewhere: `StepProfiling` measures, `planning` makes plans, and `PlanRunner` applies them.
+"""
 
 import logging
 import sys
@@ -67,10 +72,10 @@ MAX_CALIBRATIONS = 4
 """Plans whose steps correct the profiles, before the training is profiled again."""
 
 MAX_RETRY_RATE = 0.1
-"""Allocations a step without room among fragments, above which plans reserve more memory for fragments."""
+"""Retried allocations per step (fragments were too small) above which plans reserve more memory for fragments."""
 
 FRAGMENT_RESERVE_STEP = 0.04
-"""Share of the GPU limit that is added to the reserve for fragments each time that there were such allocations."""
+"""Share of the GPU limit by which the reserve for fragments grows each time."""
 
 MAX_FRAGMENT_RESERVE = 0.2
 """Largest reserve for fragments / GPU limit."""
@@ -92,12 +97,12 @@ class PlanProgress:
         key: key of the plan in the cache.
         calibrating: True while the calibration plan is in force.
         calibrations: corrections of the profiles by steps under plans, since they were made.
-        replaced: steps under the plan that a correction has replaced by the one in force.
-        retried: whether the training was profiled again, as measured steps were not explained.
-        compared_plan: the plan that the next three fields belong to.
+        replaced: measured steps of the plan that the one in force has replaced after a correction.
+        retried: whether the training was profiled again because a correction did not explain the measured steps.
+        compared_plan: the plan that the fields below belong to.
         compared_steps: steps of the runner that were compared with the prediction.
         usual: seconds of a step in the first comparison.
-        drifting: comparisons in a row that have drifted from it.
+        drifting: comparisons in a row whose seconds have drifted from `usual`.
     """
 
     runner: PlanRunner | None = None
@@ -171,7 +176,7 @@ class SwapPlanner(StepProfiling):
     """
 
     _logs_metrics = True
-    """Whether the loggers get metrics."""
+    """Whether metrics are logged to the Trainer's loggers."""
 
     def __init__(
         self,
@@ -250,7 +255,7 @@ class SwapPlanner(StepProfiling):
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._used_keys: set[str] = set()
-        """Keys of plans that were read or stored: a training that is profiled again replaces them."""
+        """Keys of cached plans that this training has used. If it is profiled again, it replaces them."""
         self._fragment_reserve = 0.0
         """Share of the GPU limit that plans reserve for fragments, besides the reserve of `usable_gpu_memory`."""
         self._compiled = compiled_frames()
@@ -320,9 +325,13 @@ class SwapPlanner(StepProfiling):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         runner = self.runner
         if runner is None or runner.plan is None or self.calibrating:
-            log.warning("training ended before %d steps were measured: there was no plan", self._steps)
+            log.warning(
+                "SwapPlanner: training ended before %d steps were measured: there was no plan. Train more steps, or "
+                "give a saved plan by `plan`",
+                self._steps,
+            )
             return
-        # Not between two steps: it makes three other plans.
+        # Only at the end, not between two steps: the report makes three further plans, which takes time.
         report = make_report(runner.profile, runner.hardware, runner.plan, fixed=runner.placement)
         log.info("report on the last plan:\n%s", render_report(report))
         if report.what_ifs:
@@ -456,7 +465,7 @@ class SwapPlanner(StepProfiling):
             self._reuse(trainer, pl_module, cached, profile, placement)
 
     def _is_valid(self, cached: CachedPlan, profile: ModelProfile) -> bool:
-        """Returns whether a plan from the cache is one for the recorded forward and this machine."""
+        """Returns whether a cached plan was made for the recorded forward and this machine."""
         try:
             cached.plan.check(profile)
         except ValueError as error:
@@ -465,7 +474,7 @@ class SwapPlanner(StepProfiling):
             if recorded_forward(cached.profile) != recorded_forward(profile):
                 reason = "it was made for another forward"
             elif not is_like(cached.machine, self._hardware):
-                reason = "the machine was more than twice as fast or slow then"
+                reason = "the machine was measured more than twice as fast, or half as fast, then"
             else:
                 return True
         warn_unused(reason)
@@ -514,10 +523,11 @@ class SwapPlanner(StepProfiling):
     # ---- model states ----
 
     def _plan_states(self, runner: PlanRunner, prediction: Prediction) -> Plan | None:
-        """Returns a plan with another placement of model states that fits, if it should be applied.
+        """Returns a plan that places model states otherwise and fits, if it should be applied.
 
-        That of a paper is, as the paper's rule for activations is one for its own placement. Our own is if it is faster
-        than `prediction`, or if that does not fit.
+        A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
+        placement of model states. A holistic plan should be applied if it is faster than `prediction`, or if the plan
+        of `prediction` does not fit.
         """
         if self._states is None or self.user_plan is not None or self._gpu_memory == "least":
             return None
@@ -534,7 +544,7 @@ class SwapPlanner(StepProfiling):
     def _relocate_states(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan
     ) -> bool:
-        """Moves model states to their tiers in `plan` and restarts profiling; returns whether it may."""
+        """Moves model states to their tiers in `plan` and restarts profiling; returns False if that is not allowed."""
         strategy: Any = trainer.strategy
         if self._states_moved or not strategy.can_move_states():
             return False
@@ -559,7 +569,7 @@ class SwapPlanner(StepProfiling):
         return True
 
     def _recommend(self, runner: PlanRunner, plan: Plan) -> None:
-        """Logs the step times of another placement of model states, that of `plan`, and of the present one."""
+        """Logs the step times of two placements of model states: that of `plan`, and the present one."""
         assert runner.plan is not None
         other, present = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, runner.plan))
         how = "Set `save` to write that plan to a file, and start with it as `plan`."
@@ -593,7 +603,7 @@ class SwapPlanner(StepProfiling):
             return
         comparison = runner.measured()
         if comparison is None:
-            return  # the device is behind
+            return  # the device has not executed these steps yet
         progress.compared_steps = runner.num_steps
         progress.comparison = comparison
         fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
@@ -621,13 +631,13 @@ class SwapPlanner(StepProfiling):
             self._restart_profiling(runner)
 
     def plan_smaller(self, reason: str) -> None:
-        """Plans with less GPU memory, if there is a plan; a step is over, and none has begun."""
+        """Plans with less GPU memory, if there is a plan. Called between two steps; the log names the `reason`."""
         if self.runner is not None and not self.measuring:
             self._progress.calibrating = False
             self._reserve_for_fragments(self.runner, reason)
 
     def _reserve_for_fragments(self, runner: PlanRunner, reason: str) -> bool:
-        """Plans with less GPU memory, as fragments take up the rest; returns whether another plan is in force."""
+        """Plans with less GPU memory, because fragments use the rest; returns whether another plan was applied."""
         if self.user_plan is not None or self._fragment_reserve >= MAX_FRAGMENT_RESERVE:
             return False
         self._fragment_reserve += FRAGMENT_RESERVE_STEP
@@ -664,12 +674,12 @@ class SwapPlanner(StepProfiling):
             self._apply(runner, plan)
 
     def _return_to(self, runner: PlanRunner, replaced: Comparison, seconds: float) -> None:
-        """Applies the plan before again, for good: the profiles don't explain why steps under its successor are slower.
+        """Applies the replaced plan again and ends corrections: profiles don't explain why its successor is slower.
 
         Args:
             runner: runs the steps.
-            replaced: steps under the plan before.
-            seconds: measured seconds of a step under its successor.
+            replaced: measured steps of the plan to apply again.
+            seconds: measured seconds of a step under its successor, the plan in force.
         """
         self._progress.calibrations = MAX_CALIBRATIONS
         pl.utilities.rank_zero_info(

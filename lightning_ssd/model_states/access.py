@@ -68,7 +68,7 @@ class Access:
         stores: stores of the flat parameters.
         prefetcher: prefetches their weights.
         staged: stages their values on the host.
-        grad_dtype: has gradients of 16-bit weights summed in fp32.
+        grad_dtype: sums gradients of 16-bit weights in fp32.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
         grad_of: returns a parameter's gradient as `Tensor.grad` in plain training.
         set_grad: stores a gradient that user code assigns, or None.
@@ -373,7 +373,7 @@ class Access:
         """Returns `result` with offloaded tensors in place of their substitutes, and of views of these.
 
         Args:
-            result: of the operator.
+            result: result of the operator.
             values: substitutes of the offloaded tensors.
             found: the offloaded tensors.
         """
@@ -421,7 +421,7 @@ class Access:
         return OffloadedView.make(source, offset, memory, versioned=versioned, backed=backed)
 
     def _use_full_precision(self, tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
-        """Has autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
+        """Makes autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
 
         Raises:
             RuntimeError: torch has no `Tensor.grad_dtype`.
@@ -475,7 +475,7 @@ class Access:
             source.flat.shared[source.index] = SharedMemory(data)
 
     def _addressed(self, kind: Kind, func: Callable[..., Any], tensor: "OffloadedParameter | OffloadedView") -> Tensor:
-        """Returns an ordinary tensor for `tensor`, of whose memory `func` returns the address or the storage.
+        """Returns an ordinary tensor in place of `tensor`, for a `func` that returns its address or its storage.
 
         Raises:
             RuntimeError: the memory is freed after the call.

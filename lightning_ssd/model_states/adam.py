@@ -1,9 +1,9 @@
 """The kernel in adam.c with the roundings of torch's implementations of Adam and AdamW on a CPU.
 
 torch has three implementations: a for-loop over parameters, foreach, and a fused kernel. On a CPU the first two call
-the same operators. Which roundings an operator has depends on the build of torch and on the processor (vector width,
-fused multiply-add, MKL's square root). Therefore a kernel is used only if it
-reproduces the bits of torch's own function on this machine; else torch's function is called.
+the same operators. The roundings of an operator depend on the build of torch and on the processor (vector width, fused
+multiply-add, MKL's square root). So a kernel is used only if it reproduces the bits of torch's own function on this
+machine; else torch's function is called.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ def implementation_of(options: Mapping[str, Any], device: torch.device) -> Imple
 
     Args:
         options: the settings of the group, with `fused` and `foreach` as in `torch.optim.Adam` and `SGD`.
-        device: of the parameters as the user's optimizer has them. On a GPU every implementation is the GPU's, whose
-            last digits a CPU does not reproduce; "fused" is the fastest one here.
+        device: device of the parameters in the user's optimizer. A CPU reproduces the last digits of no GPU
+            implementation, so that "fused", the fastest one, is returned for a GPU.
     """
     if device.type != "cpu" or options["fused"]:
         return "fused"
@@ -55,18 +55,18 @@ class Parts(IntFlag):
 
 
 class StoreTrial:
-    """Chooses the stores of steps that write to a second version: ordinary ones, or those past the caches.
+    """Chooses the store instructions of steps that write to a second version: ordinary, or past the caches.
 
-    Which are faster depends on the processor and on the number of threads: the first steps alternate between both,
-    under the memory traffic of the training. The bits are the same.
+    The faster kind depends on the processor and on the number of threads. So the first steps alternate between both
+    kinds, under the memory traffic of the training, and later ones use the faster kind. The bits are the same.
 
-    Threads: any; a choice from an incomplete trial is a slower step at most.
+    Threads: any, without a lock: a race makes a step slower at most.
     """
 
     LEAST = 2**20
-    """Elements from which on a step is too large for the caches."""
+    """Least number of elements of a step that is too large for the caches."""
     TRIALS = 8
-    """Steps that try each."""
+    """Steps that try each kind."""
 
     def __init__(self) -> None:
         self._rates: dict[bool, list[float]] = {False: [], True: []}
@@ -79,7 +79,7 @@ class StoreTrial:
         return statistics.median(past) > statistics.median(ordinary)
 
     def note(self, past_caches: bool, rate: float) -> None:
-        """Notes the elements a second of a step, while both are tried."""
+        """Records the rate of a step, elements per second, until the trial is complete."""
         if len(self._rates[past_caches]) < self.TRIALS:
             self._rates[past_caches].append(rate)
             if len(self._rates[past_caches]) == self.TRIALS == len(self._rates[not past_caches]):
@@ -90,7 +90,7 @@ class StoreTrial:
 _NAMES = {"ordinary stores": False, "stores past the caches": True}
 
 STORE_TRIAL = StoreTrial()
-"""The chooser of stores, shared by all steps of this process."""
+"""The trial that all steps of this process share."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class AdamKernel:
         """Makes a step.
 
         Args:
-            name: of the function in adam.c.
+            name: name of the function in adam.c.
             items: as `items` returns them.
             arrays: array arguments of the function, in order.
             settings: as `settings_of` returns them.
-            parts: arrays that are stored; None: all.
+            parts: arrays that the step stores; None: all.
         """
         settings.root = self.root
         settings.parts = Parts.ALL if parts is None else parts
@@ -155,7 +155,7 @@ def settings_of(
 
     Args:
         options: the settings of the group.
-        implementation: torch's.
+        implementation: implementation of torch whose roundings are reproduced.
         step: steps of the parameters after this one.
         scale: factor of the gradient.
     """
@@ -189,8 +189,8 @@ def torchs_step(
     Args:
         options: the settings of the group.
         weights: changed in place.
-        gradient: of the weights.
-        states: by torch's names; changed in place.
+        gradient: gradient of the weights.
+        states: optimizer states by torch's names; changed in place.
         step: steps of the parameter after this one.
     """
     with torch.no_grad():
@@ -258,7 +258,7 @@ def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bo
                    "maximize": False, "capturable": False, "differentiable": False,
                    "decoupled_weight_decay": decoupled, "fused": implementation == "fused",
                    "foreach": implementation == "foreach"}  # fmt: skip
-        # Whatever the default dtype is, which the training thread may have changed meanwhile.
+        # The dtype is explicit, because the training thread may have changed the default.
         weights = torch.randn(numel, generator=generator, dtype=torch.float32)
         ours = [weights, torch.zeros_like(weights), torch.zeros_like(weights)]
         torchs = [array.clone() for array in ours]

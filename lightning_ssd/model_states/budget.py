@@ -59,17 +59,18 @@ def plan_memory(
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
 
-    A byte of compute weights is read twice and written once a step, a byte of the other values once each.
+    Compute weights come first because a step reads each of their bytes twice and writes it once, and reads and writes
+    each byte of the other values once.
 
     Args:
         layouts: layouts of the flat parameters, in the order of the forward.
-        states: "host" and "ssd": all of them are there; "auto": as above.
+        states: "host" or "ssd": the tier of all flat parameters; "auto": as above.
         budget: bytes of host memory, gradients and staging included; None: unlimited.
         shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs: a
             backward that waits for memory waits for steps, and these wait for the drives anyway.
         tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
-        lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned:
-            they are allocated when steps need them, from memory that is left.
+        lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned,
+            but allocated from the remaining memory when steps need them.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and the bytes needed.
@@ -89,8 +90,8 @@ def plan_memory(
             order = range(len(layouts))
             for kind, sizes in ((weights, [layout.flat.nbytes for layout in layouts]),
                                 (opt_state, [layout.opt_state_bytes for layout in layouts])):  # fmt: skip
-                # The largest first: staging memory is as large as the largest on SSDs, and as it shrinks, host memory
-                # may have room for one that did not fit.
+                # The largest flat parameters are moved to host memory first, because those on SSDs determine the size
+                # of staging memory. As it shrinks, host memory may have room for one that did not fit before.
                 largest_first, left = sorted(order, key=lambda index: -sizes[index]), len(layouts) + 1  # noqa: B023
                 while kind.count("ssd") < left:
                     left = kind.count("ssd")

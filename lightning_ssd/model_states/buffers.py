@@ -94,7 +94,7 @@ class HostBuffer(StateBuffer):
         pin: page-lock it, for copies to the device.
 
     Raises:
-        StorageError: the memory can't be had.
+        StorageError: the memory can't be allocated.
     """
 
     tier = "host"
@@ -122,7 +122,7 @@ class HostBuffer(StateBuffer):
         self._pin = True
 
     def unpin(self) -> None:
-        """Unlocks the pages of the memory of all versions; no copy to the device or from it is under way."""
+        """Unlocks the pages of the memory of all versions, which no copy uses."""
         for slab in self._slabs.values():
             slab.unpin()
         self._pin = False
@@ -131,14 +131,14 @@ class HostBuffer(StateBuffer):
         """Allocates the second version, whose bytes are undefined, unless it is allocated.
 
         Raises:
-            StorageError: the memory can't be had.
+            StorageError: the memory can't be allocated.
         """
         assert self.versions == 2
         if not self.has_second:
             self._slabs[1 - self.version] = Slab(self.nbytes, pin=self._pin)
 
     def drop_second(self) -> None:
-        """Frees the version that is not committed; no copy to the device reads it."""
+        """Frees the uncommitted version, which no copy reads."""
         if self.has_second:
             self._slabs.pop(1 - self.version).close()
 
@@ -273,8 +273,8 @@ class SpareMemory:
 class StateStaging:
     """Scratch space, staging memory and reader threads that the flat parameters on SSDs share.
 
-    There are two readers with memory of their own, so that neither waits for the other: prefetched weights hold theirs
-    until the device has copied them, staged values until their step is made, which may wait for the end of backward.
+    Two readers have memory of their own, so that neither waits for the other. Prefetched weights hold their memory
+    until the device has copied them; staged values until their step is made, which may wait for the end of backward.
 
     Attributes:
         store: scratch space.
@@ -288,10 +288,10 @@ class StateStaging:
 
     @classmethod
     def make(cls, store: BlobStore, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
-        """Returns one with memory and threads; the caller closes the store if that fails.
+        """Returns scratch space with memory and threads. After an error, the caller closes `store`.
 
         Args:
-            store: owned from then on.
+            store: scratch space, which the result owns.
             param_staging: bytes of memory for prefetched weights.
             staging: bytes of memory for all values.
             pin: page-lock the memory of prefetched weights.
@@ -312,7 +312,7 @@ class StateStaging:
             old.close()
 
     def close(self, *, remove: bool = True) -> None:
-        """Ends the threads and closes the files; nothing is staged, and no copy under way.
+        """Ends the threads and closes the files. Nothing is staged, and no copy runs.
 
         Args:
             remove: whether the files are removed.
@@ -325,9 +325,9 @@ class StateStaging:
             self.states.close()
 
     def detach(self) -> DetachedBlobs:
-        """Closes it, and returns the blobs in files without a name, which can still be read."""
+        """Closes the scratch space, and returns its blobs, which can still be read from files without a name."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.close)  # closes all objects that are still open then
+            stack.callback(self.close)  # runs last, and closes all objects that are still open
             self.states.close()
             self.params.close()
             return self.store.detach()

@@ -54,7 +54,7 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
         return restore
     # If only `forward` is compiled, module hooks run outside of the compiled code.
     begun: list[bool] = []
-    """For each running call, whether `before` has returned: torch calls `end` after errors of all hooks."""
+    """For each running call, whether `before` has returned. Torch calls `end` also after an error of another hook."""
 
     def begin(*_: object) -> None:
         begun.append(False)

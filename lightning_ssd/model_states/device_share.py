@@ -36,15 +36,15 @@ class DeviceShare:
         copies: copies of the device.
         prefetcher: prefetches weights within a budget of device memory, of which the device's steps use a part.
         drain: returns when the submitted steps have ended.
-        prefetches: whether values are prefetched, since the scale of a step is not known when its gradients arrive.
+        prefetches: whether values are prefetched, because the scale of a step is not known when its gradients arrive.
 
     Attributes:
         stepper: makes the steps on the device; None while no flat parameter is chosen.
     """
 
     BUDGET_SHARE = 0.25
-    """Largest share of the budget of prefetched weights for pieces beyond the least number, in trainings whose scale is
-    known at the end of backward: more pieces have values of more flat parameters on the device by then."""
+    """Largest share of the budget of prefetched weights for pieces beyond the least number. More pieces help trainings
+    whose scale is known at the end of backward: the device has more values by then."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DeviceShare:
         return self._trial is None and self._copies.device.type == "cuda"
 
     def consider(self, flat: FlatParameter) -> None:
-        """Notes that the device can make the steps of `flat`. The trial tries only such flat parameters."""
+        """Makes `flat`, whose steps the device can make, a candidate of the trial."""
         self._candidates.add(flat)
 
     def prefetch(self, priorities: Mapping[FlatParameter, int]) -> None:
@@ -100,9 +100,10 @@ class DeviceShare:
                 self._prefetched.add(flat)
 
     def end_step(self, submitted: Container[FlatParameter]) -> None:
-        """Drops values that were prefetched for a step that has not begun; `submitted`: those whose step has.
+        """Drops prefetched values whose step was not submitted. On return, no copy reads them in host memory.
 
-        On return, no copy reads them in host memory: they may be moved or freed.
+        Args:
+            submitted: flat parameters whose step was submitted.
         """
         unused = [flat for flat in self._prefetched if flat not in submitted]
         self._prefetched.clear()
@@ -110,7 +111,7 @@ class DeviceShare:
             wait([self.stepper.drop(flat) for flat in unused])
 
     def note(self, work: WorkCounter) -> None:
-        """Notes the end of a step; `work` is that of the CPU so far."""
+        """Passes the end of a step to the trial; `work` is the CPU's work so far."""
         if self._copies.device.type != "cuda" or self._planned:
             return
         if self._trial is None:

@@ -190,7 +190,7 @@ class FlatParameter:
                 view.release(keep=keep)
 
     def refresh(self, index: int, masters: Tensor) -> None:
-        """Copies changed master weights of parameter `index` to the device, where its weights are there."""
+        """Copies changed master weights of parameter `index` to the device, if its weights are resident."""
         if index in self.forward_values:
             self.forward_values[index].copy_(masters)
         if self.resident:
@@ -202,7 +202,7 @@ class FlatParameter:
 
     def save(self, tensor: Tensor) -> SavedWeight:
         """Returns the reference that autograd saves in place of `tensor`, a parameter or a view of one."""
-        if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # seen by code that knows its whole values
+        if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # saved by a function that read fp32 values
             return _SavedWhole(self, tensor)
         with torch._C.DisableTorchFunctionSubclass():
             offset = tensor.storage_offset() * tensor.itemsize // self.dtype.itemsize
@@ -215,7 +215,7 @@ class FlatParameter:
 
     def _make_storage(self) -> None:
         """Makes a storage without memory, tagged so that saved tensors that share it are recognized as weights."""
-        # Dispatch modes of user code must not see these operators, nor inference mode make tensors of inference.
+        # These operators are hidden from dispatch modes of user code, and their results are no inference tensors.
         with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._views = [item.of(weights) for item in self.param_views]

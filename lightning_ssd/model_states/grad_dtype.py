@@ -10,9 +10,9 @@ from lightning_ssd.model_states.parameter import OffloadedParameter
 
 
 class GradDtype:
-    """Has gradients summed in fp32, in mixed precision, if several are summed or if user code reads them.
+    """Sums gradients of 16-bit weights in fp32, in mixed precision, if there are several or if user code reads them.
 
-    Autograd sums them, if torch has `Tensor.grad_dtype`; otherwise they are added on the host.
+    Autograd computes these sums if torch has `Tensor.grad_dtype`; otherwise gradients are added on the host.
 
     Threads: as `Access`, whose operators count the uses.
 
@@ -41,11 +41,11 @@ class GradDtype:
         self._micro_batch += 1
 
     def end_step(self) -> None:
-        """Ends the sums in fp32, except those that hooks of user code get."""
+        """Ends the sums in fp32, except those of parameters with hooks of user code."""
         self.summed_on_host.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._in_fp32:
-                parameter.grad_dtype = None  # any: that of the operators' gradients
+                parameter.grad_dtype = None  # the dtype of the operators' gradients
             self._in_fp32.clear()
             for hooked in self._hooked:
                 self.sum_in_fp32(hooked)
@@ -56,21 +56,22 @@ class GradDtype:
         self.end_step()
 
     def add_hooked(self, parameter: OffloadedParameter) -> None:
-        """Has hooks of user code on a parameter get gradients in fp32."""
+        """Passes gradients in fp32 to hooks that user code has registered on a parameter."""
         if parameter.flat.mixed:
             self._hooked.append(parameter)
             self.sum_in_fp32(parameter)
 
     def note_use(self, parameter: OffloadedParameter) -> None:
-        """Counts operators on 16-bit weights: gradients of the second one in a graph, and later, are added in fp32."""
+        """Counts an operator on 16-bit weights. From the second one in a graph on, gradients are summed in fp32."""
         node = torch._C._current_autograd_node()
-        graph = self._micro_batch if node is None else -1 - node._sequence_nr()  # of a recomputation in backward
+        # A recomputation in backward makes a graph of its own, which the number of its node identifies.
+        graph = self._micro_batch if node is None else -1 - node._sequence_nr()
         if parameter.used == graph:
             self.sum_in_fp32(parameter)
         parameter.used = graph
 
     def sum_in_fp32(self, parameter: nn.Parameter) -> bool:
-        """Has autograd sum gradients of a parameter in fp32 until the next step; returns False if torch can't."""
+        """Makes autograd sum gradients of a parameter in fp32 until the next step; returns False if torch can't."""
         if not hasattr(parameter, "grad_dtype"):
             return False
         if parameter.grad_dtype != torch.float32:

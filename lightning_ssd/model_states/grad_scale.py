@@ -1,4 +1,4 @@
-"""Scale decision: the number that a step multiplies its gradients with, or that the step is skipped.
+"""Scale decision: the gradient scale of a step (clip coefficient, loss scale), or the decision to skip the step.
 
 Clipping by norm and loss scaling need all gradients, so the decision is made when backward has ended, on the device.
 The host does not wait for it: optimizer jobs depend on a future.
@@ -43,14 +43,14 @@ class GradScaleDecision:
     """
 
     MISS_THRESHOLD = 0.3
-    """Share of wrong speculations among the last steps from which on clip="auto" defers: each costs a second step."""
+    """Share of wrong speculations among the last steps above which clip="auto" defers: each costs a second step."""
     GIVE_UP_THRESHOLD = 0.5
-    """The same share from which on the memory for speculation is freed. It is above `MISS_THRESHOLD`, so that memory
-    is not freed and allocated again every few steps."""
+    """Share of wrong speculations above which the memory for speculation is freed. It is larger than `MISS_THRESHOLD`,
+    so that memory is not freed and allocated again every few steps."""
     EMA_WEIGHT = 0.1
     """Weight of the last step in that share, an exponential moving average."""
     SLOTS = 16
-    """Scales that may be on their way to the host at once: steps of several optimizers need not wait for each other."""
+    """Scales that may be copied to the host at once, so that steps of several optimizers don't wait for each other."""
 
     def __init__(self, copies: CopyEngine, *, clip: Clip, needs_norm: bool, loss_scaled: bool) -> None:
         self.needs_norm = needs_norm

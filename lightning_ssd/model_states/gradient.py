@@ -16,8 +16,8 @@ from lightning_ssd.storage import PinnedPool, Slab
 class GradientPool:
     """Host memory that gradients are copied to until their optimizer step, less than all flat parameters need at once.
 
-    If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is under way (many
-    flat parameters have a part of their gradient each), no memory would ever be released: the pool then allocates more.
+    If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is running, because
+    many flat parameters have a part of their gradient each, no memory would ever be released: the pool allocates more.
 
     Args:
         nbytes: bytes to share.

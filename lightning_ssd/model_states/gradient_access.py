@@ -221,9 +221,8 @@ class GradientAccess:
         """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""
         source = self._sources.pop((flat, index), None)
         if source is not None and source.own is None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the gradient was used by a step: operators on the tensor raise the error
+            # If a step has used the gradient, operators on the tensor raise the error.
+            with contextlib.suppress(RuntimeError):
                 source.own = source.read()
 
     def _accumulate_arrived(self, flat: FlatParameter) -> None:

@@ -37,7 +37,7 @@ class GradientOffloader:
 
     Args:
         gradients: the gradient of each flat parameter that is stepped; owned.
-        pool: memory that they share; owned. None: each has its own.
+        pool: memory that the gradients share; owned. None: each has its own memory.
         prefetcher: counts the forwards of a unit, each of which yields a gradient.
         copies: copies of the device.
         worker: runs accumulations.
@@ -106,7 +106,7 @@ class GradientOffloader:
         gradient.fold()
         self.resume_accumulation(flat, index)
         gradient.states[index] = GradientState.PRESENT
-        if gradient.arrived[index]:  # a second one in the same backward, as with reentrant checkpointing
+        if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
             self.accumulate(flat)
         if not any(gradient.arrived):
             begun = perf_counter()

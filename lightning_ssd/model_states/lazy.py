@@ -137,9 +137,9 @@ def save(checkpoint: Any, path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{_escaped(path.name)}.*.part"):  # of a process that was killed
-        if not _alive(left):
-            remove(left)
+    for leftover in path.parent.glob(f".{_escaped(path.name)}.*.part"):
+        if not _alive(leftover):  # its process was killed
+            remove(leftover)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     marks: dict[bytes, LazyTensor] = {}
     stand_ins: dict[LazyTensor, Tensor] = {}
@@ -177,8 +177,8 @@ def save(checkpoint: Any, path: str | Path) -> None:
 class _Filling(io.RawIOBase):
     """A file that writes a lazy tensor's values in place of its mark.
 
-    `torch.serialization.skip_data` does not serve: it leaves holes for ordinary tensors, too, and the file alone says
-    which hole belongs to which tensor, to a reader who unpickles all objects of the checkpoint.
+    `torch.serialization.skip_data` can't be used instead. It leaves holes for ordinary tensors, too, and the tensor of
+    a hole is known only after all objects of the checkpoint are unpickled from the file.
     """
 
     def __init__(self, file: io.BufferedWriter, marks: dict[bytes, LazyTensor]) -> None:

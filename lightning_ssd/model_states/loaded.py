@@ -22,8 +22,8 @@ Loaded = Mapping[nn.Parameter, Tensor]
 def take_initial_values(root: nn.Module) -> Loaded:
     """Returns the initial values that modules of `root` have for parameters on `meta`, and removes them there.
 
-    A module that was built on `meta` announces them by an attribute `initial_values`, a `Mapping` like `Loaded`. It
-    may read a value anew at each look-up: each is looked up while its unit is materialized, and not kept.
+    A module that was built on `meta` has them in an attribute `initial_values`, a `Mapping` like `Loaded`, which may
+    read a value at each look-up. A value is looked up while its unit is materialized, and not kept.
     """
     found: ChainMap[nn.Parameter, Tensor] = ChainMap()
     for module in root.modules():

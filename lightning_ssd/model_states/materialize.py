@@ -66,8 +66,8 @@ def materialize(
 ) -> None:
     """Initializes the parameters and buffers of `units` that are not initialized yet.
 
-    If `loaded` has values for all of them, the parameters share these and nothing is copied. Otherwise the parameters
-    are on `device` afterwards, which draws random numbers fast.
+    If `loaded` has values for all of these parameters, they share the loaded memory, and nothing is copied. Otherwise
+    they are initialized on `device`, which draws random numbers fast, and are there afterwards.
 
     Args:
         root: the model.

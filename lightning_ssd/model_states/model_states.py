@@ -10,6 +10,9 @@ A step, as FSDP names its phases:
 
 The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
+
+The file is large because `ModelStates` is a facade: each event of Lightning, of modules and of the user's optimizers
+has a method, which calls the pieces in the right order. The state and the decisions are in the pieces.
 """
 
 import contextlib
@@ -80,9 +83,6 @@ class StateBytes:
 
 class ModelStates(Uncopied):
     """Trains one model whose states are offloaded: the facade over all that moves and steps its flat parameters.
-
-    It is large because each event of Lightning, of modules and of the user's optimizers has a method here, which calls
-    the pieces in the right order. The state and the decisions are in the pieces.
 
     Duty: hooks the model and its optimizers, passes each event to the piece that has the state for it, and restores the
     model at the end. The pieces: `ParamPrefetcher` (weights on the device), `GradientOffloader` (gradients to the
@@ -185,7 +185,7 @@ class ModelStates(Uncopied):
                 prefetches=setup.needs_norm,
             ),
         )
-        for parameter in self._flat_of:  # of an earlier training: Lightning zeroes it, and autograd would add to it
+        for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
         self._grads = GradientAccess(
             gradients, self._gradients.accumulate, self._gradients.resume_accumulation, self._gradients.remeasure
@@ -220,7 +220,7 @@ class ModelStates(Uncopied):
             self.state_dicts.adopt_states(stepped_flat)
         stepped = {item.parameter for flat in offloaded.flat_optimizers for item in flat.param_views}
         self._undo += [guard_state(optimizer, stepped) for optimizer in stepped_flat]
-        for flat in self.stores:  # memory that user code shares with parameters has the values of before the loading
+        for flat in self.stores:  # user code's memory that parameters share has the values from before a checkpoint
             self._staged.push(flat)
         self._staged.unstage()
         self._access.open()  # last, so that parameters are ordinary after an error
@@ -280,7 +280,7 @@ class ModelStates(Uncopied):
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
         with torch._C.DisableTorchFunctionSubclass():
             grad, parameter.grad = parameter.grad, None
-        if grad is None:  # all of it was added on the host: that of the fp32 weight, in mixed precision
+        if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
             return
         self._steps.check_not_submitted(flat, index)
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
@@ -350,7 +350,7 @@ class ModelStates(Uncopied):
         return self._steps.step_on_device({self._flat_of[one][0] for one in parameters if one in self._flat_of})
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Begins a step of `optimizer`, unless one has begun: flat parameters that backward completes are stepped."""
+        """Begins a step of `optimizer`, unless one has begun. Backward then submits steps of complete gradients."""
         if not self.stepping:
             check_state(optimizer)
             self.state_dicts.before_change()
@@ -384,7 +384,7 @@ class ModelStates(Uncopied):
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
         in_jobs = self._steps.optimizer is optimizer and not self.defer_to_user_hooks
         if optimizer not in self._optimizers and not self._masters.by_param:
-            # None of its parameters is offloaded: frozen weights of others would be staged and stored for nothing.
+            # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters_of(optimizer), limit)
         elif in_jobs and algorithm == "norm" and self._decision.needs_norm:
             self._steps.wait_for_norms(optimizer)

@@ -20,10 +20,10 @@ def hook_step(
     """Surrounds `optimizer.step`, which steps the parameters on the device and finds no offloaded gradients.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         grads: hides the offloaded gradients while `step` runs, except within its closure.
-        begin: called before.
-        end: called after.
+        begin: called before `step`.
+        end: called after `step`.
     """
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,9 +61,9 @@ def hook_zero_grad(
     If other code has replaced `zero_grad`, nothing is hooked: each `Tensor.grad` that it sets drops that gradient.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         grads: hides the offloaded gradients from torch's `zero_grad`.
-        zero: drops the offloaded ones of an optimizer; called with it and `set_to_none`.
+        zero: drops the offloaded gradients of an optimizer; called with the optimizer and `set_to_none`.
 
     Returns:
         Functions that remove the hook.

@@ -220,7 +220,7 @@ class ElementwiseOptimizer(FlatOptimizer):
                 if scale != 1.0:
                     piece = piece * scale
                 elif options["foreach"] and piece.data_ptr() == gradient[chunk].data_ptr():
-                    piece = piece.clone()  # which changes its gradients, and a step may be made again
+                    piece = piece.clone()  # foreach changes its gradients, and a step may be made again
                 if out is not staged:
                     for name, values in out.states.items():
                         values[chunk].copy_(staged.states[name][chunk])
@@ -354,7 +354,7 @@ class SGDOptimizer(ElementwiseOptimizer):
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         super().load_state(index, state, staged)
-        if staged.states and state.get("momentum_buffer") is None:  # torch's has made no step with momentum
+        if staged.states and state.get("momentum_buffer") is None:  # torch's optimizer has made no step with momentum
             self._steps[index] = 0
 
     def _torchs_step(
@@ -386,7 +386,7 @@ class GenericOptimizer(FlatOptimizer):
         # Not a copy: `Optimizer.__getstate__` omits attributes of subclasses.
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)
-        self._optimizer.__dict__.pop("zero_grad", None)  # that of model states
+        self._optimizer.__dict__.pop("zero_grad", None)  # the hook of `optimizer_hooks`
         self._optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
         self._optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         self._optimizer.state = defaultdict(dict)
@@ -401,7 +401,7 @@ class GenericOptimizer(FlatOptimizer):
             parameter.data = item.of(masters)
             parameter.grad = item.of(given.gradient).float() * given.scale if has_gradient else None
         options = given.options
-        if self._on_gpu and "capturable" in options:  # it is for parameters on a GPU
+        if self._on_gpu and "capturable" in options:  # an option for parameters on a GPU
             options = {**options, "capturable": False}
         self._optimizer.param_groups = [{**options, "params": self._parameters}]
         _own_step(type(self._optimizer))(self._optimizer)
@@ -423,7 +423,7 @@ class WholeOptimizer(FlatOptimizer):
         return ()
 
     def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
-        raise AssertionError("an optimizer that is stepped whole steps no flat")
+        raise AssertionError("an optimizer that is stepped whole steps no flat parameter")
 
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         return {}

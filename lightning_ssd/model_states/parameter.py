@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
     """Registers `hook` for accumulated gradients, also on a frozen parameter, which may require gradients later."""
     with torch._C.DisableTorchFunctionSubclass():
-        wants = parameter.requires_grad
+        required = parameter.requires_grad
         parameter.requires_grad_(True)  # torch refuses the hook otherwise
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-        parameter.requires_grad_(wants)
+        parameter.requires_grad_(required)
     return handle
 
 
@@ -142,7 +142,7 @@ class OffloadedView(_RunsOperators, Tensor):
         """Returns a view of `source`; other arguments as the attributes.
 
         Args:
-            memory: a tensor over the memory that is `backed`, or a hollow one.
+            memory: with `backed`, a tensor over the memory of the values; otherwise a hollow one.
         """
         with torch.inference_mode(False), torch.no_grad():
             view = memory.as_subclass(OffloadedView)
@@ -256,7 +256,7 @@ class _SavedOffloadedView(SavedWeight):
 
 
 class _AsNonView(torch.autograd.Function):
-    """A tensor in place of another one, as `apart` returns it."""
+    """The result of `as_non_view`, followed by autograd."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, backed: bool) -> Tensor:

@@ -75,7 +75,7 @@ def decode(data: PlainData) -> Any:
     """Returns the encoded value, with tensors on the CPU.
 
     Raises:
-        DamagedError: the tree is none that `encode` makes.
+        DamagedError: the tree was not made by `encode`.
     """
     try:
         return _decode(data.tree, data.arrays)
@@ -196,7 +196,7 @@ def _decode_pairs(pairs: Any, arrays: Sequence[Tensor]) -> dict[Any, Any]:
 
 def _decode_tensor(content: Any, arrays: Sequence[Tensor]) -> Tensor:
     name, shape, index = content
-    whole: Tensor = arrays[index].clone()  # which is aligned for its dtype
+    whole: Tensor = arrays[index].clone()  # the clone is aligned for its dtype
     return whole.view(_dtype(name)).reshape(shape)
 
 
@@ -233,4 +233,4 @@ _KINDS: dict[str, Callable[[Any, Sequence[Tensor]], Any]] = {
     "ndarray": _decode_numpy,
     "numpy": lambda content, arrays: _decode_numpy(content, arrays)[()],
 }
-"""How each kind that is not JSON's is made again."""
+"""Functions that decode the values of each kind that JSON does not have."""

@@ -22,7 +22,7 @@ class UnitTiers:
     """Tiers (compute weights, other values) of a unit.
 
     Attributes:
-        unit: those of the unit's parts that `parts` does not name.
+        unit: tiers of the parts that `parts` does not name.
         parts: tiers of parts by name.
     """
 
@@ -57,8 +57,8 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
 
     Args:
         module: the model.
-        min_bytes: smaller fp32, fp64 and fp16 parameters are kept on the device. bf16 ones of all sizes are offloaded:
-            only offloaded ones have fp32 master weights.
+        min_bytes: bytes of the smallest fp32, fp64 or fp16 parameter to offload. bf16 parameters of all sizes are
+            offloaded, because only offloaded ones have fp32 master weights.
         fitting: whether the model is trained: fp64 and fp16 parameters are kept then, because steps are computed in
             fp32.
     """
@@ -97,9 +97,9 @@ def residents_within(
     Args:
         units: units of the model.
         offloaded: parameters to choose from.
-        groups: parameter groups; others need no gradients and states.
+        groups: parameter groups; parameters outside of them need no gradients and states.
         budget: bytes of the device.
-        autocast: dtype that matrix products compute in; None: that of the weights.
+        autocast: dtype of matrix products; None: the dtype of the weights.
         defer_to_user_hooks: as in `whole_parts`.
     """
 

@@ -140,7 +140,7 @@ def _code_of_classes(module: nn.Module) -> dict[str, str]:
 
 
 def _functions(attribute: object) -> list[FunctionType]:
-    """Returns the functions of a class attribute: of a method, a decorated method, or a property."""
+    """Returns the functions of a class attribute: a method, a decorated method, or a property."""
     found = [attribute]
     if isinstance(attribute, property):
         found = [attribute.fget, attribute.fset, attribute.fdel]

@@ -41,7 +41,7 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    remove(part)  # of a process that was killed
+    remove(part)  # left by a process that was killed
     part.mkdir()
     try:
         tensors: dict[str, Tensor] = {}
@@ -88,7 +88,7 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
 
 
 def is_sharded(path: str | Path) -> bool:
-    """Whether `path` is a directory that `save_sharded` wrote."""
+    """Returns whether `path` is a directory that `save_sharded` wrote."""
     return (find_replaced(Path(path)) / "rest.ckpt").is_file()
 
 
@@ -111,7 +111,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _replace(value: Any, name: str, stand_in: Callable[[str, Tensor], Any]) -> Any:
-    """Returns `value` with something else for each tensor in it, whose place there is its name."""
+    """Returns `value` with the result of `stand_in` in place of each tensor, whose name is its path in `value`."""
     if isinstance(value, Tensor):
         return stand_in(name, value)
     if isinstance(value, dict):
@@ -146,6 +146,6 @@ def _shards(names: list[str], tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns memory of its own: safetensors refuses tensors that share it."""
+    """Returns a copy in memory of its own, because safetensors refuses tensors that share memory."""
     values = tensor.values() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
     return values.contiguous().clone()

@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 def choose_for_device(parameters: Sequence[int], cpu_rate: float, device_rate: float) -> list[bool]:
     """Returns for each flat parameter, in the order in which the next forward needs them, whether the device steps it.
 
-    The CPU and the device make their steps in that order, at the same time. Each flat parameter goes to the one that
-    ends its step first. Neither the first ones nor the last ones go to the device as a block: the forward would wait
-    for the block's end where the other side was done long before. So no step ends later than if the CPU made all, and
-    both sides end together at every point of the forward.
+    The CPU and the device make their steps in that order, at the same time. Each flat parameter is stepped by the
+    processor that ends its step first. So no step ends later than if the CPU made all of them, and both processors end
+    together at every point of the forward. (If the device stepped the first or the last flat parameters as a block, the
+    forward would wait for the end of the block, long after the CPU was done with its own.)
 
     Args:
         parameters: number of parameters of each flat parameter.
@@ -37,7 +37,7 @@ class StepEnd(NamedTuple):
     """The end of a training step.
 
     Attributes:
-        seconds: the time.
+        seconds: time of the end, by `perf_counter`.
         work: optimizer steps that the CPU has made so far.
         copied: copies from the device, and to it, so far.
     """
@@ -76,7 +76,7 @@ class ShareTrial:
     FACTORS = (0.4, 0.8, 1.6)
     """Tried rates of the device / rate by the bandwidth that other copies leave."""
     BUSY = 0.6
-    """Least share of the time that the CPU makes steps in for shares to be tried."""
+    """Least share of the time in which the CPU makes steps, for shares to be tried."""
     GAIN = 0.02
     """Least share of a step's time that the device must save."""
 
@@ -89,7 +89,7 @@ class ShareTrial:
         next(self._run)
 
     def note(self, end: StepEnd) -> None:
-        """Notes the end of a step, and may select flat parameters for the next ones."""
+        """Records the end of a step, and may select other flat parameters for the next steps."""
         if self.share is not None:
             return
         try:

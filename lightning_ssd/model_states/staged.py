@@ -105,7 +105,7 @@ class StagedFlats:
             del flat.shared[index]
 
     def pull_all(self) -> None:
-        """Does so for all flat parameters."""
+        """Calls `pull` for all flat parameters."""
         for flat in self._stores:
             self.pull(flat)
 
@@ -155,7 +155,7 @@ class StagedFlats:
         return self._staged[flat]
 
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
-        """Ends the staging of all flat parameters but those in `keep`, and stores changed values."""
+        """Unstages all flat parameters but those in `keep`, and stores changed values."""
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
             if staged.summoned is not None:  # a `load_state_dict` that failed

@@ -120,10 +120,10 @@ class StateDicts:
             return
         flat_params = {self._where[parameter][0] for _, parameter in offloaded}
         for name, parameter in offloaded:
-            if state.get(prefix + name, parameter) is parameter:  # missing, or wanted itself (`keep_vars=True`)
+            if state.get(prefix + name, parameter) is parameter:  # missing, or the parameter itself (`keep_vars=True`)
                 continue
             flat, index = self._where[parameter]
-            if flat.summoned:  # the parameter is whole: its own value is the one that counts
+            if flat.summoned:  # the parameter is whole, and user code may have changed it
                 state[prefix + name] = parameter.detach()
                 continue
             masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class KilledRun:
-    """The record of a killed run, read when the store asks for it: then no other process can change it.
+    """The record of a killed run, read when the blob store has locked its directories against other processes.
 
     Threads: the training thread.
 
@@ -70,10 +70,10 @@ def make_staging(
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
         device: device that the model computes on.
-        killed: a run whose files are adopted. With it there is scratch space, for the journal, in any case.
+        killed: a run whose files are adopted. With it, scratch space is made in any case, for the journal.
 
     Raises:
-        StorageError: host memory or scratch space can't be had.
+        StorageError: host memory or scratch space can't be allocated.
     """
     if memory_plan.ssd == 0 and killed is None:
         return None
@@ -116,7 +116,7 @@ def make_store(
         blobs: blobs of a killed run, with values, which are used in order.
 
     Raises:
-        StorageError: host memory or scratch space can't be had.
+        StorageError: host memory or scratch space can't be allocated.
     """
     pin = copies.device.type == "cuda"
     of_weights, of_opt_state = tiers

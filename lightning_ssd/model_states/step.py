@@ -36,9 +36,10 @@ class OptimizerStep:
     A step of values on SSDs stages them before its job, or the device's step, begins, so that reads overlap with other
     jobs. A step of values in host memory stages them, without a copy, when its job begins.
 
-    Threads: these four are called on the training thread or autograd's. The computation
-    (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last future it
-    depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all are done.
+    Threads: `speculative`, `deferred`, `on_device` and `serial` are called on the training thread or autograd's. The
+    computation (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last
+    future it depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all
+    are done.
 
     Ownership: the gradient belongs to the step until the step's last future is done. Staged values belong to the reads,
     then to the worker's job or the device's step, then to the writes (see `StateStore`).
@@ -50,7 +51,7 @@ class OptimizerStep:
         gradient: its gradient.
         arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
             gradients.
-        scale: future of the number that the gradient is multiplied with; None: the step is skipped.
+        scale: future of the gradient scale; None: the step is skipped.
         limit: largest absolute value of the scaled gradient's elements; None: no limit.
         worker: runs the jobs.
         count: called after each job with the parameters stepped and the seconds that the CPU took.
@@ -111,7 +112,7 @@ class OptimizerStep:
         first.
 
         Args:
-            after: futures that the step depends on besides.
+            after: further futures that the step depends on.
             weights_first: whether a step of values in host memory is made in two parts if it can be: the compute
                 weights, which the next forward waits for, and later, under the next backward, master weights and
                 optimizer states. The first part moves about half of a step's bytes, and both together half more than a
@@ -138,7 +139,7 @@ class OptimizerStep:
         return weights, then(weights, lambda _: opt_state)
 
     def can_be_on_device(self) -> bool:
-        """Whether the device could make the step without reads, with values and gradient in page-locked memory."""
+        """Returns whether the device could make the step without reads, with values and gradient page-locked."""
         if not self.store.in_memory or self.arrived is None:
             return False
         return self.flat_optimizer.steps_on_device(self._input(1.0), self.store.stage(step=True).result())
@@ -152,7 +153,7 @@ class OptimizerStep:
         the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped.
 
         Args:
-            stepper: makes it.
+            stepper: makes the step.
             after: as in `deferred`.
             drop_second: as in `deferred`.
         """

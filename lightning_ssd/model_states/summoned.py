@@ -17,7 +17,7 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: bool) -> It
     """Makes the parameters of all flat parameters whole fp32 tensors, their master weights; changes are stored on exit.
 
     Args:
-        stores: where the values of each flat parameter are stored; no step or fetch of them runs.
+        stores: store of each flat parameter; no step and no prefetch runs.
         read_only: whether a change raises an error, since steps are recorded.
 
     Raises:

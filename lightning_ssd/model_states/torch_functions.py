@@ -168,4 +168,4 @@ KINDS: dict[Any, Kind] = {
         Kind.KERNEL,
     ),
 }
-"""Kinds of functions that their names do not tell, and cached results of `kind_of`."""
+"""Kinds of functions that can't be derived from their names, and cached results of `kind_of`."""

@@ -55,7 +55,7 @@ def _check_transforms(module: nn.Module) -> None:
     """Raises RuntimeError if torch would use memory of the module's weights in C++ that is not there.
 
     Args:
-        module: whose forward begins.
+        module: module whose forward begins.
     """
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(

@@ -101,7 +101,7 @@ class UnitMover:
         undo.callback(self._restore)
 
     def resize_staging(self, staging: int, param_staging: int = 0) -> None:
-        """Replaces the staging memory and the memory of prefetched weights by other sizes (bytes). None is in use."""
+        """Replaces the staging memory and the memory of prefetched weights, which are not in use; sizes in bytes."""
         if self._staging is not None:
             self._staging.resize(param_staging, staging, pin=self._pin)
 
@@ -116,7 +116,7 @@ class UnitMover:
         self._device = device
 
     def relocate(self, target: Sequence[Sequence[TieredSpec]]) -> None:
-        """Moves all parts, those first that free memory. If memory runs out, the remaining parts keep their tiers."""
+        """Moves all parts, beginning with those that free memory. If memory runs out, the rest keep their tiers."""
         to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
         try:
             for move in (to_ssd, self._from_device, self._to_device, to_host):
@@ -151,7 +151,7 @@ class UnitMover:
         )
 
     def _to_tier(self, number: int, target: Sequence[TieredSpec], tier: OffloadTierName) -> None:
-        """Moves to `tier` the values of a part whose target it is."""
+        """Moves those values of a part to `tier` whose target tier it is."""
         if not target or not self.flat_params[number]:
             return
         for index, (now, then) in enumerate(zip(self.flat_params[number], target, strict=True)):
@@ -169,7 +169,7 @@ class UnitMover:
             self.flat_params[number][index] = present_spec(store, now.flat_optimizer)
 
     def _from_device(self, number: int, target: Sequence[TieredSpec]) -> None:
-        """Offloads a part that is on the device, if it has a target there."""
+        """Offloads a part that is on the device, if it has target flat parameters."""
         if self.flat_params[number] or not target:
             return
         stores: dict[FlatParameter, StateStore] = {}
@@ -210,7 +210,7 @@ class UnitMover:
             return
         for item in self.flat_params[number]:
             _check_moves(item.flat)
-        loaded = [self._copy_to_device(item) for item in self.flat_params[number]]  # all of it, or nothing
+        loaded = [self._copy_to_device(item) for item in self.flat_params[number]]  # all are copied before one is moved
         for item, (weights, masters, states) in zip(self.flat_params[number], loaded, strict=True):
             flat = item.flat
             for index, (parameter, values) in enumerate(weights.items()):

@@ -15,8 +15,8 @@ PART_ELEMENTS = 2**23
 """Least number of elements of a part of a unit: 16 MiB of 16-bit weights, so that transfers stay large."""
 
 SMALL_SHARE = 8
-"""`PART_ELEMENTS` / elements below which a parameter is in the unit's first part, such as norms, biases and adapters:
-they are transferred together."""
+"""`PART_ELEMENTS` / elements of a parameter above which it is in the unit's first part. Such small parameters (norms,
+biases, adapters) are transferred together."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
     ones that add methods and override `__init__` alone; all others are stepped whole when backward has ended.
 
     Args:
-        cls: the class; subclasses that override more are not meant.
+        cls: the class. Subclasses that override further methods are not registered with it.
 
     Returns:
         The class, so that this is a decorator, too.
@@ -64,7 +64,7 @@ def stepped_whole(optimizers: Iterable[Optimizer], offloaded: Container[nn.Param
 
 
 def steps_whole(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` must be stepped whole: its class is not registered, or hooks look at its steps."""
+    """Returns whether `optimizer` must be stepped whole: its class is not registered, or hooks observe its steps."""
     return bool(
         registered_class(type(optimizer)) is None
         or optimizer._optimizer_step_pre_hooks
@@ -85,7 +85,7 @@ def registered_class(cls: type[Optimizer]) -> type[Optimizer] | None:
 
 
 def _differs(subclass: type, cls: type, name: str) -> bool:
-    """Whether `subclass` overrides `name`, which the step of `cls` may use."""
+    """Returns whether `subclass` overrides `name`, which the step of `cls` may use."""
     if name.startswith("__") and name != "__setstate__":
         return False
     if not hasattr(cls, name):

@@ -4,13 +4,13 @@ from time import perf_counter
 
 
 class WeightsFirst:
-    """Chooses the share of units whose deferred steps are made in two parts.
+    """Chooses the share of units whose deferred steps are made in two parts, which does not change numbers.
 
-    The next forward waits for the first parts only, so that the more units have two, the sooner it begins; but the
-    second parts cost CPU time, and a backward waits for those that are not made when its gradients
-    arrive. Other code waits for whole steps, too, such as a callback that reads the weights after every step. The share
-    is therefore reduced when training waited, and raised when it did not. It never changes numbers.
-    The first units of the forward have two parts before others do: the gradients of the last units arrive first.
+    The next forward waits for the first parts only: it begins sooner if more units have two parts. But the second parts
+    cost CPU time, and training waits for those that are not made in time: backward when its gradients arrive, and other
+    code such as a callback that reads the weights after every step. So the share is reduced after a step in which
+    training waited, and raised after others. The first units of the forward are the first to have two parts, because
+    the gradients of the last units arrive first.
 
     Threads: the training thread, or autograd's while that waits.
 
@@ -29,11 +29,11 @@ class WeightsFirst:
         self._noted: float | None = None
 
     def covers(self, unit: int) -> bool:
-        """Whether the steps of the unit with this index, in the order of the forward, are made in two parts."""
+        """Returns whether the steps of a unit, by its index in the order of the forward, are made in two parts."""
         return unit < self._share * self._units
 
     def note(self, waited: float) -> None:
-        """Notes the end of a step.
+        """Adapts the share to a step that has ended.
 
         Args:
             waited: seconds that training has waited for whole steps since the last call.

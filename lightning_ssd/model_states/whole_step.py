@@ -80,7 +80,7 @@ class WholeStep:
 
 @contextlib.contextmanager
 def _on_cpu(optimizer: Optimizer) -> Iterator[None]:
-    """Moves the optimizer's resident parameters, their gradients, and its states to the CPU, where the others are."""
+    """Moves the optimizer's resident parameters, their gradients and all its states to the CPU, within the context."""
     moved: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in parameters_of(optimizer):
         if parameter.device.type != "cpu":
