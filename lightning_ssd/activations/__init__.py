@@ -17,7 +17,7 @@ from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.planned_excess import PlannedExcess
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, State, check_version
-from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
+from lightning_ssd.activations.resident_limit import AllocatorMeter, MeasuredPeaks, ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.transient_memory import Interval
@@ -42,6 +42,7 @@ __all__ = [
     "HostTier",
     "Interval",
     "KeepAll",
+    "MeasuredPeaks",
     "OffloadAll",
     "OffloadConfig",
     "OffloadExcess",

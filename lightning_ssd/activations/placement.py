@@ -139,6 +139,10 @@ class OffloadExcess(PlacementPolicy):
 
     def begin(self, expected_bytes: int) -> None:
         self.limit.begin(expected_bytes)
+        self.spread(expected_bytes)
+
+    def spread(self, expected_bytes: int) -> None:
+        """Spreads the storages without room evenly over `expected_bytes` bytes of storages."""
         self._excess = _Share(self.limit.excess(expected_bytes))
 
     def end(self) -> None:

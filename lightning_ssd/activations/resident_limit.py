@@ -1,8 +1,9 @@
 """The limit of saved bytes that are kept on the device, so that a training step does not run out of its memory."""
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["AllocatorMeter", "ResidentLimit"]
+__all__ = ["AllocatorMeter", "MeasuredPeaks", "ResidentLimit"]
 
 
 class AllocatorMeter(Protocol):
@@ -21,6 +22,27 @@ class AllocatorMeter(Protocol):
         """Begins a new peak."""
 
 
+@dataclass(eq=False)
+class MeasuredPeaks:
+    """Memory of the micro-batches of one kind, as far as `ResidentLimit` has learned it.
+
+    Attributes:
+        others: peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended.
+        levels: bytes that were allocated before each measured micro-batch. If empty, `others` includes saved storages.
+        measured_bytes: expected saved bytes of the last measured micro-batch.
+        largest_bytes: the most saved bytes of a micro-batch.
+        lowest: the least bytes that were allocated before a micro-batch.
+        unfinished: whether the last micro-batch was to be measured, and had no backward.
+    """
+
+    others: float = 0.0
+    levels: list[int] = field(default_factory=list)
+    measured_bytes: int = 0
+    largest_bytes: int = 0
+    lowest: int = 2**63
+    unfinished: bool = False
+
+
 class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.
 
@@ -32,6 +54,9 @@ class ResidentLimit:
     gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory nevertheless,
     the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is lowered by the
     difference between its peak and the expected one.
+
+    Micro-batches of several kinds, such as batches of several shapes, may be compared with those of their kind alone:
+    `select` is then called in each of them.
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the memory, and, while
     memory is scarce, after a higher peak of an optimizer step, a validation or user code.
@@ -58,22 +83,18 @@ class ResidentLimit:
         """True if the present micro-batch may save more bytes than there is room for."""
         self.meter = meter
         """The device's allocator."""
-        self._others = 0.0
-        """Peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended."""
-        self._levels: list[int] = []
-        """Bytes that were allocated before each measured micro-batch. If empty, `_others` includes saved storages."""
-        self._measured_bytes = 0
-        """Expected saved bytes of the last measured micro-batch."""
-        self._largest_bytes = 0
-        """The most saved bytes of a micro-batch."""
+        self.expected_bytes = 0
+        """Expected saved bytes of the present micro-batch."""
+        self._common = MeasuredPeaks()
+        """Memory of the micro-batches of no kind."""
+        self._peaks = self._common
+        """Memory of the micro-batches of the present kind."""
         self._limit = float("inf")
         """Bytes that this process could allocate when the present micro-batch began."""
         self._peak_before = 0
         """The allocator's peak when the present micro-batch began."""
         self._level = 0
         """Bytes that were allocated before the present micro-batch."""
-        self._lowest = 2**63
-        """Minimum of `_level` over all micro-batches."""
         self._peak = 0
         """The allocator's peak at the end of the present micro-batch's backward; 0: none has ended."""
         self._without_hooks = False
@@ -95,39 +116,58 @@ class ResidentLimit:
         # Without hooks, growth beyond the expected peak would be noticed only when memory has run out.
         most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
         self._limit = limit
-        self._largest_bytes = max(self._largest_bytes, expected_bytes)
+        peaks = self._peaks
+        peaks.largest_bytes = max(peaks.largest_bytes, expected_bytes)
+        # A measured micro-batch without a backward has no peak: the next one is measured instead.
+        peaks.unfinished = self.measuring and not self._peak
         if self._peak and self.measuring:
-            self._others = max(self._others if self._levels else 0.0, self._peak)
-            self._levels.append(self._level)
-            self._measured_bytes = expected_bytes
-        elif self._peak and not self._others:
-            self._others = self._peak
+            peaks.others = max(peaks.others if peaks.levels else 0.0, self._peak)
+            peaks.levels.append(self._level)
+            peaks.measured_bytes = expected_bytes
+        elif self._peak and not peaks.others:
+            peaks.others = self._peak
         elif self._peak > max(most, self._peak_before):
-            self._others += self._peak - most
+            peaks.others += self._peak - most
             if self._peak > limit:
                 self.meter.reset_peak()
         if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
             self.meter.reset_peak()
         self._level = allocated
-        self._lowest = min(self._lowest, allocated)
-        if self._others:
-            self._limit_room(limit, expected_bytes)
+        self.expected_bytes = expected_bytes
+        self._limit_room()
         self._peak = 0
         self._without_hooks = False
         self._peak_before = self.meter.peak()
 
-    def _limit_room(self, limit: float, expected_bytes: int) -> None:
-        like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
-        growth = 0 if like_a_measured_one else self._level - self._lowest
-        self._room = self.room_bytes = max(0.0, limit - self._others - growth)
-        self.scarce = self._room < self.SPARE * expected_bytes
-        unknown = not like_a_measured_one and len(self._levels) < self.MOST_LEVELS
-        larger = expected_bytes > self.SPARE * self._measured_bytes
-        # A measured micro-batch without a backward has no peak: the next one is measured instead.
-        self.measuring = self.scarce and (unknown or larger or (self.measuring and not self._peak))
+    def _limit_room(self) -> None:
+        peaks, limit = self._peaks, self._limit
+        peaks.lowest = min(peaks.lowest, self._level)
+        if not peaks.others:
+            return
+        like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in peaks.levels)
+        growth = 0 if like_a_measured_one else self._level - peaks.lowest
+        self._room = self.room_bytes = max(0.0, limit - peaks.others - growth)
+        self.scarce = self._room < self.SPARE * self.expected_bytes
+        unknown = not like_a_measured_one and len(peaks.levels) < self.MOST_LEVELS
+        larger = self.expected_bytes > self.SPARE * peaks.measured_bytes
+        self.measuring = self.scarce and (unknown or larger or peaks.unfinished)
         if self.measuring:
             self.meter.reset_peak()
             self._room = 0.0
+
+    def select(self, peaks: MeasuredPeaks | None) -> None:
+        """Compares the present micro-batch, which has begun and saved nothing yet, with those of its kind alone.
+
+        Args:
+            peaks: memory of the kind, which is empty before the first micro-batch; `None`: the micro-batch is of none.
+        """
+        peaks = self._common if peaks is None else peaks
+        if peaks is not self._peaks:
+            self._peaks = peaks
+            self.expected_bytes = peaks.largest_bytes
+            self.measuring = self.scarce = peaks.unfinished
+            self._room = float("inf")
+            self._limit_room()
 
     def measure(self) -> None:
         """Measures the present micro-batch, which has begun and saved nothing yet."""
@@ -136,13 +176,13 @@ class ResidentLimit:
         self.meter.reset_peak()
 
     def restart(self) -> None:
-        """Forgets all micro-batches, as later ones differ: their code has been compiled again, and saves other bytes.
+        """Forgets all micro-batches of no kind, as later ones need other memory: their code was compiled again.
 
         Bytes that are withheld because micro-batches have run out of memory stay withheld.
         """
         self.measuring = False
-        self._others, self._levels, self._measured_bytes, self._largest_bytes = 0.0, [], 0, 0
-        self._lowest, self._peak, self._room = 2**63, 0, float("inf")
+        self._peaks = self._common = MeasuredPeaks()
+        self._peak, self._room = 0, float("inf")
         self.meter.reset_peak()
 
     def lower(self) -> None:
@@ -153,22 +193,22 @@ class ResidentLimit:
     @property
     def known(self) -> bool:
         """Whether a micro-batch has shown how many bytes of saved storages the present one may keep."""
-        return bool(self._others) and not self.measuring
+        return bool(self._peaks.others) and not self.measuring
 
     @property
     def measured(self) -> bool:
         """Whether a micro-batch was measured, so that the memory of everything else is known and not only bounded."""
-        return bool(self._levels)
+        return bool(self._peaks.levels)
 
     @property
     def fits(self) -> bool:
         """Whether the present micro-batch may keep all its saved storages, and a tenth more bytes."""
-        return self.known and self._room >= self.SPARE * self._largest_bytes
+        return self.known and self._room >= self.SPARE * self._peaks.largest_bytes
 
     @property
     def needed_bytes(self) -> float:
         """Upper bound of the peak of a micro-batch that keeps all its saved storages, bytes; 0: not known."""
-        return self._limit - self._room + self._largest_bytes if self.known else 0.0
+        return self._limit - self._room + self._peaks.largest_bytes if self.known else 0.0
 
     def fits_grown(self, ratio: float) -> bool:
         """Returns whether the present micro-batch may keep all its saved storages although its batch is larger.
@@ -191,7 +231,7 @@ class ResidentLimit:
 
     def waits(self) -> bool:
         """Returns True if the training should wait for d2h copies, so that device memory is freed now."""
-        return self.scarce or (not self._others and self.meter.allocated() > self.UNKNOWN * self.meter.limit())
+        return self.scarce or (not self._peaks.others and self.meter.allocated() > self.UNKNOWN * self.meter.limit())
 
     def excess(self, nbytes: float) -> float:
         """Returns the share of `nbytes` bytes of storages to keep for which there is no room."""

@@ -94,6 +94,8 @@ class AutoPlanner(pl.Callback):
         self.regions: RegionPlanner | None = None
         self._guard: MemoryGuard | None = None
         """Compares micro-batches with measured ones; `None`: the callback does nothing."""
+        self._guarded = False
+        """Whether the guard compares the present micro-batch, as it follows no plan of its shape."""
         self._parameters: tuple[Tensor, ...] = ()
         self._batches = SeenBatches()
         """Batches of the whole training."""
@@ -184,13 +186,15 @@ class AutoPlanner(pl.Callback):
         if self._shape is not None:
             self._batches.add(self._shape)
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
-        if self.planner is None:
-            self._apply_limit(trainer, offloader, self._guard, trained)
-        else:
-            self._apply_plan(trainer, offloader, self.planner, self._guard)
         swaps, regions = self.planner, self.regions
-        if regions is not None:
-            regions.begin_micro_batch(begins_step=self._at_boundary)
+        planned = regions is not None and regions.begin_micro_batch(self._shape, trained, begins_step=self._at_boundary)
+        self._guarded = swaps is None and not planned
+        if swaps is not None:
+            self._apply_plan(trainer, offloader, swaps, self._guard)
+        elif planned:
+            self._enable_hooks(trainer, offloader, True)
+        else:
+            self._apply_limit(trainer, offloader, self._guard, trained)
         plan = None if swaps is None else swaps.rule
         self._rule = self.outcome, plan, None if regions is None else regions.rule
         if larger:
@@ -230,7 +234,7 @@ class AutoPlanner(pl.Callback):
         if self.regions is not None:
             self.regions.end_micro_batch()
         self._proven[self._rule] += 1
-        if self.planner is None:
+        if self._guarded:
             self._guard.end(self._shape)
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return
@@ -367,14 +371,14 @@ class AutoPlanner(pl.Callback):
         offloader = find_offloader(trainer)
         assert offloader is not None
         schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
-        device, shape = offloader.device, self._shape
+        device, recompiles = offloader.device, self._compiled_backward
 
-        def make_key(timeline: SavedTimeline) -> str:
-            recorded = (compile_settings(pl_module), timeline.sizes, timeline.order, self._compiled_backward)
+        def make_key(timeline: SavedTimeline, shape: BatchShape, memory_budget: float) -> str:
+            recorded = (compile_settings(pl_module), memory_budget, recompiles, timeline.sizes, timeline.order)
             return plan_key(trainer, pl_module, device, shape, recorded)
 
         self.regions = RegionPlanner(
-            offloader, guard.limit, schedulers, recompiles=self._compiled_backward, make_key=make_key
+            offloader, guard, self._batches, schedulers, recompiles=recompiles, make_key=make_key
         )
 
     def _close_regions(self) -> None:

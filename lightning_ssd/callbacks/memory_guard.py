@@ -26,8 +26,13 @@ class MemoryGuard:
         self._trained: tuple[bool, ...] | None = None
         """Whether each parameter required gradients in these micro-batches."""
 
+    def restart(self) -> None:
+        """Forgets all micro-batches; see `ResidentLimit.restart`."""
+        self.limit.restart()
+        self._seen = SeenBatches()
+
     def begin(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
-        """Begins a micro-batch. If its batch is larger than earlier ones and may not fit, it is measured.
+        """Begins a micro-batch. If its batch is not within an earlier one and may not fit, it is measured.
 
         Args:
             shape: shape of the batch; `None`: unknown, so that hooks are needed in each of these micro-batches.
@@ -39,9 +44,9 @@ class MemoryGuard:
             self._seen, self._trained = SeenBatches(), trained
         known = self._seen.covers(shape)
         if limit.known and not known:
-            larger = shape is not None and shape.nbytes > self._seen.nbytes
             ratio = shape.nbytes / self._seen.nbytes if shape is not None and self._seen.nbytes else 1.0
-            if thawed or (larger and not limit.fits_grown(ratio)):
+            # Another shape of no more bytes may need more memory, too: that of attention depends on the length.
+            if thawed or (shape is not None and not limit.fits_grown(ratio)):
                 limit.measure()
         # The upper bound was for all earlier batches. A measured peak is for this batch, and smaller ones.
         self._discards_batches = limit.measuring and not limit.measured

@@ -4,9 +4,15 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lightning_ssd.activations import AllocatorMeter
-from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 
-__all__ = ["PlannedShape", "PlannedShapes"]
+__all__ = ["PlannedShape", "PlannedShapes", "UnplannedBatches"]
+
+MAX_UNPLANNED = 4
+"""Micro-batches without a plan before another one is made. It doubles with each plan."""
+
+LOOSE = 8
+"""Micro-batches under a plan for much larger batches that count as one without a plan."""
 
 StateT = TypeVar("StateT")
 
@@ -94,3 +100,31 @@ class PlannedShapes(Generic[StateT]):
         """Removes all plans, and returns them."""
         plans, self._plans = self._plans, []
         return plans
+
+
+class UnplannedBatches:
+    """Counts micro-batches without a plan of about their size, until there are enough of them for another plan."""
+
+    def __init__(self) -> None:
+        self._batches = SeenBatches()
+        """Batches since the last plan was made."""
+        self._count = 0.0
+        self._patience = MAX_UNPLANNED
+
+    def add(self, shape: BatchShape, *, planned: bool) -> bool:
+        """Counts a micro-batch, and returns whether a plan should be made for its shape.
+
+        Args:
+            shape: shape of its batch.
+            planned: whether it has a plan, which is one for much larger batches.
+        """
+        self._batches.add(shape)
+        self._count += 1 / LOOSE if planned else 1
+        # A larger batch may be one of a kind: it is not waited for without end.
+        large = self._batches.is_large(shape) or self._count > 2 * self._patience
+        return self._count > self._patience and large
+
+    def restart(self) -> None:
+        """Called when a plan is made."""
+        self._batches, self._count = SeenBatches(), 0.0
+        self._patience *= 2

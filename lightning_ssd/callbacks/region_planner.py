@@ -3,22 +3,24 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import (
     ActivationOffloader,
-    OffloadExcess,
+    MeasuredPeaks,
     PartitionerBudget,
     PlannedExcess,
-    ResidentLimit,
     SSDTierBase,
     compile_seconds,
 )
 from lightning_ssd.callbacks.cached_regions import CachedRegions
+from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.plan_cache import SWITCH, PlanCache, warn_unused
+from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, free_bytes, plan_storages
@@ -45,6 +47,12 @@ MAX_BUDGETS = 4
 
 MAX_RECORDINGS = 3
 """Micro-batches that are recorded, before the training is not planned as none had one forward and one backward."""
+
+MAX_MISSED = 25
+"""Steps in a row without a batch of the shape that is planned, after which another shape is planned."""
+
+NO_TENSORS = BatchShape((), 0)
+"""Shape of batches without tensors, which count as equal."""
 
 MIN_GAIN = 0.01
 """Share of a step by which a trial must be faster than an earlier one to be applied."""
@@ -74,6 +82,33 @@ class Trial:
     stalled: float = 0.0
 
 
+@dataclass(eq=False)
+class RegionProgress:
+    """Progress from a recorded micro-batch of one shape to the fastest rule for it.
+
+    Attributes:
+        applied: the trial in force, or being timed; `None` before the first one.
+        trials: the trials that have ended, in their order.
+        timeline: the recorded storages; `None`: the device has not passed them yet.
+        window_bytes: window of the recorded micro-batch, in which `peaks` were measured.
+        room_bytes: bytes of storages for which a micro-batch has room; `None`: not known.
+        peaks: memory of such micro-batches, with which alone they are compared.
+        key: key of the plan in the cache; "" before storages were recorded.
+        cached: the rule of an earlier training, before its trial has ended.
+        number: number of the trial in force.
+    """
+
+    applied: Trial | None = None
+    trials: list[Trial] = field(default_factory=list)
+    timeline: SavedTimeline | None = None
+    window_bytes: int = 0
+    room_bytes: float | None = None
+    peaks: MeasuredPeaks = field(default_factory=MeasuredPeaks)
+    key: str = ""
+    cached: CachedRegions | None = None
+    number: int = 0
+
+
 class RegionPlanner:
     """Plans saved storages by their order and times, and how much compiled code saves.
 
@@ -90,35 +125,40 @@ class RegionPlanner:
     trial: code is compiled with the stored `activation_memory_budget`, and the stored plan is applied, if compiled code
     saves the same storages. If they differ or steps are not as fast as then, the search begins as without the cache.
 
+    That is done for a large batch. A micro-batch follows the plan of its shape, or that of the smallest planned shape
+    that is no smaller, and its memory is compared with that of such micro-batches alone. If there is none, it is
+    treated as before the plan: those that are not within an earlier one offload all storages. If there are many of
+    them, a micro-batch of their shape is recorded, planned and timed, too, with the same `activation_memory_budget`.
+
     All methods are called on the training thread, outside of forward and backward; none waits for the device.
 
     Args:
         offloader: activation offloader of the training.
-        limit: bytes that may be kept on the device.
+        guard: compares micro-batches without a plan; its limit is that of bytes that may be kept on the device.
+        batches: batches of the whole training.
         schedulers: callbacks that set the window; plans override it.
         recompiles: whether code may be compiled again with another `activation_memory_budget`.
-        make_key: returns the key of the training's plan in the cache, given the recorded storages.
+        make_key: returns the key of a plan in the cache, given the recorded storages, the shape of their batch, and the
+            `activation_memory_budget` of their code.
 
     Attributes:
-        applied: the trial in force, or being timed; `None` before the first one.
-        trials: the trials that have ended, in their order.
         spent_seconds: seconds in which code was compiled again.
     """
 
     def __init__(
         self,
         offloader: ActivationOffloader,
-        limit: ResidentLimit,
+        guard: MemoryGuard,
+        batches: SeenBatches,
         schedulers: Sequence[PrefetchScheduler],
         *,
         recompiles: bool,
-        make_key: Callable[[SavedTimeline], str],
+        make_key: Callable[[SavedTimeline, BatchShape, float], str],
     ) -> None:
-        self.applied: Trial | None = None
-        self.trials: list[Trial] = []
         self.spent_seconds = 0.0
         self._offloader = offloader
-        self._limit = limit
+        self._guard = guard
+        self._limit = guard.limit
         self._schedulers = schedulers
         clock = make_clock(offloader.device)
         self._timer = StepTimer(clock, 2 * TIMED_STEPS)
@@ -127,11 +167,9 @@ class RegionPlanner:
         self._recompiles = recompiles
         self._make_key = make_key
         self._cache = PlanCache()
-        self._key: str | None = None
-        """Key of the training's plan in the cache; `None`: no micro-batch was recorded."""
-        self._cached: CachedRegions | None = None
-        """The rule of an earlier training, before its trial has ended."""
-        self._tiers_in_order = tuple(offloader.tiers)
+        self._used_keys: set[str] = set()
+        """Keys of plans that were read: a training that is planned again replaces them."""
+        self._placement = PlannedExcess(tuple(offloader.tiers), guard.limit)
         self._phase: Phase = "recording"
         self._num_recordings = 0
         """Micro-batches that were recorded in a row."""
@@ -141,24 +179,57 @@ class RegionPlanner:
         """Seconds that the code of the training takes to compile, as measured last."""
         self._compiled_before = 0.0
         """`compile_seconds` when the present compilation began."""
-        self._timeline: SavedTimeline | None = None
-        self._window_bytes = 0
-        """Window of the recorded micro-batch, in which the limit was measured."""
-        self._room_bytes = 0.0
+        self._plans: PlannedShapes[RegionProgress] = PlannedShapes(guard.limit.meter)
+        self._planned: PlannedShape[RegionProgress] | None = None
+        """The shape that is being planned, or was planned last; `None`: none was recorded."""
+        self._progress = RegionProgress()
+        """Its progress."""
+        self._followed: PlannedShape[RegionProgress] | None = None
+        """The shape whose rule the present micro-batch follows."""
+        self._recordable: SeenBatches | None = batches
+        """Batches of which a large one may be recorded; `None`: any."""
+        self._unplanned = UnplannedBatches()
+        self._num_missed = 0
+        """Steps since the last one of the shape that is being planned."""
+        self._num_abandoned = 0
+        """Shapes that did not occur again."""
+        self._is_first = True
+        """Whether no shape was planned so far: budgets and windows are chosen for the first one."""
+        self._of_planned = False
+        """Whether all micro-batches of the present step are of that shape, or almost as large."""
         self._wait = 0
         """Steps before the next timed one."""
+        self._number = 0
+        """Number of the last trial."""
         self._before = offloader.stats()
         """Totals of the offloader when the present trial began."""
+        offloader.run(replace(offloader.policy, placement=self._placement))
+        guard.restart()
+
+    @property
+    def applied(self) -> Trial | None:
+        """The trial in force for the shape that was planned last; `None` before the first one."""
+        return self._progress.applied
+
+    @property
+    def followed(self) -> Trial | None:
+        """The trial whose rule the present micro-batch follows; `None`: it has no plan of its shape."""
+        return None if self._followed is None else self._followed.state.applied
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """The trials that have ended of the shape that was planned last, in their order."""
+        return self._progress.trials
 
     @property
     def decided(self) -> bool:
-        """Whether the fastest trial is in force."""
+        """Whether the fastest trial is in force, and no shape is being planned."""
         return self._phase == "decided"
 
     @property
     def rule(self) -> object:
         """Compares equal as long as micro-batches have the same code and the same rules."""
-        return self._phase, self._budget.value, len(self.trials)
+        return self._phase, self._budget.value, 0 if self._followed is None else self._followed.state.number
 
     @property
     def memory_budget(self) -> float:
@@ -167,39 +238,122 @@ class RegionPlanner:
 
     # ---- events of the training ----
 
-    def begin_micro_batch(self, *, begins_step: bool) -> None:
-        """Called when a micro-batch begins, after the offloader and the limit have begun it."""
+    def begin_micro_batch(self, shape: BatchShape | None, trained: tuple[bool, ...], *, begins_step: bool) -> bool:
+        """Called when a micro-batch begins, after the offloader and the limit have begun it.
+
+        Args:
+            shape: shape of the batch; `None`: unknown.
+            trained: whether each parameter requires gradients.
+            begins_step: whether it is the first micro-batch of a step.
+
+        Returns:
+            Whether the micro-batch is recorded, or follows the rule of a shape. If not, the guard compares it.
+        """
         self._budget.enter()
-        if not begins_step:
-            return
-        if self._phase in ("compiling", "recording"):
-            self._limit.restart()
+        shape = NO_TENSORS if shape is None else shape
+        found = self._plans.find(shape, trained)
+        if self._phase == "decided" and begins_step and self._needs_plan(found, shape):
+            self._plan_shape(shape)
+        if self._phase == "recording" and begins_step and self._may_record(shape):
+            self._record(shape, trained)
+            return True
+        self._follow(found)
+        of_planned = found is not None and found is self._planned and self._plans.is_close(found, shape)
+        self._of_planned = of_planned and (begins_step or self._of_planned)
+        if self._phase == "timing":
+            self._time_step(begins_step=begins_step)
+        return found is not None
+
+    def _may_record(self, shape: BatchShape) -> bool:
+        batches = self._recordable
+        return batches is None or shape is NO_TENSORS or (batches.covers(shape) and batches.is_large(shape))
+
+    def _follow(self, found: PlannedShape[RegionProgress] | None) -> None:
+        """Puts the rule of a shape in force for the present micro-batch, or that of micro-batches without a plan."""
+        self._followed = found
+        if found is None:
+            self._placement.follow(None, None)
+        else:
+            progress = found.state
+            plan = None if progress.applied is None else progress.applied.plan
+            reserved = 0 if plan is None else plan.window_bytes - progress.window_bytes
+            self._placement.follow(progress.peaks, plan, reserved)
+            if progress.room_bytes is None and self._limit.known:
+                progress.room_bytes = self._limit.room_bytes
+        if not self._limit.known:
             self._limit.measure()
-        if self._phase == "recording":
-            recorder = self._recorder
-            recorder.begin()
-            self._offloader.run(
-                replace(
-                    self._offloader.policy,
-                    hooks_enabled=True,
-                    on_saved=recorder.on_saved,
-                    on_unpacked=recorder.on_unpacked,
-                    on_stall=recorder.on_stall,
-                )
+
+    def _needs_plan(self, found: PlannedShape[RegionProgress] | None, shape: BatchShape) -> bool:
+        """Returns whether there are so many micro-batches without a plan of their size that one should be made."""
+        if found is not None:
+            trial = found.state.applied
+            if self._plans.is_close(found, shape) or (trial and trial.plan and not trial.plan.offloaded_bytes):
+                return False
+        return self._unplanned.add(shape, planned=found is not None)
+
+    def _plan_shape(self, shape: BatchShape) -> None:
+        """Plans for another shape, from the present micro-batch on."""
+        pl.utilities.rank_zero_info(
+            "offload='auto': batches differ from those that were planned: planning for them, too."
+        )
+        self._unplanned.restart()
+        for scheduler in self._schedulers:  # the windows of all plans are the same
+            scheduler.override_window(self._offloader.policy.window_bytes)
+        self._search(shape)
+
+    def _search(self, shape: BatchShape | None) -> None:
+        """Has a micro-batch recorded, of a shape, or of any, and the fastest rule for it searched."""
+        self._phase = "recording"
+        self._progress = RegionProgress()
+        self._recordable = None
+        if shape is not None:
+            self._record_shape(shape)
+        self._num_recordings = self._num_missed = 0
+
+    def _record_shape(self, shape: BatchShape) -> None:
+        """Has the next micro-batch of a shape recorded."""
+        self._recordable = SeenBatches()
+        self._recordable.add(shape)
+
+    def _record(self, shape: BatchShape, trained: tuple[bool, ...]) -> None:
+        """Records the present micro-batch, with all storages offloaded."""
+        window, peaks = self._offloader.policy.window_bytes, MeasuredPeaks()
+        self._progress = replace(self._progress, timeline=None, room_bytes=None, peaks=peaks, window_bytes=window)
+        self._of_planned = True
+        self._planned = self._followed = self._plans.make(shape, trained, self._progress)
+        self._placement.follow(self._progress.peaks, None)
+        self._limit.measure()
+        recorder = self._recorder
+        recorder.begin()
+        self._offloader.run(
+            replace(
+                self._offloader.policy,
+                hooks_enabled=True,
+                on_saved=recorder.on_saved,
+                on_unpacked=recorder.on_unpacked,
+                on_stall=recorder.on_stall,
             )
-        elif self._phase == "timing":
-            self._time_step()
+        )
 
     def end_backward(self) -> None:
         """Called when the backward of a micro-batch has ended."""
-        if self._phase == "recording":
+        if self._recording:
             self._recorder.end()
 
     def end_micro_batch(self) -> None:
         """Called when a micro-batch has ended."""
         self._budget.exit()
-        if self._offloader.policy.on_saved is not None:
+        if self._recording:
             self._offloader.run(replace(self._offloader.policy, on_saved=None, on_unpacked=None, on_stall=None))
+            if self._planned is not None:
+                self._plans.add(self._planned)
+            self._num_recordings += 1
+            self._phase = "reading"
+
+    @property
+    def _recording(self) -> bool:
+        """Whether the present micro-batch is recorded."""
+        return self._offloader.policy.on_saved is not None
 
     def end_step(self, *, ran_out: bool) -> None:
         """Called when a step has ended.
@@ -208,18 +362,29 @@ class RegionPlanner:
             ran_out: whether a micro-batch of the step ran out of memory, and was run again.
         """
         self._timer.end()  # not when the next one begins: validations, checkpoints and data loading are in between
-        if ran_out and self._phase == "timing":
-            self._end_trial(math.inf)
-        elif self._phase == "compiling":
+        if self._phase == "compiling":
             self._end_compilation()
-        elif self._phase == "recording":
-            self._window_bytes = self._offloader.policy.window_bytes
-            self._num_recordings += 1
-            self._phase = "reading"
         elif self._phase == "reading":
             self._read()
-        elif self._phase == "timing" and len(self._timer.seconds) >= TIMED_STEPS:
-            self._end_trial(min(self._timer.seconds))
+        elif self._phase == "timing":
+            if ran_out and self._of_planned:
+                self._end_trial(math.inf)
+            elif len(self._timer.seconds) >= TIMED_STEPS:
+                self._end_trial(min(self._timer.seconds))
+        self._count_missed()
+
+    def _count_missed(self) -> None:
+        """Ends the search for the present shape, if it does not occur again."""
+        self._num_missed = 0 if self._of_planned or self._phase == "decided" else self._num_missed + 1
+        if self._num_missed < MAX_MISSED:
+            return
+        self._num_abandoned += 1
+        if self._progress.trials:
+            self._decide()
+        elif self._num_abandoned < MAX_RECORDINGS:
+            self._search(None)
+        else:
+            self._phase = "decided"
 
     def pause(self) -> None:
         """Called when a validation begins, also between two micro-batches of a step: its time is not measured."""
@@ -237,6 +402,7 @@ class RegionPlanner:
 
     def _read(self) -> None:
         """Reads the recorded times, once the device has passed them, and begins the first trial with these storages."""
+        progress = self._progress
         if not self._recorder.complete:
             if self._num_recordings == MAX_RECORDINGS:
                 self._phase = "decided"
@@ -245,34 +411,34 @@ class RegionPlanner:
                 self._phase = "recording"
             return
         timeline = self._recorder.timeline()
-        if timeline is None or self._limit.measuring:
-            return  # the device is behind, or the room for storages is measured again
+        if timeline is None or progress.room_bytes is None:
+            return  # the device is behind, or no other micro-batch has shown the room for storages
         self._num_recordings = 0
-        self._timeline = timeline
-        self._room_bytes = self._limit.room_bytes
-        if self._key is None:
-            self._key = self._make_key(timeline)
-            self._cached = self._load(self._key)
-            if self._cached is not None and self._cached.memory_budget != self._budget.value:
-                self._recompile(self._cached.memory_budget)
+        progress.timeline = timeline
+        if not progress.key:
+            assert self._planned is not None
+            progress.key = self._make_key(timeline, self._planned.shape or NO_TENSORS, self._budget.value)
+            progress.cached = self._load(progress.key)
+            if progress.cached is not None and progress.cached.memory_budget != self._budget.value:
+                self._recompile(progress.cached.memory_budget)
                 return
-        if self._cached is not None:
-            self._try_cached(self._cached, timeline)
-        elif self.trials:
+        if progress.cached is not None:
+            self._try_cached(progress.cached, timeline)
+        elif progress.trials:
             self._begin_trial(self._plan(timeline))
         else:
             self._begin_trial(None)
 
     def _plan(self, timeline: SavedTimeline) -> StoragePlan:
-        speeds = self._speeds()
-        return plan_storages(
-            timeline, self._room_bytes, speeds, self._window_bytes, fixed_window=self._has_fixed_window
-        )
+        room, window = self._progress.room_bytes, self._progress.window_bytes
+        assert room is not None
+        return plan_storages(timeline, room, self._speeds(), window, fixed_window=self._has_fixed_window)
 
     @property
     def _has_fixed_window(self) -> bool:
         """Whether plans must have the window of the recorded micro-batch."""
-        return not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
+        fixed = not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
+        return fixed or not self._is_first
 
     def _speeds(self) -> dict[InputChoice, TierSpeed]:
         """Returns the speeds of the tiers, as measured in the training so far."""
@@ -291,37 +457,40 @@ class RegionPlanner:
 
     def _begin_trial(self, plan: StoragePlan | None) -> None:
         """Puts `plan` in force for the next step, or the rule without a plan, and times the following steps."""
-        saved = 0 if self._timeline is None else sum(self._timeline.sizes)
-        self._apply(Trial(self._budget.value, plan, saved))
+        timeline = self._progress.timeline
+        self._apply(Trial(self._budget.value, plan, 0 if timeline is None else sum(timeline.sizes)))
         self._phase = "timing"
         self._wait = WARM_UP
         self._before = self._offloader.stats()
         self._timer.reset()
 
     def _apply(self, trial: Trial) -> None:
-        self.applied = trial
-        plan, tiers = trial.plan, self._tiers_in_order
-        if plan is None:
-            placement, window = OffloadExcess(tiers, self._limit), None
-        else:
-            window = plan.window_bytes
-            placement = PlannedExcess(tiers, self._limit, plan, window - self._window_bytes)
-        self._offloader.run(replace(self._offloader.policy, placement=placement))
-        for scheduler in self._schedulers:
-            scheduler.override_window(window)
-
-    def _time_step(self) -> None:
-        if self._wait:
-            self._wait -= 1
+        progress, plan = self._progress, trial.plan
+        self._number += 1
+        progress.applied, progress.number = trial, self._number
+        if not self._is_first:
             return
-        self._timer.begin()
+        if plan is not None and plan.window_bytes > progress.window_bytes:
+            self._guard.restart()  # the memory of other micro-batches was measured with a smaller window
+        for scheduler in self._schedulers:
+            scheduler.override_window(None if plan is None else plan.window_bytes)
+
+    def _time_step(self, *, begins_step: bool) -> None:
+        """Times the present step, if all its micro-batches are of the shape that is being planned."""
+        if not self._of_planned:
+            self._timer.skip()
+        elif begins_step and self._wait:
+            self._wait -= 1
+        elif begins_step:
+            self._timer.begin()
 
     def _end_trial(self, seconds: float) -> None:
         """Adds the present trial, and begins the next one, or applies the fastest."""
-        trial = self.applied
-        assert trial is not None and self._timeline is not None
+        progress = self._progress
+        trial, timeline = progress.applied, progress.timeline
+        assert trial is not None and timeline is not None
         trial.seconds, trial.stalled = seconds, self._stalled()
-        self.trials.append(trial)
+        progress.trials.append(trial)
         log.info(
             "%s with activation_memory_budget=%g: %.4f s a step, %.1f %% of it stalled",
             "no plan" if trial.plan is None else f"{format_bytes(trial.plan.offloaded_bytes)} offloaded",
@@ -329,13 +498,13 @@ class RegionPlanner:
             seconds,
             100 * trial.stalled,
         )
-        if self._cached is not None:
-            self._check_cached(self._cached, seconds)
+        if progress.cached is not None:
+            self._check_cached(progress.cached, seconds)
             return
         if trial.plan is None:
-            self._begin_trial(self._plan(self._timeline))
+            self._begin_trial(self._plan(timeline))
             return
-        value = self._next_budget(trial, trial.plan, self._timeline)
+        value = self._next_budget(trial, trial.plan, timeline)
         if value is None:
             self._decide()
         else:
@@ -351,9 +520,14 @@ class RegionPlanner:
 
     # ---- the partitioner's budget ----
 
+    @property
+    def _may_recompile(self) -> bool:
+        """Whether code may be compiled again for the shape that is being planned."""
+        return self._recompiles and self._is_first and self._budget.may_change
+
     def _next_budget(self, trial: Trial, plan: StoragePlan, timeline: SavedTimeline) -> float | None:
         """Returns the next value of `activation_memory_budget` to try; `None`: no more."""
-        if not self._recompiles or self._num_budgets == MAX_BUDGETS or not self._budget.may_change:
+        if not self._may_recompile or self._num_budgets == MAX_BUDGETS:
             return None
         stalled = max(plan.stall_seconds / timeline.seconds, trial.stalled)
         if not plan.excess_bytes and stalled <= TOLERATED_STALL and trial.seconds < math.inf:
@@ -364,8 +538,10 @@ class RegionPlanner:
         # After this trial code is compiled again, and once more if an earlier one was faster.
         if self.spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
             return None
-        free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(self._window_bytes))
-        excess = free - self._room_bytes - free_bytes(timeline, self._speeds(), TOLERATED_STALL / 2)
+        window, room = self._progress.window_bytes, self._progress.room_bytes
+        assert room is not None
+        free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(window))
+        excess = free - room - free_bytes(timeline, self._speeds(), TOLERATED_STALL / 2)
         share = (1 - max(0.0, excess) / trial.saved_bytes) * trial.memory_budget
         value = min(math.floor(10 * share) / 10, round(trial.memory_budget - 0.1, 1))
         value = max(0.1, value)
@@ -381,30 +557,38 @@ class RegionPlanner:
 
     def _compile(self, value: float) -> None:
         """Has code compiled with another `activation_memory_budget` in the next step."""
-        self._budget.change(value)
+        self._change_budget(value)
         self._compiled_before = compile_seconds()  # `change` has reset torch's count
-        # The memory of the code is not known: its micro-batches offload all.
-        self._limit.restart()
         self._apply(Trial(value, None, 0))
         self._phase = "compiling"
+
+    def _change_budget(self, value: float) -> None:
+        """Discards compiled code, and all that is known of it: its next micro-batches offload all."""
+        self._budget.change(value)
+        self._plans.clear()
+        self._guard.restart()
 
     def _end_compilation(self) -> None:
         self._compile_seconds = compile_seconds() - self._compiled_before
         self.spent_seconds += self._compile_seconds
+        self._guard.restart()  # compilation may have needed memory of its own
         self._phase = "recording"
+        if self._planned is not None and self._planned.shape is not None:
+            self._record_shape(self._planned.shape)
 
     # ---- plans of earlier trainings ----
 
     def _load(self, key: str) -> CachedRegions | None:
         """Returns the rule that the cache has for this training, if it may be applied."""
-        cached = self._cache.load(key, CachedRegions)
+        cached = None if key in self._used_keys else self._cache.load(key, CachedRegions)
+        self._used_keys.add(key)
         if cached is None:
             return None
         if cached.has_less_memory(*self._memory()):
             self._log("an earlier training with the same compiled code had less memory: its plan is not used")
             return None
         other_value = cached.memory_budget != self._budget.value
-        return None if other_value and not (self._recompiles and self._budget.may_change) else cached
+        return None if other_value and not self._may_recompile else cached
 
     def _memory(self) -> tuple[float, int]:
         """Returns the bytes of the device, and of host memory for activations, that this training may use."""
@@ -424,16 +608,17 @@ class RegionPlanner:
 
     def _can_apply(self, plan: StoragePlan) -> bool:
         """Returns whether the device and the tiers have room for a plan, with its window."""
-        room = self._room_bytes - (plan.window_bytes - self._window_bytes)
-        if self._has_fixed_window and plan.window_bytes != self._window_bytes:
+        room, window = self._progress.room_bytes, self._progress.window_bytes
+        if room is None or (self._has_fixed_window and plan.window_bytes != window):
             return False
+        room -= plan.window_bytes - window
         return set(plan.choices) <= {"keep", *self._offloader.tiers} and plan.kept_bytes <= room
 
     def _check_cached(self, cached: CachedRegions, seconds: float) -> None:
         """Ends the trial of the plan of an earlier training: applies it for good if steps are as fast as then."""
-        self._cached = None
         if abs(seconds / cached.seconds - 1) <= TOLERANCE:
-            self._phase = "decided"
+            self._progress.cached = None
+            self._end_search()
             self._log(
                 f"an earlier training with the same compiled code was planned: a step takes {seconds:.4f} s under its "
                 f"plan. {SWITCH}=0 in the environment has every training planned"
@@ -444,9 +629,9 @@ class RegionPlanner:
 
     def _search_again(self) -> None:
         """Begins the trials anew, with the user's `activation_memory_budget`."""
-        self._cached = None
-        self.trials = []
-        if self._budget.value != 1.0:
+        self._progress.cached = None
+        self._progress.trials.clear()
+        if self._is_first and self._budget.value != 1.0:
             self._compile(1.0)
         else:
             self._begin_trial(None)
@@ -455,20 +640,25 @@ class RegionPlanner:
 
     def _decide(self) -> None:
         """Applies the fastest trial: an earlier one, unless a later one is faster by `MIN_GAIN`."""
-        chosen = self.trials[0]
-        for trial in self.trials[1:]:
+        progress = self._progress
+        chosen = progress.trials[0]
+        for trial in progress.trials[1:]:
             if trial.seconds < (1 - MIN_GAIN) * chosen.seconds:
                 chosen = trial
-        self._phase = "decided"
         if chosen.memory_budget != self._budget.value:
-            self._budget.change(chosen.memory_budget)
-            self._limit.restart()
-        if chosen is not self.applied:
+            self._change_budget(chosen.memory_budget)
+            assert self._planned is not None
+            progress = self._progress = replace(progress, peaks=MeasuredPeaks())
+            progress.window_bytes = progress.window_bytes if chosen.plan is None else chosen.plan.window_bytes
+            self._planned.state = progress
+            self._plans.add(self._planned)
+        if chosen is not progress.applied:
             self._apply(chosen)
-        if self._key is not None and chosen.seconds < math.inf:
+        self._end_search()
+        if progress.key and chosen.seconds < math.inf:
             entry = CachedRegions(chosen.plan, chosen.memory_budget, chosen.seconds, *self._memory())
-            self._cache.save(self._key, entry)
-        without, plan = self.trials[0].seconds, chosen.plan
+            self._cache.save(progress.key, entry)
+        without, plan = progress.trials[0].seconds, chosen.plan
         text = f"a step with compiled code takes {chosen.seconds:.4f} s"
         if plan is None:
             self._log(f"{text} without a plan, and is not faster with one")
@@ -481,6 +671,9 @@ class RegionPlanner:
                 "which may change the last digits of results"
             )
         self._log(text)
+
+    def _end_search(self) -> None:
+        self._phase, self._is_first = "decided", False
 
     def _log(self, text: str) -> None:
         pl.utilities.rank_zero_info(f"offload='auto': {text}.")

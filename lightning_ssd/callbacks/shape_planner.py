@@ -9,19 +9,13 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import AllocatorMeter
 from lightning_ssd.callbacks.plan_runner import PlanRunner, offload_all
-from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes
+from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.swap_planner import PlanProgress, SwapPlanner
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
 
 __all__ = ["ShapePlanner"]
-
-MAX_UNPLANNED = 4
-"""Micro-batches without a plan before another one is made. It doubles with each plan."""
-
-LOOSE = 8
-"""Micro-batches under a plan for much larger batches that count as one without a plan."""
 
 
 class ShapePlanner(SwapPlanner):
@@ -48,10 +42,7 @@ class ShapePlanner(SwapPlanner):
         """The plan in force, or that of the recorded micro-batch; `None`: all saved tensors are offloaded."""
         self._recordable = batches
         """Batches of which a large one may be recorded."""
-        self._unplanned = SeenBatches()
-        """Batches without a plan of about their size, since the last plan was made."""
-        self._num_unplanned = 0.0
-        self._patience = MAX_UNPLANNED
+        self._unplanned = UnplannedBatches()
         self._parameters: tuple[Tensor, ...] = ()
 
     @property
@@ -139,11 +130,7 @@ class ShapePlanner(SwapPlanner):
         keeps_all = self.plan is not None and self.plan.keeps_all
         if found is not None and (keeps_all or self._plans.is_close(found, shape)):
             return
-        self._unplanned.add(shape)
-        self._num_unplanned += 1 if found is None else 1 / LOOSE
-        # A larger batch may be one of a kind: it is not waited for without end.
-        large = self._unplanned.is_large(shape) or self._num_unplanned > 2 * self._patience
-        if self._num_unplanned > self._patience and self._at_boundary and large and not self.calibrating:
+        if self._unplanned.add(shape, planned=found is not None) and self._at_boundary and not self.calibrating:
             self._plan(trainer, pl_module, shape)
 
     def _plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule, shape: BatchShape) -> None:
@@ -154,8 +141,7 @@ class ShapePlanner(SwapPlanner):
         self._leave()
         self._progress = PlanProgress()
         self._profiling_budget = ProfilingBudget()
-        self._unplanned, self._num_unplanned = SeenBatches(), 0.0
-        self._patience *= 2
+        self._unplanned.restart()
         self._recordable = SeenBatches()
         self._recordable.add(shape)
         self._begin(trainer, pl_module, 1)

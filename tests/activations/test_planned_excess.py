@@ -28,8 +28,11 @@ def plan_of(
     return StoragePlan(tuple(sizes), movable, tuple(choices), early, 0, 0.0, 0.0)
 
 
-def follow(placement: PlannedExcess, sizes: Sequence[int]) -> list[tuple[OffloadTierName, ...]]:
+def follow(
+    placement: PlannedExcess, plan: StoragePlan, sizes: Sequence[int], reserved: int = 0
+) -> list[tuple[OffloadTierName, ...]]:
     placement.begin(sum(sizes))
+    placement.follow(None, plan, reserved)
     return [tuple(placement.tiers_for(size)) for size in sizes]
 
 
@@ -54,14 +57,14 @@ def test_kept_storages_have_room_whatever_is_saved(
     movable = frozenset(index for index, (_, _, one, _, _) in enumerate(storages) if one)
     early = frozenset(index for index, (_, _, _, one, _) in enumerate(storages) if one)
     plan = plan_of(sizes, [choice for _, choice, *_ in storages], movable, early)
-    placement = PlannedExcess(("host", "ssd"), known_limit(Meter(LIMIT, OTHERS)), plan, reserved)
+    placement = PlannedExcess(("host", "ssd"), known_limit(Meter(LIMIT, OTHERS)))
     saved = [
         (size if other else size + 1, index)
         for index, (size, _, _, _, other) in enumerate(storages)
         if index not in early
     ]
     for _ in range(2):
-        tiers = follow(placement, [size for size, _ in saved])
+        tiers = follow(placement, plan, [size for size, _ in saved], reserved)
         kept = follows = 0
         for (size, index), found in zip(saved, tiers, strict=True):
             follows = follows or int(size != sizes[index])  # 1: from here on the plan is not followed
@@ -74,17 +77,18 @@ def test_kept_storages_have_room_whatever_is_saved(
 
 def test_a_plan_is_followed_in_each_micro_batch_and_not_by_others() -> None:
     plan = plan_of([10, 20, 30, 40], ["keep", "ssd", "keep", "host"], frozenset(range(4)), frozenset({3}))
-    placement = PlannedExcess(("host", "ssd"), known_limit(Meter(LIMIT, OTHERS)), plan, 0)
+    placement = PlannedExcess(("host", "ssd"), known_limit(Meter(LIMIT, OTHERS)))
     planned = [(), ("ssd", "host"), ()]
-    assert follow(placement, [10, 20, 30]) == planned
-    assert follow(placement, [10, 21, 30]) == [(), (), ()]
-    assert follow(placement, [10, 20, 30]) == planned
+    assert follow(placement, plan, [10, 20, 30]) == planned
+    assert follow(placement, plan, [10, 21, 30]) == [(), (), ()]
+    assert follow(placement, plan, [9, 19, 29]) == planned  # of a smaller batch
+    assert follow(placement, plan, [10, 20, 30]) == planned
 
 
 def test_all_is_offloaded_while_the_room_is_not_known() -> None:
     limit = known_limit(Meter(LIMIT, OTHERS))
-    placement = PlannedExcess(("host",), limit, plan_of([10], ["keep"], frozenset({0}), frozenset()), 0)
-    assert follow(placement, [10]) == [()]
+    placement, plan = PlannedExcess(("host",), limit), plan_of([10], ["keep"], frozenset({0}), frozenset())
+    assert follow(placement, plan, [10]) == [()]
     limit.restart()
     assert not limit.known
-    assert follow(placement, [10]) == [("host",)]
+    assert follow(placement, plan, [10]) == [("host",)]

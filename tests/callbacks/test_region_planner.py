@@ -17,13 +17,9 @@ from lightning_ssd.callbacks import auto_planner, region_planner
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
-from tests.support.regions import Blocks, See, Ticks, lower_budgets, train
+from tests.support.regions import Blocks, See, Ticks, assert_equal, lower_budgets, train
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
-from lightning_ssd.callbacks import AutoPlanner, plan_cache, plan_runner, shape_planner
+from lightning_ssd.callbacks import AutoPlanner, plan_cache, plan_runner, planned_shapes
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.callbacks.planned_shapes import PlannedShapes
 from lightning_ssd.callbacks.seen_batches import BatchShape
@@ -90,14 +90,14 @@ def test_alternating_shapes_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_larger_last_batch_of_an_epoch_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_planner, "MAX_UNPLANNED", 2)
+    monkeypatch.setattr(planned_shapes, "MAX_UNPLANNED", 2)
     see = fit_short([*[SMALL] * 20, *([LARGE, *[SMALL] * 3] * 8)], monkeypatch, accumulate_grad_batches=1)
     assert see.modes.count("TraceMode") == 2
     assert set(see.modes[-8:]) == {"PlanMode"} and len(set(see.plans[-8:])) == 2
 
 
 def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_planner, "LOOSE", 2)
+    monkeypatch.setattr(planned_shapes, "LOOSE", 2)
     see = fit_short([*[LARGE] * 16, *[SMALL] * 22, LARGE, SMALL], monkeypatch)
     assert see.modes[16:24] == ["PlanMode"] * 8 and len(set(see.plans[15:24])) == 1
     assert see.modes.count("TraceMode") == 2 and len(set(see.plans[-2:])) == 2
@@ -171,7 +171,7 @@ def check_never_out_of_memory(pool: Sequence[Shape], order: Sequence[int], share
     memory = LimitedMemory(share * least_memory(shapes, **how))
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as root:
         patch.setattr(plan_cache, "plans_directory", lambda: Path(root) / "plans")
-        patch.setattr(shape_planner, "MAX_UNPLANNED", 2)
+        patch.setattr(planned_shapes, "MAX_UNPLANNED", 2)
         use(memory, patch)
         with memory:
             found = fit(SSDOffloadStrategy(**BOTH), shapes, [memory.counting], **how)

@@ -1,5 +1,6 @@
 """Trainings with compiled blocks, whose saved tensors are planned where memory is short."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,30 @@ class See(pl.Callback):
         self.outcome = self.auto.outcome
 
 
-def train(backend: str, strategy: Any, path: Path, steps: int = STEPS, **how: Any) -> tuple[list[Tensor], Any]:
-    """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
-    data: Any = torch.randn(16 * steps, 32, generator=torch.Generator().manual_seed(1))
+def train(
+    backend: str, strategy: Any, path: Path, steps: int = STEPS, shapes: Sequence[tuple[int, ...]] = (), **how: Any
+) -> tuple[list[Tensor], Any]:
+    """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations.
+
+    Args:
+        backend: Dynamo's backend.
+        strategy: the Trainer's strategy.
+        path: the Trainer's directory.
+        steps: steps of the training.
+        shapes: shapes of the batches, without the last dimension, which is 32; else 16 rows in each.
+        **how: further arguments of the Trainer.
+    """
+    generator = torch.Generator().manual_seed(1)
+    data: Any = [torch.randn(*shape, 32, generator=generator) for shape in shapes or [(16,)] * steps]
     with counted() as counts:
         module = Blocks(backend)
-        quiet_trainer(path, strategy=strategy, max_steps=steps, **how).fit(module, DataLoader(data, batch_size=16))
+        trainer = quiet_trainer(path, strategy=strategy, max_steps=len(shapes) or steps, **how)
+        trainer.fit(module, DataLoader(data, batch_size=None))
     return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counts
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 class Ticks:
