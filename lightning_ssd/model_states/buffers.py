@@ -77,8 +77,13 @@ class StateBuffer(ABC):
         """
 
     @abstractmethod
-    def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
-        """Returns the future of the last write of the committed version, or of the uncommitted one."""
+    def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
+        """Returns the future of the last write of the committed version, or of the uncommitted one.
+
+        Args:
+            uncommitted: whether that of the uncommitted version is returned.
+            urgency: whether a thread or stream waits for the write: from then on, it is served before normal requests.
+        """
 
     @abstractmethod
     def free(self) -> None:
@@ -153,7 +158,7 @@ class HostBuffer(StateBuffer):
     def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         return finished(None)
 
-    def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
+    def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
         return finished(None)
 
     def free(self) -> None:
@@ -193,6 +198,7 @@ class SSDBuffer(StateBuffer):
             raise
         self._written = blobs is not None
         self._write_done: list[Future[None]] = [finished(None)] * versions
+        self._write_urgency = [Urgency() for _ in range(versions)]
 
     @property
     def has_second(self) -> bool:
@@ -217,11 +223,16 @@ class SSDBuffer(StateBuffer):
         self._written = True
         version = (self.version + uncommitted) % self.versions
         whole = staged.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
-        self._write_done[version] = self._transfer(whole, self.blobs[version], self._store.write)
+        self._write_urgency[version] = urgency = Urgency()
+        write = partial(self._store.write, urgency=urgency)
+        self._write_done[version] = self._transfer(whole, self.blobs[version], write)
         return self._write_done[version]
 
-    def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
-        return self._write_done[(self.version + uncommitted) % self.versions]
+    def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
+        version = (self.version + uncommitted) % self.versions
+        if urgency is not None and not self._write_done[version].done():
+            urgency.on_wait(self._write_urgency[version].begin_wait)
+        return self._write_done[version]
 
     def free(self) -> None:
         for blob in self.blobs:

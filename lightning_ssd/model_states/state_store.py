@@ -101,7 +101,8 @@ class StateStore:
         """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
 
         The future is done when the copy was issued; the target belongs to the copy until the mark is reached. Once a
-        thread waits for it, by `urgency`, reads from SSDs are served before those that no thread waits for.
+        thread waits for it, by `urgency`, reads from SSDs and the writes that they wait for are served before those
+        that no thread waits for.
         """
         weights = self._buffers[0]
 
@@ -112,7 +113,7 @@ class StateStore:
             read = self.staging.params.read(
                 weights.staging_bytes,
                 lambda memory: weights.stage(memory, read=True, urgency=urgency)[1],
-                [weights.write_done()],
+                [weights.write_done(urgency=urgency)],
                 urgency=urgency,
             )
             return then(read, copy)

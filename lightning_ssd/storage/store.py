@@ -277,7 +277,7 @@ class BlobStore:
         with self._lock:
             self._free(blob.pieces)
 
-    def write(self, piece: Piece, buffer: torch.Tensor) -> Future[None]:
+    def write(self, piece: Piece, buffer: torch.Tensor, *, urgency: Urgency | None = None) -> Future[None]:
         """Queues a write of a piece from `buffer`.
 
         Args:
@@ -285,6 +285,7 @@ class BlobStore:
             buffer: contiguous one-dimensional uint8, at least `piece.nbytes` long. If it is page-aligned and extends
                 to the next multiple of 4096, the write bypasses the page cache. The request keeps the buffer alive
                 until the future is done; the caller does not change its bytes until then.
+            urgency: whether a thread or stream waits for the write: from then on, it is served before normal requests.
 
         Returns:
             A future whose result is None, or whose error is a StorageError that names file, offset and remedy.
@@ -295,7 +296,7 @@ class BlobStore:
             StorageError: the store is closed.
         """
         self._check(piece, buffer)
-        return self._engine.submit(piece, buffer, write=True)
+        return self._engine.submit(piece, buffer, write=True, urgency=urgency)
 
     def read(self, piece: Piece, buffer: torch.Tensor, *, urgency: Urgency | None = None) -> Future[None]:
         """Queues a read of a piece into `buffer`, as `write` does.

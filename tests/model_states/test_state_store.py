@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states import buffers
-from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer
+from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer, StateStaging
 from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.spans import wait_for
-from lightning_ssd.storage import StorageError, StorageFullError
+from lightning_ssd.storage import BlobStore, StorageError, StorageFullError, Urgency
 from lightning_ssd.storage.slab import Slab
 from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, scratch_space, weights_of
@@ -252,6 +252,35 @@ def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
         assert same(masters_of(store), new)
         operations = [operation for operation, _ in backend.served]
         assert operations.index("read") > operations.index("write")
+
+
+def test_a_write_overtakes_others_once_a_thread_waits_for_the_prefetch_of_its_weights(tmp_path: Path) -> None:
+    """The drive has one thread, which is busy; a write of other data is queued before those of the step."""
+    backend, layout, urgency = GatedBackend(), make_layout(1), Urgency()
+    new, copies = weights_of(layout, seed=1), CPUCopyEngine(torch.device("cpu"))
+    blobs = BlobStore([tmp_path], device=torch.device("cpu"), backend=backend, threads=1)
+    scratch = StateStaging.make(blobs, 4096, 8192, pin=False)
+    with contextlib.closing(scratch), contextlib.ExitStack() as undo:
+        store = make_store(layout, ("ssd", "ssd"), scratch, copies, undo)
+        store.assign(weights_of(layout))
+        store.drain()
+        others = [blobs.allocate(4096).pieces[0] for _ in range(2)]
+        values = store.stage(step=True).result(timeout=60)
+        backend.hold()
+        writes = [blobs.write(others[0], torch.zeros(4096, dtype=torch.uint8))]
+        backend.wait_for_arrival()
+        writes.append(blobs.write(others[1], torch.zeros(4096, dtype=torch.uint8)))
+        step_staged(store, values, new)
+        target = torch.zeros(layout.flat.nbytes, dtype=torch.uint8)
+        issued = store.prefetch_to(target, None, urgency)
+        urgency.begin_wait()
+        backend.release()
+        copies.wait(issued.result(timeout=60))
+        for write in writes:
+            write.result(timeout=60)
+        store.drain()
+    (read,) = (offset for operation, offset in backend.served if operation == "read")
+    assert backend.served[:2] == [("write", others[0].offset), ("write", read)]
 
 
 def test_a_prefetch_overtakes_others_once_its_unit_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
