@@ -5,7 +5,6 @@ The paper is "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -31,27 +30,13 @@ def bytes_to_ssd(swapped: float, host: float) -> float:
     return max(0.0, swapped - host)
 
 
-Case = Literal["transfers", "compute", "optimum"]
+def choose_swaps(
+    layers: Sequence[Layer], base_bytes: float, iteration: Callable[[float, float], float]
+) -> tuple[int, ...]:
+    """Returns the indices of the layers to swap, in falling benefit, by Algorithm 1.
 
-
-@dataclass(frozen=True)
-class SwapChoice:
-    """The result of Algorithm 1.
-
-    Attributes:
-        layers: indices of the layers to swap, in falling benefit.
-        seconds: T_iter with them.
-        case: "transfers": no swapping reduces T_iter (case 1); "compute": swapping everything does (case 2); "optimum":
-            T_iter has a minimum between (case 3).
-    """
-
-    layers: tuple[int, ...]
-    seconds: float
-    case: Case
-
-
-def choose_swaps(layers: Sequence[Layer], base_bytes: float, iteration: Callable[[float, float], float]) -> SwapChoice:
-    """Returns the layers to swap by Algorithm 1, which descends the convex T_iter to its minimum.
+    The algorithm descends the convex T_iter to its minimum: no swapping reduces T_iter (case 1), swapping everything
+    does (case 2), or the minimum is between (case 3).
 
     The paper's guard against running out of memory checks only the swapped bytes. Here the inter-block inputs, without
     which nothing can be recomputed, are always swapped: they are `base_bytes`, and not among the layers. The descent
@@ -71,7 +56,7 @@ def choose_swaps(layers: Sequence[Layer], base_bytes: float, iteration: Callable
         flops -= layers[index].flops
         seconds = iteration(swapped, max(0.0, flops))
         if seconds >= best:
-            return SwapChoice(tuple(chosen), best, "optimum" if chosen else "transfers")
+            break
         best = seconds
         chosen.append(index)
-    return SwapChoice(tuple(chosen), best, "compute")
+    return tuple(chosen)

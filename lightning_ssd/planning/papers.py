@@ -77,8 +77,8 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
         phases = _phases(model, hardware, swapped, lohan.bytes_to_ssd(swapped, host), recompute_seconds)
         return iteration_seconds(hardware, *phases)
 
-    choice = lohan.choose_swaps(layers, start, iteration)
-    saved, _ = host_then_ssd(certain + [choices[index] for index in choice.layers], host)
+    chosen = lohan.choose_swaps(layers, start, iteration)
+    saved, _ = host_then_ssd(certain + [choices[index] for index in chosen], host)
     return _swapping_plan(model, saved)
 
 

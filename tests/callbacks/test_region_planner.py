@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
 from lightning_ssd.callbacks import auto_planner, region_planner
+from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
@@ -36,7 +37,7 @@ def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)  # the plan is applied, however fast it is
     numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
     assert counters == expected
-    assert_equal(numbers, plain)
+    assert_same(numbers, plain)
     assert see.outcome == "plan" and see.regions.decided
     assert see.placements[-1] is PlannedExcess and set(see.placements) == {OffloadExcess, PlannedExcess}
     plan = see.regions.applied.plan
