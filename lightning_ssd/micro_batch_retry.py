@@ -13,12 +13,12 @@ parameters or the batch were changed in place. Then the error is raised as befor
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import backward_nodes, compile_seconds
@@ -213,38 +213,21 @@ class _Gradients:
             else:
                 parameter.grad = grad
 
-    def kept(self) -> "_KeepComplete":
-        """Returns a context in which complete gradients are not accumulated again."""
-        return _KeepComplete(self._complete)
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps complete gradients while a backward runs within the context, which would accumulate them again."""
+        handles = [one.register_post_accumulate_grad_hook(partial(_set_grad, grad)) for one, grad in self._complete]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, grad in self._complete:
+                parameter.grad = grad
 
 
-class _KeepComplete:
-    """While a backward runs, replaces its gradients by those that are complete already.
-
-    Args:
-        complete: parameters and their complete gradients.
-    """
-
-    def __init__(self, complete: list[tuple[Tensor, Tensor]]) -> None:
-        self._complete = complete
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        for parameter, grad in self._complete:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_replace_by(grad)))
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for parameter, grad in self._complete:
-            parameter.grad = grad
-
-
-def _replace_by(grad: Tensor) -> Callable[[Tensor], None]:
-    def replace(parameter: Tensor) -> None:
-        parameter.grad = grad
-
-    return replace
+def _set_grad(grad: Tensor, parameter: Tensor) -> None:
+    parameter.grad = grad
 
 
 class _Output:

@@ -247,6 +247,13 @@ def _mkl_root() -> int | None:
         return None
 
 
+CHECKED_OPTIONS: dict[str, Any] = {
+    "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
+    "capturable": False, "differentiable": False,
+}  # fmt: skip
+"""Options of the steps by which kernels are compared with torch's functions, and with each other."""
+
+
 def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bool:
     """Steps parameters of many lengths with both, and compares all numbers."""
     lengths = [*range(1, 40), 100, 1023, 4099]
@@ -254,10 +261,8 @@ def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bo
     numel = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     for decoupled in (True, False):
-        options = {"betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False,
-                   "maximize": False, "capturable": False, "differentiable": False,
-                   "decoupled_weight_decay": decoupled, "fused": implementation == "fused",
-                   "foreach": implementation == "foreach"}  # fmt: skip
+        kind = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+        options = CHECKED_OPTIONS | kind | {"decoupled_weight_decay": decoupled}
         # The dtype is explicit, because the training thread may have changed the default.
         weights = torch.randn(numel, generator=generator, dtype=torch.float32)
         ours = [weights, torch.zeros_like(weights), torch.zeros_like(weights)]

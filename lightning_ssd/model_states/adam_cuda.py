@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.model_states.adam import AdamKernel, settings_of
+from lightning_ssd.model_states.adam import CHECKED_OPTIONS, AdamKernel, settings_of
 from lightning_ssd.model_states.compiled import KernelSettings
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,7 @@ def gives_bits_of(kernel: CUDAAdamKernel, cpu: AdamKernel, name: str, device: to
         weights = torch.float32
     generator = torch.Generator().manual_seed(0)
     for decoupled in (True, False):
-        options = {"betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False,
-                   "maximize": False, "capturable": False, "differentiable": False,
-                   "decoupled_weight_decay": decoupled}  # fmt: skip
+        options = CHECKED_OPTIONS | {"decoupled_weight_decay": decoupled}
         ours = [torch.randn(numel, generator=generator, dtype=torch.float32).to(weights)]
         ours.append(ours[0] if kept is None else (1000 * torch.randn(numel, generator=generator)).to(kept))
         ours += [torch.zeros(numel, dtype=torch.float32), torch.zeros(numel, dtype=torch.float32)]
