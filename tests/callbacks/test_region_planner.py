@@ -18,7 +18,7 @@ from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
-from tests.support.regions import Blocks, See, Ticks, assert_equal, lower_budgets, train
+from tests.support.regions import Blocks, See, Ticks, lower_budgets, train
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,11 +16,12 @@ from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.callbacks import AutoPlanner, planned_shapes, region_planner
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.callbacks.region_planner import Trial
+from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH
 from tests.support.products import thorough
-from tests.support.regions import See, Ticks, assert_equal, train
+from tests.support.regions import See, Ticks, train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -93,7 +94,7 @@ def test_alternating_shapes_have_a_plan_each(
     plain, _ = train(backend, "auto", tmp_path, shapes=shapes)
     with caplog.at_level("INFO"):
         numbers, see = fit(memory, shapes, tmp_path, monkeypatch, backend=backend)
-    assert_equal(numbers, plain)
+    assert_same(numbers, plain)
     assert see.regions.decided and max(memory.needed[1:]) <= memory.most
     assert len([line for line in caplog.messages if "planning for them, too" in line]) == 1
     last = memory.followed[-8:]

@@ -96,10 +96,6 @@ def train(
     return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counts
 
 
-def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-
-
 class Ticks:
     """A clock that each reading moves on by a second."""
 
