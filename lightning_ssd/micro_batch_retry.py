@@ -24,7 +24,7 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.activations import backward_nodes, compile_seconds
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.out_of_memory import NamedOperators
-from lightning_ssd.step_state import RandomState, StepState
+from lightning_ssd.step_state import StepState, random_states, set_random_states
 
 __all__ = ["MicroBatchRetry"]
 
@@ -100,7 +100,7 @@ class MicroBatchRetry:
             run: runs the backward of a scaled loss.
             scale: returns a scaled loss.
         """
-        random = RandomState()
+        random = random_states()
         self._gradients = _Gradients(self._leaves)
         changed = self._attribute_set_since_forward()
         try:
@@ -122,7 +122,7 @@ class MicroBatchRetry:
             output = self._forward()
         first.fill(output)
         self._module._current_fx_name = name
-        random.restore()  # hooks between forward and backward may have drawn numbers
+        set_random_states(random)  # hooks between forward and backward may have drawn numbers
         with self._gradients.kept(), self._explained("backward"), _named_operators():
             run(scale(_loss_of(output) / self._trainer.accumulate_grad_batches))
 

@@ -44,9 +44,8 @@ from lightning_ssd.replay_loader import (
     ReplayLoader,
     StatefulReplayLoader,
     loader_settings,
-    random_states,
-    set_random_states,
 )
+from lightning_ssd.step_state import random_states, set_random_states
 from lightning_ssd.storage import StorageError
 from lightning_ssd.uncopied import Uncopied
 

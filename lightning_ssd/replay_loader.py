@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd._lightning import fabric
 from lightning_ssd.model_states import show
+from lightning_ssd.step_state import random_states, set_random_states
 
 if TYPE_CHECKING:
     from lightning_ssd.recovery import Recovery
@@ -144,17 +145,6 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
     owners = (dataloader, sampler, batches, getattr(batches, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def random_states() -> dict[str, Any]:
-    """Returns the states of all random number generators that Lightning knows."""
-    states: dict[str, Any] = fabric.utilities.seed._collect_rng_states()
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Restores the states that `random_states` has returned."""
-    fabric.utilities.seed._set_rng_states(dict(states))
 
 
 def _same(dataloader: Any) -> Any:

@@ -74,11 +74,11 @@ class StepState:
     def __init__(
         self, module: pl.LightningModule, inputs: object, logged: dict[str, Any] | None, offloaded: set[nn.Parameter]
     ) -> None:
-        self.random = RandomState()
+        self._random = random_states()
         self._logged = logged
         self.leaves: list[Tensor] = []
         self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
-        self._restores: list[Callable[[], None]] = []
+        self._restores: list[Callable[[], object]] = []
         self._compared: list[tuple[Tensor, int]] = []
         """Tensors that are not copied, and their versions."""
         self._opaque: type | None = None
@@ -111,7 +111,7 @@ class StepState:
         with torch._C._DisableTorchDispatch():
             for restore in self._restores:
                 restore()
-        self.random.restore()
+        set_random_states(self._random)
 
     def _record(self, values: Iterable[object], *, copy: bool) -> None:
         """Records objects, and those that they refer to."""
@@ -205,15 +205,15 @@ class StepState:
         self._restores.append(restore)
 
 
-class RandomState:
-    """The present states of the random number generators of torch, its devices, NumPy and Python."""
+def random_states() -> dict[str, Any]:
+    """Returns the states of the random number generators of torch, its devices, NumPy and Python."""
+    states: dict[str, Any] = fabric.utilities.seed._collect_rng_states()
+    return states
 
-    def __init__(self) -> None:
-        self._states = fabric.utilities.seed._collect_rng_states()
 
-    def restore(self) -> None:
-        """Restores the states."""
-        fabric.utilities.seed._set_rng_states(dict(self._states))
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restores the states that `random_states` has returned."""
+    fabric.utilities.seed._set_rng_states(dict(states))
 
 
 # Questions about classes are answered once: models have thousands of objects of a few classes.
@@ -277,21 +277,16 @@ def _refill_slots(
             slot.__delete__(value)
 
 
-def _restore_generator(value: Any) -> Callable[[], None] | None:
+def _restore_generator(value: Any) -> Callable[[], object] | None:
     """Returns a function that restores a generator of random numbers; `None`: `value` is no generator."""
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: (value.set_state(state), None)[1]
+        return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
-        own = value.getstate()
-        return lambda: value.setstate(own)
+        return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        given = bits.state
-        return lambda: setattr(bits, "state", given)
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy)
+        return functools.partial(value.set_state, value.get_state())
     return None
 
 
