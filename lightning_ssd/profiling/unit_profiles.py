@@ -1,6 +1,7 @@
 """Profiles of a model's units, made from the graph of a recorded forward and backward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightning_ssd.activations import ForwardGraph, Interval, Saved, UnitCall
 from lightning_ssd.model_states import Unit
@@ -51,7 +52,7 @@ def _unit_profile(
     launch_seconds: float,
     parts: Sequence[PartProfile],
     in_forward: Mapping[Interval, int],
-    when_wanted: Mapping[int, int],
+    when_read: Mapping[int, int],
     in_backward: Mapping[Interval, int],
 ) -> UnitProfile:
     """Returns the profile of a call, from its launch time and the results of `TransientMemory.measure`."""
@@ -62,47 +63,52 @@ def _unit_profile(
     launch = launch_seconds / len(remaining) if remaining else 0.0
     operators = []
 
-    def add(operator: str, made_by: set[int], item: Saved | None) -> None:
-        took = sum(operations[number].seconds for number in made_by & remaining)
-        recomputable = item is not None and item.recomputable
+    def add(name: str, made_by: set[int], **of_saved: Any) -> None:
+        own = made_by & remaining
+        seconds = sum(operations[number].seconds for number in own)
         operators.append(
             OperatorProfile(
-                operator,
-                took,
-                backward * took / forward if forward else 0.0,
-                sum(operations[number].flops for number in made_by & remaining),
-                item.nbytes if item is not None else 0,
-                (operator,) if item is not None else (),
-                sum(operations[number].seconds for number in made_by) if recomputable else None,
-                item.recompute_workspace_bytes if item is not None else 0,
-                in_forward.get((unit_call, item.buffer), 0) if item is not None else 0,
-                when_wanted.get(item.buffer, 0) if item is not None else 0,
-                in_backward.get((unit_call, item.buffer), 0) if item is not None else 0,
-                len(made_by & remaining),
-                len(made_by) if recomputable else 0,
-                launch * len(made_by & remaining),
+                name,
+                forward_seconds=seconds,
+                backward_seconds=backward * seconds / forward if forward else 0.0,
+                flops=sum(operations[number].flops for number in own),
+                operations=len(own),
+                launch_seconds=launch * len(own),
+                **of_saved,
             )
         )
         remaining.difference_update(made_by)
 
+    inputs = [item for item in saved if item.is_unit_input]
     for item in saved:
-        if not item.is_unit_input:
-            maker = graph.buffers[item.buffer].maker
-            assert maker is not None
-            add(item.name, set(item.recompute_ops) or {maker}, item)
-    add(REST, set(remaining), None)
-    inputs = sum(item.nbytes for item in saved if item.is_unit_input)
-    is_unit_input = [item.buffer for item in saved if item.is_unit_input]
+        if item.is_unit_input:
+            continue
+        maker = graph.buffers[item.buffer].maker
+        assert maker is not None
+        made_by = set(item.recompute_ops) or {maker}
+        add(
+            item.name,
+            made_by,
+            saved_bytes=item.nbytes,
+            tensors=(item.name,),
+            recompute_seconds=sum(operations[number].seconds for number in made_by) if item.recomputable else None,
+            recompute_bytes=item.recompute_workspace_bytes,
+            forward_bytes=in_forward.get((unit_call, item.buffer), 0),
+            wanted_bytes=when_read.get(item.buffer, 0),
+            backward_bytes=in_backward.get((unit_call, item.buffer), 0),
+            again_operations=len(made_by) if item.recomputable else 0,
+        )
+    add(REST, set(remaining), saved_bytes=0)
     return UnitProfile(
         name,
         tuple(operators),
-        inputs,
-        sum(part.parameters for part in parts),
-        sum(part.weight_bytes for part in parts),
-        sum(part.gradient_bytes for part in parts),
-        sum(part.state_bytes_read for part in parts),
-        sum(part.state_bytes_written for part in parts),
-        parts=tuple(parts) if len(parts) > 1 else (),
+        input_bytes=sum(item.nbytes for item in inputs),
+        parameters=sum(part.parameters for part in parts),
+        weight_bytes=sum(part.weight_bytes for part in parts),
+        gradient_bytes=sum(part.gradient_bytes for part in parts),
+        state_bytes_read=sum(part.state_bytes_read for part in parts),
+        state_bytes_written=sum(part.state_bytes_written for part in parts),
         forward_bytes=in_forward.get((unit_call, None), 0),
-        backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *is_unit_input)),
+        backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *(i.buffer for i in inputs))),
+        parts=tuple(parts) if len(parts) > 1 else (),
     )
