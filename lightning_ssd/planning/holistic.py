@@ -11,6 +11,7 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES
 from lightning_ssd.planning.saved_groups import (
     FixedPlacement,
     SavedGroup,
@@ -324,15 +325,36 @@ class _Search:
     def share_steps(self) -> None:
         """Has the GPU step parts in host memory, then parts on SSDs, as many as make the fastest plan the shortest.
 
-        The plan of the best point is tried, too, as it may be the faster one with steps on the GPU.
+        The plan of the best point is tried, too, as it may be the faster one with steps on the GPU. It leaves memory
+        for them: without them, plans use all.
         """
         plans = [self.fastest.plan]
-        if self._best_point is not None and self._best_point[0] > self.fastest.score:
-            plans.append(self.plan(self._best_point[1]))
+        if self._best_point is not None:
+            plans.append(self._with_room_for_steps(*self._best_point[1:]))
         # With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
         for plan in plans if self.model.micro_batches == 1 else ():
             for in_host in (True, False):
                 plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
+
+    def _with_room_for_steps(self, point: SearchPoint, unused: tuple[int, int]) -> Plan:
+        """Returns the plan of `point`, made with as much less GPU memory as steps on the GPU need.
+
+        Args:
+            point: the point.
+            unused: GPU and host bytes that its plan does not use.
+        """
+        margin = int(MARGIN * self.hardware.gpu_bytes)
+        plan, missing = self.plan(point), DEVICE_STEP_BYTES - unused[0]
+        point = replace(point, host_bytes=point.host_bytes + unused[1])
+        for _ in range(MAX_TRIES):
+            if missing <= 0:
+                break
+            _, _, left = self._keep(point)
+            point = self._with_memory(point, point.gpu_bytes - left - missing, point.host_bytes)
+            plan = self.plan(point)
+            peak = simulate(self.model, self.hardware, plan).gpu_peak_bytes
+            missing = peak + margin + DEVICE_STEP_BYTES - self.hardware.gpu_bytes
+        return plan
 
     def _share_steps_of(self, plan: Plan, among: Sequence[int]) -> Plan:
         """Considers `plan` with steps on the GPU of some of the parts `among`, by index, and returns the shortest."""
@@ -344,7 +366,7 @@ class _Search:
         best = _score(self.consider(plan), self.hardware)
         # Where a CPU that takes no time would not make the step shorter, as with slow drives, the GPU does not, either.
         without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=NO_TIME), plan)
-        if best[1] <= CLOSE_ENOUGH * without_cpu.step_seconds:
+        if not count and best[1] <= CLOSE_ENOUGH * without_cpu.step_seconds:
             return plan
         while amount:
             for other in (count + amount, count - amount):
@@ -387,7 +409,7 @@ class _Search:
 
     def plan(self, point: SearchPoint) -> Plan:
         """Returns the plan of a point."""
-        gpu, host = point.gpu_bytes, self._host_limit(point)
+        host = self._host_limit(point)
         # Units without parameters of their own, such as the second call of a tied one, are resident.
         weights: list[Tier] = ["ssd" if part.weight_bytes or part.state_bytes_read else "gpu" for part in self.parts]
         states = list(weights)
@@ -395,16 +417,8 @@ class _Search:
             weights, states = list(self.fixed.weights), list(self.fixed.states)
         for index in range(point.resident):
             weights[index] = states[index] = "gpu"
-            gpu -= self.parts[index].resident_bytes
-        # The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
-        saved: dict[tuple[int, int], InputChoice] = {}
-        swapped = []
-        for tensor in sorted(self.tensors[: point.saved], key=lambda tensor: tensor.key, reverse=True):
-            if tensor.nbytes <= gpu:
-                saved[tensor.key] = "keep"
-                gpu -= tensor.nbytes
-            else:
-                swapped.append(tensor)
+        kept, swapped, _ = self._keep(point)
+        saved: dict[tuple[int, int], InputChoice] = {tensor.key: "keep" for tensor in kept}
 
         def place_activations(host: int) -> int:
             placed, left = host_then_ssd(swapped, host)
@@ -435,6 +449,21 @@ class _Search:
             window_bytes=point.window_bytes,
         )
         return plan if self.fixed is None else self.fixed.apply(self.model, plan)
+
+    def _keep(self, point: SearchPoint) -> tuple[list[SavedGroup], list[SavedGroup], int]:
+        """Returns the kept tensors of a point, those that are swapped, and the GPU bytes that are left.
+
+        The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
+        """
+        left = point.gpu_bytes - sum(part.resident_bytes for part in self.parts[: point.resident])
+        kept, swapped = [], []
+        for tensor in sorted(self.tensors[: point.saved], key=lambda tensor: tensor.key, reverse=True):
+            if tensor.nbytes <= left:
+                kept.append(tensor)
+                left -= tensor.nbytes
+            else:
+                swapped.append(tensor)
+        return kept, swapped, left
 
     def _host_limit(self, point: SearchPoint) -> int:
         """Returns the bytes of host memory that activations and model states share."""

@@ -145,6 +145,17 @@ def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
             assert {unit.step for unit in make_plan(other, machine, planner, fixed).units.values()} == {"cpu"}
 
 
+@pytest.mark.parametrize(("saved", "gpu_bytes"), [(10, 14 * GB), (GB, 16 * GB)])
+def test_memory_is_left_for_steps_on_the_gpu(saved: int, gpu_bytes: int) -> None:
+    """Where they make the step shorter than further resident units, or kept tensors, do."""
+    model = make_model(16, forward=0.01, parameters=2 * 10**8, saved=saved)
+    machine = replace(H100, gpu_bytes=gpu_bytes)
+    found = simulate(model, machine, plan := make_plan(model, machine))
+    assert found.excess_bytes(machine) == 0
+    on_cpu = replace(plan, units={name: replace(unit, step="cpu") for name, unit in plan.units.items()})
+    assert found.step_seconds < 0.9 * simulate(model, machine, on_cpu).step_seconds
+
+
 @pytest.mark.parametrize(("planner", "gpu_bytes"), [("holistic", 24 * GB), ("holistic", 40 * GB), ("teraio", 40 * GB)])
 def test_memory_between_the_sizes_of_two_units_is_used_by_parts(planner: str, gpu_bytes: int) -> None:
     """Units have 16 GB of states. With parts of 4 GB, more bytes are on the GPU, and the step is shorter."""
