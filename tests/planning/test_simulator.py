@@ -242,7 +242,7 @@ def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
     ) + DEVICE_STEP_BYTES * any(part.step == "gpu" for part in parts)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), machines())
 def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine: HardwareProfile) -> None:
     """No resource is busy for longer than a step, all bytes are accounted for, and all memory is freed."""
@@ -270,7 +270,7 @@ def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine
     assert prediction.host_peak_bytes >= max(sample[2] for sample in prediction.memory)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(*[st.integers(-100, 100)] * 4)
 def test_excess_is_the_sum_over_all_tiers(gpu: int, host: int, ssd: int, written: int) -> None:
     """Unused bytes of one tier do not offset the excess of another."""
@@ -320,7 +320,7 @@ def test_few_optimizer_jobs_have_their_states_in_host_memory(weights: Any) -> No
     assert any(task.begin < end for task, end in zip(read[1:], ends, strict=False)), "states are read ahead"
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), machines(), st.sampled_from([0.25, 2.0, 8.0]))
 def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfile, factor: float) -> None:
     """A machine that is `factor` times as fast in everything needs that much less time."""
@@ -353,7 +353,7 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
     assert after.step_seconds == pytest.approx(before.step_seconds / factor, rel=1e-6)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), machines(), st.integers(2, 4))
 def test_parts_that_are_placed_as_their_unit(data: st.DataObject, machine: HardwareProfile, count: int) -> None:
     """Work, traffic and memory of a unit's parts in one tier are those of the unit, except the staging of its jobs."""
