@@ -226,7 +226,7 @@ def _configure(module: pl.LightningModule) -> None:
 
 def _from_meta(module: nn.Module) -> None:
     """Replaces parameters and buffers on `meta` by fake tensors on the CPU, whose operators can be traced."""
-    replaced: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    replaced: dict[Tensor, Tensor] = {}  # one fake tensor for tied weights
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
             for name, tensor in tensors.items():

@@ -231,7 +231,7 @@ class Recovery(Uncopied):
         positions = [asdict(loader.position(ahead)) for loader in self._wrapped_loaders()]
         checkpoint[_GRADIENTS] = self._gradients()
         checkpoint[_KEY] = {"places": positions, "ahead": ahead, "random": random_states()}
-        for owner in self._with_hyper_parameters():  # of any type; the script sets them again
+        for owner in self._with_hyper_parameters():  # which may have any type, and which the script sets again
             for key in (owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.CHECKPOINT_HYPER_PARAMS_KEY, _hparams_type(owner)):
                 checkpoint.pop(key, None)
         self._recorded_step = self._trainer.global_step

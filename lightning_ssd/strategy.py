@@ -60,12 +60,12 @@ from lightning_ssd.model_states import (
     meta_to_placeholder,
     move_model_states,
     offloaded_parameters,
+    pop_initial_values,
     recording_loads,
     regroup_model_states,
     save,
     save_sharded,
     stepped_whole,
-    take_initial_values,
     zeroes_otherwise,
 )
 from lightning_ssd.out_of_memory import explain_out_of_memory
@@ -302,7 +302,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self._initial = take_initial_values(self.model)
+        self._initial = pop_initial_values(self.model)
         if not self._offloads_states():
             materialize_on(self.model, self.root_device, self._values())
             self.model.to(self.root_device)

@@ -100,7 +100,8 @@ class MicroBatch:
         self._cursor = 0
         self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # prefetched, not yet unpacked
         self._bytes_ahead = 0
-        self._kept_early: dict[int, int] = {}  # of storages that are kept and that backward has not unpacked yet
+        self._kept_early: dict[int, int] = {}
+        """Bytes of early storages, which are kept, by index; until backward has unpacked them."""
         self._early_bytes = 0  # sum of `_kept_early`
         self._expected_until = 0  # number of storages that `_expected` covers
         self._clock = clock

@@ -492,7 +492,7 @@ class ActivationOffloader(Uncopied):
                 if not pending.load.issued:
                     self._pending_frees.append(pending)
                     continue
-                with contextlib.suppress(Exception):  # of bytes that are not needed any more
+                with contextlib.suppress(Exception):  # an error of a load whose bytes are not needed
                     pending.load.wait()
             pending.copy.free()
 

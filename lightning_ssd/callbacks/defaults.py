@@ -39,7 +39,7 @@ def find_offload_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def restore_offload_callbacks(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> None:
-    """Adds those of `callbacks` again that the Trainer lacks, and begins the training for them.
+    """Adds the removed ones of `callbacks` to the Trainer again, and begins the training for them.
 
     Lightning's Tuner removes all callbacks while it searches for a batch size or a learning rate. Without them a batch
     would be called too large although the training can offload enough of it. The Tuner's own callback stays the first.

@@ -41,8 +41,8 @@ def plan_key(
 ) -> str:
     """Returns the key of a training's plan.
 
-    Bytes of memory that this training may use are no part of it: they differ a little from run to run, measurements do
-    not depend on them, and another plan is made if they have changed.
+    The bytes of memory that this training may use are not in the key: they differ a little from run to run,
+    measurements do not depend on them, and another plan is made if they have changed.
 
     Args:
         trainer: the Trainer.

@@ -128,7 +128,7 @@ class PlanRunner:
         self._timer = StepTimer(make_clock(offloader.device), HISTORY)
         device = offloader.device
         self._memory = allocator_memory(device)
-        self._retries = 0  # of allocations, before the measured steps
+        self._retries = 0  # retried allocations before the measured steps
         available = process_gpu_memory(device) if device.type == "cuda" else math.inf
         self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
@@ -136,7 +136,7 @@ class PlanRunner:
         """The policy of the plan in force."""
         self._slowdown = slowdown  # current forward time / recorded forward time
         self._warm_up = 0
-        self._peak_bytes = 0  # of steps before the last validation
+        self._peak_bytes = 0  # peak of measured steps before the last validation
         self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
 
     @property
@@ -172,7 +172,7 @@ class PlanRunner:
         self._timer.reset()
 
     def _place_steps(self, plan: Plan) -> None:
-        """Has the GPU make the steps that the plan names. Without such plans, a trial of shares chooses them."""
+        """Makes the GPU step the parts that the plan names. Without such plans, a trial of shares chooses them."""
         if self._states is None:
             return
         parts = [

@@ -21,7 +21,8 @@ __all__ = ["CompletionDataModule", "pack"]
 
 log = logging.getLogger(__name__)
 
-_OPEN_ROWS = 64  # that a sample may be put in
+_OPEN_ROWS = 64
+"""Most rows with room that are considered for a sample."""
 
 
 class CompletionDataModule(RecipeDataModule):
@@ -86,7 +87,7 @@ class CompletionDataModule(RecipeDataModule):
             read = read_samples(self.path, templates)
         samples = self._fitting(read)
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        # Samples in a row are from all over the file, as the held-out ones are. Which, must not change with the seed.
+        # The samples of a row, and the held-out samples, are from all parts of the file, and do not change with `seed`.
         order = np.random.default_rng(0).permutation(len(samples))
         rows = pack([samples[i] for i in order], self.block_size, _OPEN_ROWS if self.packing else 0)
         tables = _tables(rows, self.block_size, padding)

@@ -14,8 +14,8 @@ class SpanLengths(NamedTuple):
 
     Attributes:
         text: Tokens of text.
-        noise: Those of them that are left out.
-        spans: Spans that they form.
+        noise: Tokens of text that are left out.
+        spans: Spans that the left-out tokens form.
     """
 
     text: int

@@ -8,7 +8,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.journal import CommitRecord
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
-from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_meta, recording_loads, take_initial_values
+from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_meta, pop_initial_values, recording_loads
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, regroup_model_states
@@ -70,7 +70,7 @@ __all__ = [
     "save_sharded",
     "show",
     "stepped_whole",
-    "take_initial_values",
+    "pop_initial_values",
     "type_name",
     "zeroes_otherwise",
 ]

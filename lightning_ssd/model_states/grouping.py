@@ -64,7 +64,7 @@ def make_flat_params(
 
 
 def flats_of(part: UnitPart, flat_params: Iterable[FlatParameter]) -> list[FlatParameter]:
-    """Returns those of a unit's flat parameters that belong to a part of it."""
+    """Returns the flat parameters of a unit that belong to one of its parts."""
     own = {parameter for _, parameter in part.parameters}
     return [flat for flat in flat_params if flat.param_views[0].parameter in own]
 

@@ -19,7 +19,7 @@ Loaded = Mapping[nn.Parameter, Tensor]
 """Checkpoint values of parameters."""
 
 
-def take_initial_values(root: nn.Module) -> Loaded:
+def pop_initial_values(root: nn.Module) -> Loaded:
     """Returns the initial values that modules of `root` have for parameters on `meta`, and removes them there.
 
     A module that was built on `meta` has them in an attribute `initial_values`, a `Mapping` like `Loaded`, which may

@@ -144,7 +144,7 @@ class ModelStates(Uncopied):
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
-        # Two of them call each other: the prefetcher unstages before it fetches, staging waits for fetched weights.
+        # `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for prefetches.
         self._staged = StagedFlats(
             self.stores,
             drain=lambda flat: self._steps.drain_flat(flat),

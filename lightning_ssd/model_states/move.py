@@ -216,7 +216,8 @@ def _remake(
 ) -> ModelStates:
     """Ends `states`, moves their values to the target flat parameters of each part, and assembles the result."""
     budget = setup.host_budget()
-    available = (usable_memory() if budget is None else budget) + states.host_bytes  # which can be used again
+    # The move frees the host memory of the present states.
+    available = (usable_memory() if budget is None else budget) + states.host_bytes
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
     memory_plan = _plan_memory(target, budget, setup)

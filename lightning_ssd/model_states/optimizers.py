@@ -255,7 +255,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         super().__init__(flat)
         self._compiled = compiled
         self._items: dict[tuple[AdamKernel, tuple[ElementSpan, ...]], Tensor] = {}
-        """The kernel's work list for the parameters of the last step, which are mostly all of them."""
+        """The kernel's work list for the parameters of the last step, usually all parameters."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")

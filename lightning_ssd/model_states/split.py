@@ -17,7 +17,7 @@ def split(master: Tensor, weights: Tensor, low: Tensor) -> None:
     bits = master.view(torch.int32)
     bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
     weights.view(torch.int16).copy_((bits + 0x8000) >> 16)
-    low.copy_(bits)  # the lower 16 bits of them
+    low.copy_(bits)  # the lower 16 bits
 
 
 def join(weights: Tensor, low: Tensor) -> Tensor:

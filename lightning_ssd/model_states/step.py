@@ -249,9 +249,9 @@ class OptimizerStep:
     def _submit_on(
         self, staged: "Future[StagedState]", run: Callable[[], None], after: "Sequence[Future[Any]]"
     ) -> "Future[None]":
-        """Submits a job that unstages `staged`; if the job never begins, since `after` has an error, this does.
+        """Submits a job that unstages `staged`. If an error in `after` keeps it from beginning, this method unstages.
 
-        Else the staging memory would stay allocated, and other steps, and the end of training, would wait for it.
+        Otherwise the staging memory would never be freed, for which other steps and the end of training wait.
         """
         begun = False
 

@@ -119,7 +119,7 @@ class StepScheduler:
         """Steps that no record names."""
         self._released: Future[None] = finished(None)
         """Done when the running step's scale is known, on the worker's thread. Deferred steps wait for it, so that all
-        of them are queued before the worker takes the first: that of the unit that the next forward needs first."""
+        are queued before the worker begins the first one, of the unit that the next forward needs first."""
         self._work = WorkCounter(0, 0.0)
         """Number of stepped parameters, and the seconds of their steps."""
 

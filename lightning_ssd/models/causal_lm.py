@@ -229,7 +229,7 @@ class TokenPerplexity(Metric):
 
         Args:
             loss: Mean loss of its predicted tokens, in nats.
-            tokens: Number of them.
+            tokens: Number of predicted tokens.
         """
         self.total += loss.detach() * tokens
         self.tokens += tokens

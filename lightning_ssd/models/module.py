@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RecipeModule", "exact"]
 
-_FINAL_LR = 0.1  # of the highest learning rate
+_FINAL_LR = 0.1  # final learning rate / highest learning rate
 
 
 class RecipeModule(pl.LightningModule):
@@ -68,7 +68,7 @@ class RecipeModule(pl.LightningModule):
         self.model: nn.Module | None = None
         self.seen = 0
         self.flops_per_batch = 0
-        # A check for NaN would wait for the GPU, an average over devices for all of them.
+        # A check for NaN would wait for the GPU, and an average over devices would wait for all devices.
         self.train_loss = RunningMean(window=16, nan_strategy="disable", sync_on_compute=False)
 
     @abstractmethod

@@ -73,7 +73,7 @@ def from_mapping(record: type[RecordT], values: Any, where: str) -> RecordT:
     checked = {name: _checked(name, value, types[name], where) for name, value in values.items()}
     try:
         return record(**checked)
-    except ValueError as error:  # of the record's own check
+    except ValueError as error:  # raised by the record's own check
         raise ValueError(f"{where}: {error}") from error
 
 

@@ -134,10 +134,10 @@ class LifetimeRecorder:
         made_by = len(self._operators) - 1 if allocated else None
         self._lifetimes.append(_Lifetime(name.removeprefix("aten::"), storage.nbytes(), allocated=made_by))
         setattr(storage, LIFETIME, (self, number))
-        self._alive[number] = weakref.ref(storage, lambda _: self._gone(number))
+        self._alive[number] = weakref.ref(storage, lambda _: self._free(number))
         return number
 
-    def _gone(self, number: int) -> None:
+    def _free(self, number: int) -> None:
         if not self.closed:
             self._lifetimes[number].freed = len(self._operators) - 1
 

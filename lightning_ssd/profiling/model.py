@@ -250,7 +250,7 @@ class Profiler(Uncopied):
                 one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
             }
             self.resting_bytes = self._memory.allocated() + sum(one.numel() * one.element_size() for one in dropped)
-        self._take_peak()
+        self._pop_peak()
         self.peak_bytes = self.between_bytes = 0
         self._between.clear()
         self._ended = None
@@ -272,7 +272,7 @@ class Profiler(Uncopied):
 
     def end_backward(self) -> None:
         """Called when the backward of a timed micro-batch has ended."""
-        self.peak_bytes = max(self.peak_bytes, self._take_peak())
+        self.peak_bytes = max(self.peak_bytes, self._pop_peak())
         self._ended = self._clock.now()
 
     def pause(self) -> None:
@@ -280,16 +280,16 @@ class Profiler(Uncopied):
         if self._ended is not None:
             self._between.append((self._ended, self._clock.now()))
             self._ended = None
-            self.between_bytes = max(self.between_bytes, self._take_peak())
+            self.between_bytes = max(self.between_bytes, self._pop_peak())
 
     def resume(self) -> None:
         """Called when a validation has ended, whose peak of device memory is discarded."""
-        self._take_peak()
+        self._pop_peak()
 
     def end_timing(self) -> None:
         """Stops timing."""
         self.pause()
-        self.peak_bytes = max(self.peak_bytes, self._take_peak())
+        self.peak_bytes = max(self.peak_bytes, self._pop_peak())
         self._unhook()
 
     def _launch_hook(self, index: int) -> Callable[[nn.Module, object], None]:
@@ -316,7 +316,7 @@ class Profiler(Uncopied):
         self._handles.clear()
         self._launching = None
 
-    def _take_peak(self) -> int:
+    def _pop_peak(self) -> int:
         """Returns the peak of allocated device memory since the last call, bytes (0 without CUDA)."""
         if self._memory is None:
             return 0

@@ -262,7 +262,7 @@ class OptimizerTrace(TorchDispatchMode):
 
     Args:
         trace: mode that times the operations.
-        lifetimes: recorder that is told of them.
+        lifetimes: recorder of the operations and their tensors.
     """
 
     def __init__(self, trace: TraceMode, lifetimes: LifetimeRecorder) -> None:

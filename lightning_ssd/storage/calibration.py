@@ -22,7 +22,7 @@ __all__ = ["Calibration", "calibrate"]
 
 _MOST_BYTES = 64 * 2**20
 _MOST_BLOCKS = 64
-_MOST_SECONDS = 0.5  # of a pass: a slow drive is measured on fewer bytes
+_MOST_SECONDS = 0.5  # duration of a pass: a slow drive is measured on fewer bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The manifest of a kept directory: the name of its run, and all paths on which the run has files.
 
-The journal of a run is in the kept directory of its first path only. A later run that is given only other paths of it
-learns from their manifests that the journal exists.
+The journal of a run is in the kept directory of its first path only. A later run that has only other paths of the run
+finds in their manifests that the journal exists.
 """
 
 from __future__ import annotations
