@@ -58,14 +58,14 @@ class MicroBatchProfile:
         backward_seconds: seconds from then until the end of backward.
         stall_seconds: seconds for which the compute stream waited for each tier, (to store, to load).
         saved_bytes: bytes of all saved storages that were large enough to offload.
-        version: version of the placement that the micro-batch had.
+        revision: revision of the placement that the micro-batch had.
     """
 
     forward_seconds: float
     backward_seconds: float
     stall_seconds: dict[OffloadTierName, tuple[float, float]]
     saved_bytes: int
-    version: int
+    revision: int
 
 
 class MicroBatch:
@@ -74,11 +74,11 @@ class MicroBatch:
     Args:
         patterns: patterns of earlier micro-batches, dropped as soon as this one differs from them.
         clock: clock of the device.
-        version: version of the placement.
+        revision: revision of the placement.
         window_bytes: bytes that are kept on the device because backward needs them first.
     """
 
-    def __init__(self, patterns: Sequence[Pattern], clock: Clock, version: int, window_bytes: int) -> None:
+    def __init__(self, patterns: Sequence[Pattern], clock: Clock, revision: int, window_bytes: int) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
         self._repeated = patterns[0] if patterns and patterns[0].complete else None
@@ -105,7 +105,7 @@ class MicroBatch:
         self._early_bytes = 0  # sum of `_kept_early`
         self._expected_until = 0  # number of storages that `_expected` covers
         self._clock = clock
-        self._version = version
+        self._revision = revision
         self._begun: Any = clock.now()
         self._backward_began: Any = None
         self._ended: Any = None
@@ -229,7 +229,7 @@ class MicroBatch:
         if forward is None or backward is None:
             return None
         stalls = {tier: (out.seconds, into.seconds) for tier, (out, into) in self.stalls.items()}
-        return MicroBatchProfile(forward, backward, stalls, self.saved_bytes, self._version)
+        return MicroBatchProfile(forward, backward, stalls, self.saved_bytes, self._revision)
 
     def _drop_arrived(self) -> None:
         """Drops records from the front of the window that were unpacked or freed."""

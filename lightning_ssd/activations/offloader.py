@@ -6,7 +6,10 @@ Bytes never change, so results of training are the same bit for bit.
 Threads: `pack` runs on the training thread, `unpack` on autograd's thread for the device, while the training thread
 waits inside `backward`. A CPU operation that saved tensors of the device is unpacked on the training thread meanwhile,
 and a backward that recomputes packs on autograd's thread. One lock serializes them; its holder waits for transfers
-only. I/O and completion threads belong to the tiers: they touch no record and never take the lock.
+only. I/O and completion threads belong to the tiers: they touch no record and never acquire the lock.
+
+The file is large because the paths of a saved tensor from `pack` to `unpack` change one state under one lock. The rules
+are in `placement`, records in `record`, their order in `micro_batch`, evictions in `in_flight`, and transfers in tiers.
 """
 
 import contextlib
@@ -159,7 +162,7 @@ class ActivationOffloader(Uncopied):
         last = self._patterns[-1] if self._patterns else None
         self._placement.begin(last.offloadable_bytes(self._window_bytes) if last else 0)
         patterns = tuple(reversed(self._patterns))
-        self._batch = MicroBatch(patterns, self._clock, self._placement.version, self._window_bytes)
+        self._batch = MicroBatch(patterns, self._clock, self._placement.revision, self._window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
 

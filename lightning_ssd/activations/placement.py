@@ -16,8 +16,8 @@ from lightning_ssd.types import OffloadTierName
 class PlacementPolicy(ABC):
     """Chooses the tiers of saved storages. One object serves a whole training."""
 
-    version: int = 0
-    """Number of changes of the rule so far. A profile names the version that its micro-batch had."""
+    revision: int = 0
+    """Number of changes of the rule so far. A profile names the revision that its micro-batch had."""
 
     must_fit: bool = False
     """Whether a storage that no tier has room for is an error. Otherwise it is kept on the device."""
@@ -221,7 +221,7 @@ class SSDTrainAuto(PlacementPolicy):
         self._excess = _Share(0.0)
         """Share of the storages outside the tiers' shares for which the device has no room."""
         self._seen = 0
-        self._seen_of_version = 0
+        self._seen_of_revision = 0
         self._patience = dict.fromkeys(speeds, 1)
         """Micro-batches almost without stalls before a tier's share grows."""
         self._quiet = dict.fromkeys(speeds, 0)
@@ -240,7 +240,7 @@ class SSDTrainAuto(PlacementPolicy):
             was_measuring = self._limit.measuring
             self._limit.begin(expected_bytes)
             if self._limit.measuring != was_measuring:
-                self._begin_version()
+                self._begin_revision()
         if self._amounts is None or not expected_bytes:
             return
         if self._ratios is None:
@@ -270,7 +270,7 @@ class SSDTrainAuto(PlacementPolicy):
 
     def observe(self, profile: MicroBatchProfile) -> None:
         self._seen += 1
-        if self._seen <= self.WARM_UP or profile.version != self.version:
+        if self._seen <= self.WARM_UP or profile.revision != self.revision:
             return
         if self._amounts is None:
             stalls = list(profile.stall_seconds.values())
@@ -280,26 +280,26 @@ class SSDTrainAuto(PlacementPolicy):
                 self.MARGIN * (profile.backward_seconds - sum(into for _, into in stalls)),
                 self._speeds,
             )
-            self._begin_version()
+            self._begin_revision()
             return
-        self._seen_of_version += 1
-        if self._seen_of_version == 1:
-            return  # the allocator moves memory in the first micro-batch of a version
+        self._seen_of_revision += 1
+        if self._seen_of_revision == 1:
+            return  # the allocator moves memory in the first micro-batch of a revision
         for tier in self._tiers:
             stalled = sum(profile.stall_seconds[tier]) / (profile.forward_seconds + profile.backward_seconds)
             self._quiet[tier] = self._quiet[tier] + 1 if stalled < self.TOLERATED_STALL / 5 else 0
             if stalled > self.TOLERATED_STALL:
                 self._scale[tier] *= max(0.5, 1.0 - self.SHRINK * stalled)
                 self._patience[tier] = min(self.PATIENCE, 2 * self._patience[tier])
-                self._begin_version()
+                self._begin_revision()
             elif self._scale[tier] < 1.0 and self._quiet[tier] >= self._patience[tier]:
                 self._scale[tier] = min(1.0, self.GROW * self._scale[tier])
                 self._quiet[tier] = 0
-                self._begin_version()
+                self._begin_revision()
 
-    def _begin_version(self) -> None:
-        self.version += 1
-        self._seen_of_version = 0
+    def _begin_revision(self) -> None:
+        self.revision += 1
+        self._seen_of_revision = 0
 
 
 class _Share:

@@ -25,7 +25,7 @@ def place_all(
 
 
 def profile(
-    version: int,
+    revision: int,
     *,
     forward: float = 1.0 / SSDTrainAuto.MARGIN,
     backward: float = 2.0 / SSDTrainAuto.MARGIN,
@@ -34,14 +34,14 @@ def profile(
 ) -> MicroBatchProfile:
     """By default one second of forward and two of backward."""
     none: dict[OffloadTierName, tuple[float, float]] = {"host": (0.0, 0.0), "ssd": (0.0, 0.0)}
-    return MicroBatchProfile(forward, backward, none | stalls, saved, version)  # type: ignore[operator]
+    return MicroBatchProfile(forward, backward, none | stalls, saved, revision)  # type: ignore[operator]
 
 
 def measured(speeds: dict[OffloadTierName, TierSpeed], saved: int = 1000) -> SSDTrainAuto:
     """`SSDTrainAuto` after the micro-batches that it measures."""
     auto = SSDTrainAuto(speeds)
     for _ in range(SSDTrainAuto.WARM_UP + 1):
-        auto.observe(profile(auto.version, saved=saved))
+        auto.observe(profile(auto.revision, saved=saved))
     return auto
 
 
@@ -108,11 +108,11 @@ def test_auto_tries_everything_until_it_has_measured() -> None:
     for _ in range(SSDTrainAuto.WARM_UP):
         assert place_all(auto, [10, 20, 30]) == [("host", "ssd")] * 3
         assert not auto.may_wait
-        auto.observe(profile(auto.version))
-        assert auto.version == 0
+        auto.observe(profile(auto.revision))
+        assert auto.revision == 0
     assert place_all(auto, [10, 20, 30]) == [("host", "ssd")] * 3
-    auto.observe(profile(auto.version))
-    assert auto.version == 1 and auto.may_wait
+    auto.observe(profile(auto.revision))
+    assert auto.revision == 1 and auto.may_wait
 
 
 @given(st.floats(1.0, 2000.0), SIZES)
@@ -146,7 +146,7 @@ def test_auto_measures_without_stalls(measured: dict[str, Any]) -> None:
     """Stalls hide no transfers: a forward or a backward of 1 s with stalls of 0.4 s hides 0.6 s of transfers."""
     auto = SSDTrainAuto({"ssd": TierSpeed(500, 500)})
     for _ in range(SSDTrainAuto.WARM_UP + 1):
-        auto.observe(profile(auto.version, **measured))
+        auto.observe(profile(auto.revision, **measured))
     assert place_all(auto, [10] * 100).count(("ssd",)) == round(30 * SSDTrainAuto.MARGIN)
 
 
@@ -158,8 +158,8 @@ def test_auto_shrinks_the_tier_that_stalls() -> None:
         placed = place_all(auto, [10] * 100)
         assert abs(placed.count(("host",)) - 30) <= 1
         counts.append(placed.count(("ssd",)))
-        for _ in range(2):  # the first of a version does not count
-            auto.observe(profile(auto.version, forward=1.0, backward=2.0, ssd=(0.03, 0.03)))  # a fiftieth
+        for _ in range(2):  # the first of a revision does not count
+            auto.observe(profile(auto.revision, forward=1.0, backward=2.0, ssd=(0.03, 0.03)))  # a fiftieth
     assert counts == sorted(counts, reverse=True)
     assert (
         abs(counts[0] - 30) <= 1 and abs(counts[1] - 30 * (1 - SSDTrainAuto.SHRINK / 50)) <= 1 and counts[3] < counts[1]
@@ -171,45 +171,45 @@ def test_auto_grows_back() -> None:
     auto = measured({"ssd": TierSpeed(300, 300)})
     before = place_all(auto, [10] * 100).count(("ssd",))
     for _ in range(2):
-        auto.observe(profile(auto.version, ssd=(0.1, 0.1)))
+        auto.observe(profile(auto.revision, ssd=(0.1, 0.1)))
     shrunk = place_all(auto, [10] * 100).count(("ssd",))
     for _ in range(120):
-        auto.observe(profile(auto.version))
+        auto.observe(profile(auto.revision))
     assert shrunk < before
     assert place_all(auto, [10] * 100).count(("ssd",)) == before
 
 
 @pytest.mark.parametrize("stalls", [(0.0, 0.0), (0.005, 0.005)])
 def test_auto_tolerates_small_stalls(stalls: tuple[float, float]) -> None:
-    """Stalls within the tolerance do not change the version."""
+    """Stalls within the tolerance do not change the revision."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     before = place_all(auto, [10] * 100)
     for _ in range(3):
-        auto.observe(profile(auto.version, ssd=stalls))
-    assert auto.version == 1
+        auto.observe(profile(auto.revision, ssd=stalls))
+    assert auto.revision == 1
     assert place_all(auto, [10] * 100) == before
 
 
-def test_auto_ignores_measurements_of_an_older_version() -> None:
-    """Profiles are read later: stalls under an earlier version do not count for the present one."""
+def test_auto_ignores_measurements_of_an_older_revision() -> None:
+    """Profiles are read later: stalls under an earlier revision do not count for the present one."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     before = place_all(auto, [10] * 100)
     for _ in range(5):
-        auto.observe(profile(auto.version - 1, ssd=(1.0, 1.0)))
-    assert auto.version == 1
+        auto.observe(profile(auto.revision - 1, ssd=(1.0, 1.0)))
+    assert auto.revision == 1
     assert place_all(auto, [10] * 100) == before
 
 
 def test_a_share_that_shrinks_again_waits_longer_to_grow() -> None:
-    """Shares that a tier can't sustain are tried more and more rarely, because each new version costs host time."""
+    """Shares that a tier can't sustain are tried more and more rarely, because each new revision costs host time."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     intervals = []
     for _ in range(5):
         for _ in range(2):
-            auto.observe(profile(auto.version, ssd=(0.1, 0.1)))
-        shrunk, quiet = auto.version, 0
-        while auto.version == shrunk:
-            auto.observe(profile(auto.version))
+            auto.observe(profile(auto.revision, ssd=(0.1, 0.1)))
+        shrunk, quiet = auto.revision, 0
+        while auto.revision == shrunk:
+            auto.observe(profile(auto.revision))
             quiet += 1
         intervals.append(quiet)
     assert intervals == sorted(set(intervals))
@@ -239,7 +239,7 @@ def slow(limit: ResidentLimit) -> SSDTrainAuto:
     """Returns `SSDTrainAuto` after its measurement, with a tier that transfers nothing during the forward."""
     auto = SSDTrainAuto({"ssd": TierSpeed(1, 1)}, limit)
     for _ in range(SSDTrainAuto.WARM_UP + 1):
-        auto.observe(profile(auto.version))
+        auto.observe(profile(auto.revision))
     return auto
 
 
@@ -249,25 +249,25 @@ def test_storages_without_room_are_spread_over_the_forward() -> None:
     assert [bool(tiers) for tiers in placed] == [True, False] * 10
 
 
-def test_micro_batches_that_are_measured_have_a_version_of_their_own() -> None:
+def test_micro_batches_that_are_measured_have_a_revision_of_their_own() -> None:
     """All their storages are offloaded, so their stalls do not count for the shares."""
     limit = Room()
     auto = slow(limit)
     auto.begin(1000)
-    shared = auto.version
+    shared = auto.revision
 
     def measure(expected_bytes: int) -> None:
         limit.measuring = expected_bytes > 1000
 
     limit.begin = measure  # type: ignore[method-assign]
     auto.begin(2000)
-    measuring = auto.version
+    measuring = auto.revision
     assert all(auto.tiers_for(10) for _ in range(10))
     auto.begin(1000)
-    assert len({shared, measuring, auto.version}) == 3
+    assert len({shared, measuring, auto.revision}) == 3
     before = place_all(auto, [100] * 20, expected=1000)
-    for version in (shared, measuring, measuring):
-        auto.observe(profile(version, ssd=(1.0, 1.0)))
+    for revision in (shared, measuring, measuring):
+        auto.observe(profile(revision, ssd=(1.0, 1.0)))
     assert place_all(auto, [100] * 20, expected=1000) == before
 
 
@@ -275,12 +275,12 @@ def test_a_share_grows_once_in_so_many_quiet_micro_batches() -> None:
     auto = measured({"ssd": TierSpeed(300, 300)})
     for _ in range(3):
         for _ in range(2):
-            auto.observe(profile(auto.version, ssd=(0.1, 0.1)))
-    versions = []
+            auto.observe(profile(auto.revision, ssd=(0.1, 0.1)))
+    revisions = []
     for _ in range(40):
-        auto.observe(profile(auto.version))
-        versions.append(auto.version)
-    changes = [number for number, (one, other) in enumerate(pairwise(versions)) if one != other]
+        auto.observe(profile(auto.revision))
+        revisions.append(auto.revision)
+    changes = [number for number, (one, other) in enumerate(pairwise(revisions)) if one != other]
     assert len(changes) >= 3
     # 8 of them after three shrinkages, and one that is not counted, as the allocator moves memory after each change.
     assert {other - one for one, other in pairwise(changes)} == {9}

@@ -87,7 +87,7 @@ class Training:
                 auto.end()
                 saved = sum(self.sizes)
                 stalls = {"host": (0.1, 0.1), "ssd": (0.0, 0.0)}
-                auto.observe(MicroBatchProfile(1.0, 2.0, stalls, saved, auto.version))  # type: ignore[arg-type]
+                auto.observe(MicroBatchProfile(1.0, 2.0, stalls, saved, auto.revision))  # type: ignore[arg-type]
             if (number + 1) % self.accumulate == 0:
                 if number + 1 == self.accumulate:
                     memory.change(self.states)
