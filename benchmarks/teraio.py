@@ -42,7 +42,8 @@ from benchmarks.processes import cap_gpu_memory, run_alone
 from benchmarks.throttled_backend import MemoryBackend, ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.plan_runner import MEDIAN_STEPS, Comparison, PlanRunner
+from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
+from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import Plan
 from lightning_ssd.sizes import format_bytes

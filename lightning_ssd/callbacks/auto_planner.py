@@ -192,7 +192,7 @@ class AutoPlanner(pl.Callback):
         if swaps is not None:
             self._apply_plan(trainer, offloader, swaps, self._guard)
         elif planned:
-            self._enable_hooks(trainer, offloader, True)
+            self._enable_hooks(trainer, offloader, not self._guard.limit.fits)
         else:
             self._apply_limit(trainer, offloader, self._guard, trained)
         plan = None if swaps is None else swaps.rule

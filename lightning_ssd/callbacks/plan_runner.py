@@ -18,6 +18,7 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS
 from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import WorkCounter, allocator_memory, make_clock, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
@@ -34,9 +35,6 @@ from lightning_ssd.planning import (
 from lightning_ssd.profiling import Profiler
 
 log = logging.getLogger(__name__)
-
-MEDIAN_STEPS = 8
-"""Number of steps whose median duration is compared with the prediction."""
 
 WARMUP_AFTER_CHANGE = 2
 """Steps after a change of plan that are not measured: the allocator moves memory in them."""

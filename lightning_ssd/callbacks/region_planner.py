@@ -2,8 +2,9 @@
 
 import logging
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from lightning_ssd._lightning import pl
@@ -20,7 +21,9 @@ from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.plan_cache import SWITCH, PlanCache, warn_unused
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.region_progress import RegionProgress, Trial
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
+from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS, TOLERANCE, StepDrift
 from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, free_bytes, plan_storages
@@ -57,56 +60,7 @@ NO_TENSORS = BatchShape((), 0)
 MIN_GAIN = 0.01
 """Share of a step by which a trial must be faster than an earlier one to be applied."""
 
-TOLERANCE = 0.1
-"""Relative difference of a step's duration from that of an earlier training, up to which its plan is right."""
-
 Phase = Literal["compiling", "recording", "reading", "timing", "decided"]
-
-
-@dataclass
-class Trial:
-    """Steps under one rule.
-
-    Attributes:
-        memory_budget: `activation_memory_budget` of compiled code.
-        plan: plan of saved storages; `None`: those without room are offloaded, evenly spread over the forward.
-        saved_bytes: bytes that a micro-batch saves.
-        seconds: measured duration of a step; infinite if a micro-batch ran out of memory.
-        stalled: measured share of forward and backward in which the device waited for transfers.
-    """
-
-    memory_budget: float
-    plan: StoragePlan | None
-    saved_bytes: int
-    seconds: float = math.inf
-    stalled: float = 0.0
-
-
-@dataclass(eq=False)
-class RegionProgress:
-    """Progress from a recorded micro-batch of one shape to the fastest rule for it.
-
-    Attributes:
-        applied: the trial in force, or being timed; `None` before the first one.
-        trials: the trials that have ended, in their order.
-        timeline: the recorded storages; `None`: the device has not passed them yet.
-        window_bytes: window of the recorded micro-batch, in which `peaks` were measured.
-        room_bytes: bytes of storages for which a micro-batch has room; `None`: not known.
-        peaks: memory of such micro-batches, with which alone they are compared.
-        key: key of the plan in the cache; "" before storages were recorded.
-        cached: the rule of an earlier training, before its trial has ended.
-        number: number of the trial in force.
-    """
-
-    applied: Trial | None = None
-    trials: list[Trial] = field(default_factory=list)
-    timeline: SavedTimeline | None = None
-    window_bytes: int = 0
-    room_bytes: float | None = None
-    peaks: MeasuredPeaks = field(default_factory=MeasuredPeaks)
-    key: str = ""
-    cached: CachedRegions | None = None
-    number: int = 0
 
 
 class RegionPlanner:
@@ -129,6 +83,8 @@ class RegionPlanner:
     that is no smaller, and its memory is compared with that of such micro-batches alone. If there is none, it is
     treated as before the plan: those that are not within an earlier one offload all storages. If there are many of
     them, a micro-batch of their shape is recorded, planned and timed, too, with the same `activation_memory_budget`.
+
+    Steps are timed under the fastest rule, too. If they drift, their shape is planned again.
 
     All methods are called on the training thread, outside of forward and backward; none waits for the device.
 
@@ -160,9 +116,8 @@ class RegionPlanner:
         self._guard = guard
         self._limit = guard.limit
         self._schedulers = schedulers
-        clock = make_clock(offloader.device)
-        self._timer = StepTimer(clock, 2 * TIMED_STEPS)
-        self._recorder = SavedTimelineRecorder(clock)
+        self._clock = make_clock(offloader.device)
+        self._recorder = SavedTimelineRecorder(self._clock)
         self._budget = PartitionerBudget()
         self._recompiles = recompiles
         self._make_key = make_key
@@ -182,7 +137,7 @@ class RegionPlanner:
         self._plans: PlannedShapes[RegionProgress] = PlannedShapes(guard.limit.meter)
         self._planned: PlannedShape[RegionProgress] | None = None
         """The shape that is being planned, or was planned last; `None`: none was recorded."""
-        self._progress = RegionProgress()
+        self._progress = self._new_progress()
         """Its progress."""
         self._followed: PlannedShape[RegionProgress] | None = None
         """The shape whose rule the present micro-batch follows."""
@@ -193,12 +148,10 @@ class RegionPlanner:
         """Steps since the last one of the shape that is being planned."""
         self._num_abandoned = 0
         """Shapes that did not occur again."""
-        self._is_first = True
-        """Whether no shape was planned so far: budgets and windows are chosen for the first one."""
-        self._of_planned = False
-        """Whether all micro-batches of the present step are of that shape, or almost as large."""
-        self._wait = 0
-        """Steps before the next timed one."""
+        self._is_only = True
+        """Whether no other shape was planned: the budget and the window are chosen for the first one."""
+        self._timed: PlannedShape[RegionProgress] | None = None
+        """The shape of all micro-batches of the present step, or almost so; `None`: there are several."""
         self._number = 0
         """Number of the last trial."""
         self._before = offloader.stats()
@@ -258,10 +211,12 @@ class RegionPlanner:
             self._record(shape, trained)
             return True
         self._follow(found)
-        of_planned = found is not None and found is self._planned and self._plans.is_close(found, shape)
-        self._of_planned = of_planned and (begins_step or self._of_planned)
-        if self._phase == "timing":
-            self._time_step(begins_step=begins_step)
+        close = found if found is not None and self._plans.is_close(found, shape) else None
+        if begins_step:
+            self._time_step(close)
+        elif self._timed is not None and close is not self._timed:
+            self._timed.state.timer.skip()
+            self._timed = None
         return found is not None
 
     def _may_record(self, shape: BatchShape) -> bool:
@@ -299,16 +254,26 @@ class RegionPlanner:
         self._unplanned.restart()
         for scheduler in self._schedulers:  # the windows of all plans are the same
             scheduler.override_window(self._offloader.policy.window_bytes)
+        self._is_only = False
         self._search(shape)
 
-    def _search(self, shape: BatchShape | None) -> None:
-        """Has a micro-batch recorded, of a shape, or of any, and the fastest rule for it searched."""
+    def _search(self, shape: BatchShape | None, key: str = "") -> None:
+        """Has a micro-batch recorded, and the fastest rule for its shape searched.
+
+        Args:
+            shape: the shape; `None`: any.
+            key: key under which the rule is stored; "": that of the recorded storages.
+        """
         self._phase = "recording"
-        self._progress = RegionProgress()
+        self._progress = self._new_progress()
+        self._progress.key = key
         self._recordable = None
         if shape is not None:
             self._record_shape(shape)
         self._num_recordings = self._num_missed = 0
+
+    def _new_progress(self) -> RegionProgress:
+        return RegionProgress(StepTimer(self._clock, max(TIMED_STEPS, MEDIAN_STEPS)))
 
     def _record_shape(self, shape: BatchShape) -> None:
         """Has the next micro-batch of a shape recorded."""
@@ -319,8 +284,7 @@ class RegionPlanner:
         """Records the present micro-batch, with all storages offloaded."""
         window, peaks = self._offloader.policy.window_bytes, MeasuredPeaks()
         self._progress = replace(self._progress, timeline=None, room_bytes=None, peaks=peaks, window_bytes=window)
-        self._of_planned = True
-        self._planned = self._followed = self._plans.make(shape, trained, self._progress)
+        self._timed = self._planned = self._followed = self._plans.make(shape, trained, self._progress)
         self._placement.follow(self._progress.peaks, None)
         self._limit.measure()
         recorder = self._recorder
@@ -361,38 +325,48 @@ class RegionPlanner:
         Args:
             ran_out: whether a micro-batch of the step ran out of memory, and was run again.
         """
-        self._timer.end()  # not when the next one begins: validations, checkpoints and data loading are in between
+        progress, timed = self._progress, self._timed
+        if timed is not None:  # not when the next step begins: validations, checkpoints, data loading are in between
+            timed.state.timer.end()
         if self._phase == "compiling":
             self._end_compilation()
         elif self._phase == "reading":
             self._read()
         elif self._phase == "timing":
-            if ran_out and self._of_planned:
+            if ran_out and timed is self._planned:
                 self._end_trial(math.inf)
-            elif len(self._timer.seconds) >= TIMED_STEPS:
-                self._end_trial(min(self._timer.seconds))
+            elif len(progress.timer.seconds) >= TIMED_STEPS:
+                self._end_trial(min(progress.timer.seconds))
+        elif self._phase == "decided" and timed is not None:
+            self._check_drift(timed)
         self._count_missed()
 
     def _count_missed(self) -> None:
         """Ends the search for the present shape, if it does not occur again."""
-        self._num_missed = 0 if self._of_planned or self._phase == "decided" else self._num_missed + 1
+        occurs = self._timed is not None and self._timed is self._planned
+        self._num_missed = 0 if occurs or self._phase == "decided" else self._num_missed + 1
         if self._num_missed < MAX_MISSED:
             return
         self._num_abandoned += 1
         if self._progress.trials:
             self._decide()
-        elif self._num_abandoned < MAX_RECORDINGS:
+            return
+        if self._planned is not None:
+            self._plans.remove(self._planned)  # it is planned if it occurs more often later
+        if self._num_abandoned < MAX_RECORDINGS:
             self._search(None)
         else:
             self._phase = "decided"
 
     def pause(self) -> None:
         """Called when a validation begins, also between two micro-batches of a step: its time is not measured."""
-        self._timer.pause()
+        if self._timed is not None:
+            self._timed.state.timer.pause()
 
     def resume(self) -> None:
         """Called when a validation has ended."""
-        self._timer.resume()
+        if self._timed is not None:
+            self._timed.state.timer.resume()
 
     def close(self) -> None:
         """Restores the user's `activation_memory_budget`; the training is over."""
@@ -438,7 +412,7 @@ class RegionPlanner:
     def _has_fixed_window(self) -> bool:
         """Whether plans must have the window of the recorded micro-batch."""
         fixed = not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
-        return fixed or not self._is_first
+        return fixed or not self._is_only
 
     def _speeds(self) -> dict[InputChoice, TierSpeed]:
         """Returns the speeds of the tiers, as measured in the training so far."""
@@ -460,29 +434,43 @@ class RegionPlanner:
         timeline = self._progress.timeline
         self._apply(Trial(self._budget.value, plan, 0 if timeline is None else sum(timeline.sizes)))
         self._phase = "timing"
-        self._wait = WARM_UP
         self._before = self._offloader.stats()
-        self._timer.reset()
 
     def _apply(self, trial: Trial) -> None:
         progress, plan = self._progress, trial.plan
         self._number += 1
         progress.applied, progress.number = trial, self._number
-        if not self._is_first:
+        progress.wait, progress.drift = WARM_UP, StepDrift()
+        progress.timer.reset()
+        if not self._is_only:
             return
         if plan is not None and plan.window_bytes > progress.window_bytes:
             self._guard.restart()  # the memory of other micro-batches was measured with a smaller window
         for scheduler in self._schedulers:
             scheduler.override_window(None if plan is None else plan.window_bytes)
 
-    def _time_step(self, *, begins_step: bool) -> None:
-        """Times the present step, if all its micro-batches are of the shape that is being planned."""
-        if not self._of_planned:
-            self._timer.skip()
-        elif begins_step and self._wait:
-            self._wait -= 1
-        elif begins_step:
-            self._timer.begin()
+    def _time_step(self, planned: PlannedShape[RegionProgress] | None) -> None:
+        """Times the present step under the rule of a shape; `None`: it is not timed."""
+        self._timed = planned
+        if planned is None:
+            return
+        progress = planned.state
+        if progress.wait:
+            progress.wait -= 1
+        else:
+            progress.timer.begin()
+
+    def _check_drift(self, planned: PlannedShape[RegionProgress]) -> None:
+        """Plans a shape again if its steps have drifted."""
+        progress = planned.state
+        drift, timer = progress.drift, progress.timer
+        if not drift.is_due(timer.num_steps) or len(timer.seconds) < MEDIAN_STEPS:
+            return
+        seconds, usual = statistics.median(list(timer.seconds)[-MEDIAN_STEPS:]), drift.usual
+        if drift.add(timer.num_steps, seconds):
+            self._log(f"a step with compiled code takes {seconds:.4f} s, and took {usual:.4f}: planning again")
+            self._planned = planned
+            self._search(planned.shape, progress.key)
 
     def _end_trial(self, seconds: float) -> None:
         """Adds the present trial, and begins the next one, or applies the fastest."""
@@ -523,7 +511,7 @@ class RegionPlanner:
     @property
     def _may_recompile(self) -> bool:
         """Whether code may be compiled again for the shape that is being planned."""
-        return self._recompiles and self._is_first and self._budget.may_change
+        return self._recompiles and self._is_only and self._budget.may_change
 
     def _next_budget(self, trial: Trial, plan: StoragePlan, timeline: SavedTimeline) -> float | None:
         """Returns the next value of `activation_memory_budget` to try; `None`: no more."""
@@ -631,7 +619,7 @@ class RegionPlanner:
         """Begins the trials anew, with the user's `activation_memory_budget`."""
         self._progress.cached = None
         self._progress.trials.clear()
-        if self._is_first and self._budget.value != 1.0:
+        if self._is_only and self._budget.value != 1.0:
             self._compile(1.0)
         else:
             self._begin_trial(None)
@@ -673,7 +661,7 @@ class RegionPlanner:
         self._log(text)
 
     def _end_search(self) -> None:
-        self._phase, self._is_first = "decided", False
+        self._phase = "decided"
 
     def _log(self, text: str) -> None:
         pl.utilities.rank_zero_info(f"offload='auto': {text}.")

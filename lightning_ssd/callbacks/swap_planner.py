@@ -7,7 +7,7 @@ The work is done elsewhere: `StepProfiling` measures, `planning` makes plans, an
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, wa
 from lightning_ssd.callbacks.plan_key import has_more_memory, is_like, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_runner import (
     HISTORY,
-    MEDIAN_STEPS,
     WARMUP_AFTER_CHANGE,
     Comparison,
     PlanRunner,
@@ -28,6 +27,7 @@ from lightning_ssd.callbacks.plan_runner import (
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.callbacks.step_drift import TOLERANCE, StepDrift
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.model_states import ModelStates, is_compiled
@@ -80,9 +80,6 @@ FRAGMENT_RESERVE_STEP = 0.04
 MAX_FRAGMENT_RESERVE = 0.2
 """Largest reserve for fragments / GPU limit."""
 
-PATIENCE = 2
-"""Drifted medians in a row after which the planner plans again."""
-
 
 @dataclass
 class PlanProgress:
@@ -99,10 +96,8 @@ class PlanProgress:
         calibrations: corrections of the profiles by steps under plans, since they were made.
         replaced: measured steps of the plan that the one in force has replaced after a correction.
         retried: whether the training was profiled again because a correction did not explain the measured steps.
-        compared_plan: the plan that the fields below belong to.
-        compared_steps: steps of the runner that were compared with the prediction.
-        usual: seconds of a step in the first comparison.
-        drifting: comparisons in a row whose seconds have drifted from `usual`.
+        compared_plan: the plan that the next field belongs to.
+        drift: compares the steps under that plan.
     """
 
     runner: PlanRunner | None = None
@@ -116,9 +111,7 @@ class PlanProgress:
     replaced: Comparison | None = None
     retried: bool = False
     compared_plan: Plan | None = None
-    compared_steps: int = 0
-    usual: float | None = None
-    drifting: int = 0
+    drift: StepDrift = field(default_factory=StepDrift)
 
 
 class SwapPlanner(StepProfiling):
@@ -188,7 +181,7 @@ class SwapPlanner(StepProfiling):
         ssd_bytes_per_day: int | str | None = None,
         warm_up: int = 3,
         steps: int = 3,
-        tolerance: float = 0.1,
+        tolerance: float = TOLERANCE,
         cache: bool = True,
     ) -> None:
         super().__init__(warm_up, steps)
@@ -588,8 +581,7 @@ class SwapPlanner(StepProfiling):
         """Compares measured steps with the prediction, once there are enough of them under the plan in force."""
         progress = self._progress
         if runner.plan is not progress.compared_plan:  # other callers of the runner may have applied it
-            progress.compared_plan = runner.plan
-            progress.compared_steps, progress.usual, progress.drifting = 0, None, 0
+            progress.compared_plan, progress.drift = runner.plan, StepDrift(self._tolerance)
         if self.calibrating:
             # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
             count = self._steps if self._profiling_budget.allows(1) else 1
@@ -599,20 +591,20 @@ class SwapPlanner(StepProfiling):
                 runner.calibrate(comparison, self._tolerance)
                 self._decide(trainer, pl_module, runner)
             return
-        if runner.num_steps < progress.compared_steps + MEDIAN_STEPS:
+        if not progress.drift.is_due(runner.num_steps):
             return
         comparison = runner.measured()
         if comparison is None:
             return  # the device has not executed these steps yet
-        progress.compared_steps = runner.num_steps
         progress.comparison = comparison
         fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
         fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
         if fragmented and self._reserve_for_fragments(runner, fragments):
             return
         self._log_comparison(trainer, runner, comparison)
-        if progress.usual is None:
-            progress.usual = comparison.step_seconds
+        usual = progress.drift.usual
+        drifted = progress.drift.add(runner.num_steps, comparison.step_seconds)
+        if usual is None:
             wrong = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1) > MAX_ERROR
             replaced, progress.replaced = progress.replaced, None
             if replaced is not None and wrong and comparison.step_seconds > replaced.step_seconds:
@@ -623,10 +615,8 @@ class SwapPlanner(StepProfiling):
                 if runner.plan is not None:
                     self._store(runner, runner.plan)
             return
-        drift = abs(comparison.step_seconds / progress.usual - 1)
-        progress.drifting = progress.drifting + 1 if drift > self._tolerance else 0
-        if progress.drifting == PATIENCE and self.user_plan is None:
-            seconds = f"a step takes {comparison.step_seconds:.3f} s, and took {progress.usual:.3f}"
+        if drifted and self.user_plan is None:
+            seconds = f"a step takes {comparison.step_seconds:.3f} s, and took {usual:.3f}"
             pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}: planning again.")
             self._restart_profiling(runner)
 
@@ -708,7 +698,7 @@ class SwapPlanner(StepProfiling):
                 {f"SwapPlanner/{name}": value for name, value in metrics.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
-        if self._progress.usual is None:
+        if self._progress.drift.usual is None:
             peak = f"predicted {format_bytes(predicted.gpu_peak_bytes)}"
             if comparison.gpu_peak_bytes:
                 peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import OffloadAll, OffloadExcess
-from lightning_ssd.callbacks import AutoPlanner, swap_planner
+from lightning_ssd.callbacks import AutoPlanner, step_drift
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
@@ -107,7 +107,7 @@ class Losses(TinyGPT):
 
 def test_loggers_get_no_metrics_that_plain_lightning_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(SHORT, monkeypatch)
-    monkeypatch.setattr(swap_planner, "MEDIAN_STEPS", 1)
+    monkeypatch.setattr(step_drift, "MEDIAN_STEPS", 1)
     compared: list[bool] = []
 
     class Look(pl.Callback):

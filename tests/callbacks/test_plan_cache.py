@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
-from lightning_ssd.callbacks import plan_cache, swap_planner
+from lightning_ssd.callbacks import plan_cache, step_drift
 from tests.support.compare import assert_same
 from tests.support.meter import Meter, use
 from tests.support.parity import TinyGPT, train
@@ -283,7 +283,7 @@ def test_the_oldest_files_are_removed(
 
 
 def test_measured_steps_correct_the_stored_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_planner, "MEDIAN_STEPS", 1)
+    monkeypatch.setattr(step_drift, "MEDIAN_STEPS", 1)
     fit(tmp_path, steps=8)
     (path,) = stored()
     before = json.loads(path.read_text())["profile"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.activations import config
-from lightning_ssd.callbacks import swap_planner
+from lightning_ssd.callbacks import step_drift, swap_planner
 from lightning_ssd.planning import HardwareProfile
 
 MACHINE = Path(__file__).parents[2] / "configs/machines/h100.json"
@@ -37,4 +37,4 @@ def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
     """Makes trainings on the CPU read `meter`, and plan for an H100 without a comparison of predicted times."""
     patch.setattr(config, "allocator_memory", lambda device: meter)
     patch.setattr(swap_planner, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
-    patch.setattr(swap_planner, "MEDIAN_STEPS", 10**6)
+    patch.setattr(step_drift, "MEDIAN_STEPS", 10**6)
