@@ -135,9 +135,9 @@ class MicroBatchRetry:
         state.restore()
         if self._states is not None:
             self._states.begin("train")
+        self._save_memory(part)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # segments of small blocks, which the second attempt needs otherwise
-        self._save_memory(part)
 
     @contextlib.contextmanager
     def _explained(self, part: str) -> Iterator[None]:

@@ -197,6 +197,11 @@ class ActivationOffloader(Uncopied):
             self._batch.end()
             self._collect()
 
+    def free_discarded(self) -> None:
+        """Waits for loads of tensors that were freed without a backward, and frees the memory that they write to."""
+        with self._lock:
+            self._collect(wait=True)
+
     def stats(self) -> OffloadStats:
         """Returns the totals. Stalls of the last steps are added once the device has executed these steps."""
         self._read_profiles()
@@ -487,12 +492,16 @@ class ActivationOffloader(Uncopied):
 
     # ---- both ----
 
-    def _collect(self) -> None:
-        """Frees the copies of freed records, after their running loads, which write to device memory, have ended."""
+    def _collect(self, *, wait: bool = False) -> None:
+        """Frees the copies of freed records, after their running loads, which write to device memory, have ended.
+
+        Args:
+            wait: wait for loads that are not issued yet; else their copies are freed later.
+        """
         for _ in range(len(self._pending_frees)):
             pending = self._pending_frees.popleft()
             if pending.load is not None:
-                if not pending.load.issued:
+                if not (wait or pending.load.issued):
                     self._pending_frees.append(pending)
                     continue
                 with contextlib.suppress(Exception):  # an error of a load whose bytes are not needed

@@ -442,6 +442,7 @@ class AutoPlanner(pl.Callback):
             self._failed_profiles += self.planner.measuring
             self.planner.discard()
         offloader.begin_micro_batch()
+        offloader.free_discarded()
         policy = replace(offloader.policy, window_bytes=0, hooks_enabled=True, mode=None)
         if self.planner is not None:
             self._replace(offloader, replace(policy, placement=OffloadAll(tuple(offloader.tiers))))

@@ -86,7 +86,7 @@ class Worker:
         else:
             self._enqueue(job)
         if urgency is not None:
-            urgency.on_wait(lambda: self._promote(job))
+            urgency.on_wait(job, self._promote)
         return job.done
 
     def _enqueue(self, job: _Job) -> None:

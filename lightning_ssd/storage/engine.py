@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -116,7 +115,7 @@ class Engine:
         if not target.queue.put(request, 0 if urgency is not None and urgency.urgent else 1):
             raise StorageError(f"the store is closed: {target.path} takes no more transfers")
         if urgency is not None:
-            urgency.on_wait(partial(target.queue.promote, request, 0))
+            urgency.on_wait(request, lambda queued: target.queue.promote(queued, 0))
         return request
 
     def close(self) -> None:

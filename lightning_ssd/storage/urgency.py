@@ -1,9 +1,13 @@
 """`Urgency`: whether a thread or stream waits for a transfer, for all queues through which the transfer passes."""
 
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 __all__ = ["Urgency"]
+
+_Request = TypeVar("_Request")
 
 
 class Urgency:
@@ -20,7 +24,9 @@ class Urgency:
         self._lock = threading.Lock()
         """Guards the next two. Not held while a callback runs."""
         self._urgent = urgent
-        self._callbacks: list[Callable[[], object]] = []
+        self._waiting: list[tuple[weakref.ref[Any], Callable[[Any], object]]] = []
+        """Requests and their callbacks. A transfer owns its `Urgency`, and a request's future owns the transfer: strong
+        references would be a cycle, in which the transfer's device memory stayed until a garbage collection."""
 
     @property
     def urgent(self) -> bool:
@@ -31,14 +37,21 @@ class Urgency:
         """Called when a thread or stream begins to wait. Later calls have no effect."""
         with self._lock:
             self._urgent = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            waiting, self._waiting = self._waiting, []
+        for reference, callback in waiting:
+            request = reference()
+            if request is not None:
+                callback(request)
 
-    def on_wait(self, callback: Callable[[], object]) -> None:
-        """Has `callback` called by the thread that calls `begin_wait`; at once if that was called already."""
+    def on_wait(self, request: _Request, callback: Callable[[_Request], object]) -> None:
+        """Has `callback(request)` called by the thread that calls `begin_wait`; at once if that was called already.
+
+        Args:
+            request: a queued request, which the queue owns: the callback is not called once the request is freed.
+            callback: must not own the request.
+        """
         with self._lock:
             if not self._urgent:
-                self._callbacks.append(callback)
+                self._waiting.append((weakref.ref(request), callback))
                 return
-        callback()
+        callback(request)

@@ -419,6 +419,45 @@ def test_device_memory_is_freed(cache: ActivationOffloader) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("used", [True, False], ids=["unpacked", "dropped"])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, tier: str, used: bool) -> None:
+    """Loads that have ended before a thread waits for them, and loads for which no thread waits."""
+    host_memory = "64MiB" if tier == "host" else 0
+    with open_cache(tmp_path, host_memory=host_memory) as cache, pytest.MonkeyPatch.context() as patch:
+        destinations: list[weakref.ref[torch.UntypedStorage]] = []
+        empty = cache.copies.empty
+
+        def told(nbytes: int) -> Tensor:
+            data = empty(nbytes)
+            destinations.append(weakref.ref(data.untyped_storage()))
+            return data
+
+        patch.setattr(cache.copies, "empty", told)
+        cache.begin_micro_batch()
+        leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
+        with cache.hooks():
+            losses = [leaf.exp().sum() for leaf in leaves]
+        if tier == "ssd":
+            wait_for_writes(cache)
+        change_policy(cache, window_bytes=MIB)
+        gc.collect()
+        gc.disable()
+        try:
+            losses.pop().backward()  # also prefetches the bytes of the others
+            if tier == "ssd":
+                wait_for_writes(cache)  # reads take the same memory
+            assert len(destinations) == 4
+            while losses and used:
+                losses.pop().backward()
+            losses.clear()
+            cache.end_backward()
+            cache.free_discarded()
+            eventually(lambda: all(reference() is None for reference in destinations))
+        finally:
+            gc.enable()
+
+
 def test_exception_in_forward(cache: ActivationOffloader) -> None:
     """After a forward that fails the tiers are empty, and the next micro-batch works."""
     cache.begin_micro_batch()
