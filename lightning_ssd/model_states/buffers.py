@@ -231,7 +231,7 @@ class SSDBuffer(StateBuffer):
     def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
         version = (self.version + uncommitted) % self.versions
         if urgency is not None and not self._write_done[version].done():
-            urgency.on_wait(self._write_urgency[version].begin_wait)
+            urgency.on_wait(self._write_urgency[version], Urgency.begin_wait)
         return self._write_done[version]
 
     def free(self) -> None:

@@ -38,10 +38,19 @@ def unit_profiles(
 
 
 def calls_of_units(units: Sequence[Unit], graph: ForwardGraph) -> list[UnitCall]:
-    """Returns the calls of units in the order of the forward, then a call 0 of each unit that was not called."""
-    unit_calls = graph.unit_calls()
-    ran = {unit_call.unit for unit_call in unit_calls}
-    return unit_calls + [UnitCall(index, 0) for index in range(len(units)) if index not in ran]
+    """Returns the calls of units in the order of the forward, then a call 0 of each unit that was not called.
+
+    Every unit has a call 0, to which its weights belong, also if only a later one has operations: parameters that two
+    modules share are a unit of both, and operations of the first module may belong to a unit inside of it.
+    """
+    calls: list[UnitCall] = []
+    begun: set[int] = set()
+    for unit_call in graph.unit_calls():
+        if unit_call.unit not in begun and unit_call.call_index > 0:
+            calls.append(UnitCall(unit_call.unit, 0))
+        begun.add(unit_call.unit)
+        calls.append(unit_call)
+    return calls + [UnitCall(index, 0) for index in range(len(units)) if index not in begun]
 
 
 def _unit_profile(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -314,6 +314,18 @@ MACHINES = st.fixed_dictionaries(
     }
 )
 
+CONSTRAINED: dict[str, Any] = {
+    "planner": "teraio",
+    "gpu_memory": 5_000,
+    "link": 1e6,
+    "drive": 1e6,
+    "states": "auto",
+    "clip": None,
+    "optimizer": torch.optim.SGD,
+    "seed": 0,
+    "part": PART_ELEMENTS,
+}
+
 
 def fit_some(path: Path, parts: Any, case: Any, strategy: Any = "auto", callbacks: Any = ()) -> Program:
     module = Program(parts, case["optimizer"])
@@ -352,6 +364,9 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
         )
         found = fit_some(path, parts, case, strategy, [swaps])
         assert moves or saved.exists()  # at the end there may be no plan: steps of unusual length are profiled again
+        if swaps.runner is not None:
+            names = [unit.name for unit in units.find_units(found)]
+            assert set(names) <= {unit.name for unit in swaps.runner.profile.units}
         assert Engines.made and not [violation for engine in Engines.made for violation in engine.violations]
     assert_same(found, plain)
     return moves
@@ -359,6 +374,7 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
 
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, MACHINES)
+@example([linear, linear, scaled, tied], CONSTRAINED)  # the first forward of the tied weights belongs to a unit inside
 def test_plans_of_random_models_and_machines_keep_the_numbers(tmp_path: Path, parts: Any, case: Any) -> None:
     check_plan(tmp_path, parts, case)
 
