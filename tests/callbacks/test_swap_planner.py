@@ -554,8 +554,9 @@ class SlowAfterward(TinyGPT):
         plan = self.planner.plan
         if plan is not None and not self.planner.calibrating:
             if id(plan) not in self.seconds:
-                self.seconds[id(plan)] = next(self.factors) * self.planner.prediction.step_seconds
-            self.time.now += self.seconds[id(plan)]
+                # With the plan, so that no later one has its identity.
+                self.seconds[id(plan)] = plan, next(self.factors) * self.planner.prediction.step_seconds
+            self.time.now += self.seconds[id(plan)][1]
         return super().training_step(batch, batch_idx)
 
 
