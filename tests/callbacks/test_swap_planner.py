@@ -543,19 +543,19 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
 
 
 class SlowAfterward(TinyGPT):
-    """Steps last 1.1 times their prediction under the first plan, and `factor` times under later ones."""
+    """Steps last 1.1 times their prediction under the first plan, and `factor` times as long under later ones."""
 
     def __init__(self, planner: SwapPlanner, time: Clock, factor: float) -> None:
         super().__init__("none")
-        factors = itertools.chain((1.1,), itertools.repeat(factor))
-        vars(self).update(planner=planner, time=time, factors=factors, seconds={})
+        vars(self).update(planner=planner, time=time, factor=factor, seconds={})
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         plan = self.planner.plan
         if plan is not None and not self.planner.calibrating:
             if id(plan) not in self.seconds:
-                # With the plan, so that no later one has its identity.
-                self.seconds[id(plan)] = plan, next(self.factors) * self.planner.prediction.step_seconds
+                first = next(iter(self.seconds.values()), None)
+                seconds = 1.1 * self.planner.prediction.step_seconds if first is None else self.factor * first[1]
+                self.seconds[id(plan)] = plan, seconds  # with the plan, so that no later one has its identity
             self.time.now += self.seconds[id(plan)][1]
         return super().training_step(batch, batch_idx)
 
