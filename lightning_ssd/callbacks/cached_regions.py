@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from lightning_ssd.callbacks.plan_key import MEMORY_TOLERANCE
-from lightning_ssd.planning import StoragePlan, check_not_negative, check_positive
+from lightning_ssd.callbacks.plan_cache import parse_number
+from lightning_ssd.planning import StoragePlan, check_positive
 
 __all__ = ["CachedRegions"]
-
-_NUMBERS = ("memory_budget", "seconds", "gpu_bytes", "host_bytes")
 
 
 @dataclass(frozen=True)
@@ -28,24 +26,19 @@ class CachedRegions:
     memory_budget: float
     seconds: float
     gpu_bytes: float
-    host_bytes: int
-
-    def has_less_memory(self, gpu_bytes: float, host_bytes: int) -> bool:
-        """Returns whether the training had so much less memory than there is now that another rule may be faster."""
-        return gpu_bytes > MEMORY_TOLERANCE * self.gpu_bytes or host_bytes > MEMORY_TOLERANCE * self.host_bytes
+    host_bytes: float
 
     @classmethod
     def from_content(cls, content: Mapping[Any, Any]) -> Self:
         """Returns the entry of a file's content. Raises ValueError if it is not one."""
-        for name in _NUMBERS:
-            if isinstance(content.get(name), bool) or not isinstance(content.get(name), int | float):
-                raise ValueError(f"`{name}` must be a number")
-            check_not_negative(name, content[name])
-        check_positive("seconds", content["seconds"])
-        if not 0 < content["memory_budget"] <= 1:
+        names = ("memory_budget", "seconds", "gpu_bytes", "host_bytes")
+        memory_budget, seconds, gpu_bytes, host_bytes = (parse_number(content, name) for name in names)
+        check_positive("seconds", seconds)
+        if not 0 < memory_budget <= 1:
             raise ValueError("`memory_budget` must be above 0, and at most 1")
         plan = content.get("plan")
-        return cls(None if plan is None else StoragePlan.from_content(plan), *(content[name] for name in _NUMBERS))
+        stored = None if plan is None else StoragePlan.from_content(plan)
+        return cls(stored, memory_budget, seconds, gpu_bytes, host_bytes)
 
     def to_content(self) -> dict[str, Any]:
         """Returns the content of a file."""

@@ -20,7 +20,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.storage import NotPrivateError, PrivateDirectory
 
-__all__ = ["CacheEntry", "CachedPlan", "PlanCache", "warn_unused"]
+__all__ = ["CacheEntry", "CachedPlan", "PlanCache", "parse_number", "warn_unused"]
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,7 @@ class CachedPlan:
     @classmethod
     def from_content(cls, content: Mapping[Any, Any]) -> Self:
         """Returns the entry of a file's content. Raises ValueError if it is not one."""
-        reserve = content.get("fragment_reserve")
-        if isinstance(reserve, bool) or not isinstance(reserve, int | float):
-            raise ValueError("`fragment_reserve` must be a number")
-        check_not_negative("fragment_reserve", reserve)
+        reserve = parse_number(content, "fragment_reserve")
         if not isinstance(content.get("confirmed"), bool):
             raise ValueError("`confirmed` must be true or false")
         return cls(
@@ -139,6 +136,15 @@ class PlanCache:
                 _remove_oldest(directory)
         except (OSError, RuntimeError) as error:
             log.debug("the plan was not stored in the cache: %s", error)
+
+
+def parse_number(content: Mapping[Any, Any], name: str) -> float:
+    """Returns the number `name` of a file's content. Raises ValueError if it is not a number, or below 0."""
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"`{name}` must be a number")
+    check_not_negative(name, value)
+    return value
 
 
 def warn_unused(reason: str) -> None:

@@ -17,7 +17,7 @@ from lightning_ssd.callbacks.offloader import offload_config
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.planning import HardwareProfile, ModelProfile
 
-__all__ = ["MEMORY_TOLERANCE", "has_more_memory", "is_like", "plan_key", "recorded_forward"]
+__all__ = ["has_more_memory", "is_like", "plan_key", "recorded_forward"]
 
 _MEASURED = (
     "samples", "tokens", "forward_seconds", "backward_seconds", "between_seconds", "recompute_seconds",
@@ -82,9 +82,14 @@ def is_like(one: HardwareProfile, other: HardwareProfile) -> bool:
     return all(max(pair) <= 2 * min(pair) for pair in pairs)
 
 
-def has_more_memory(one: HardwareProfile, other: HardwareProfile) -> bool:
-    """Returns whether a training may use so much more memory in `one` that another plan may be faster."""
-    return any(getattr(one, name) > MEMORY_TOLERANCE * getattr(other, name) for name in ("gpu_bytes", "host_bytes"))
+def has_more_memory(now: tuple[float, float], then: tuple[float, float]) -> bool:
+    """Returns whether a training may use so much more memory than an earlier one that another plan may be faster.
+
+    Args:
+        now: bytes of the device and of host memory that the training may use.
+        then: those that the earlier one might use.
+    """
+    return any(one > MEMORY_TOLERANCE * other for one, other in zip(now, then, strict=True))
 
 
 def _without_measured(value: Any) -> Any:

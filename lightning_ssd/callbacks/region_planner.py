@@ -19,6 +19,7 @@ from lightning_ssd.activations import (
 from lightning_ssd.callbacks.cached_regions import CachedRegions
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.plan_cache import SWITCH, PlanCache, warn_unused
+from lightning_ssd.callbacks.plan_key import has_more_memory
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.region_progress import RegionProgress, Trial
@@ -572,13 +573,13 @@ class RegionPlanner:
         self._used_keys.add(key)
         if cached is None:
             return None
-        if cached.has_less_memory(*self._memory()):
+        if has_more_memory(self._memory(), (cached.gpu_bytes, cached.host_bytes)):
             self._log("an earlier training with the same compiled code had less memory: its plan is not used")
             return None
         other_value = cached.memory_budget != self._budget.value
         return None if other_value and not self._may_recompile else cached
 
-    def _memory(self) -> tuple[float, int]:
+    def _memory(self) -> tuple[float, float]:
         """Returns the bytes of the device, and of host memory for activations, that this training may use."""
         host = self._offloader.tiers.get("host")
         return self._limit.meter.limit(), 0 if host is None else host.capacity
@@ -606,7 +607,7 @@ class RegionPlanner:
         """Ends the trial of the plan of an earlier training: applies it for good if steps are as fast as then."""
         if abs(seconds / cached.seconds - 1) <= TOLERANCE:
             self._progress.cached = None
-            self._end_search()
+            self._phase = "decided"
             self._log(
                 f"an earlier training with the same compiled code was planned: a step takes {seconds:.4f} s under its "
                 f"plan. {SWITCH}=0 in the environment has every training planned"
@@ -642,7 +643,7 @@ class RegionPlanner:
             self._plans.add(self._planned)
         if chosen is not progress.applied:
             self._apply(chosen)
-        self._end_search()
+        self._phase = "decided"
         if progress.key and chosen.seconds < math.inf:
             entry = CachedRegions(chosen.plan, chosen.memory_budget, chosen.seconds, *self._memory())
             self._cache.save(progress.key, entry)
@@ -659,9 +660,6 @@ class RegionPlanner:
                 "which may change the last digits of results"
             )
         self._log(text)
-
-    def _end_search(self) -> None:
-        self._phase = "decided"
 
     def _log(self, text: str) -> None:
         pl.utilities.rank_zero_info(f"offload='auto': {text}.")

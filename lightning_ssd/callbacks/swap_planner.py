@@ -494,7 +494,8 @@ class SwapPlanner(StepProfiling):
         runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
         plan = placement.apply(profile, cached.plan)
         fits = not simulate(profile, hardware, plan).excess_bytes(hardware)
-        same = fits and not has_more_memory(hardware, cached.hardware)
+        now, then = ((one.gpu_bytes, one.host_bytes) for one in (hardware, cached.hardware))
+        same = fits and not has_more_memory(now, then)
         pl.utilities.rank_zero_info(
             "SwapPlanner: an earlier training with the same forward was measured, so that no steps are timed: "
             f"{'its plan is' if same else 'a plan for the present limits of memory is made and'} applied. "

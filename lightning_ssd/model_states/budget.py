@@ -91,7 +91,7 @@ def plan_memory(
             for kind, sizes in ((weights, [layout.flat.nbytes for layout in layouts]),
                                 (opt_state, [layout.opt_state_bytes for layout in layouts])):  # fmt: skip
                 # The largest flat parameters are moved to host memory first, because those on SSDs determine the size
-                # of staging memory. As it shrinks, host memory may have room for one that did not fit before.
+                # of staging memory. When staging memory becomes smaller, others fit into host memory, too.
                 largest_first, left = sorted(order, key=lambda index: -sizes[index]), len(layouts) + 1  # noqa: B023
                 while kind.count("ssd") < left:
                     left = kind.count("ssd")

@@ -17,7 +17,7 @@ class Urgency:
     thread waits for: of staging memory (`device.Worker`) and of the drives (`Engine`). Thread-safe.
 
     Args:
-        urgent: whether a thread or stream waits from the begin.
+        urgent: whether a thread or stream waits from the beginning.
     """
 
     def __init__(self, *, urgent: bool = False) -> None:

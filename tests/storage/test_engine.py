@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from concurrent.futures import CancelledError, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ssd.storage import StorageError, Urgency
+from lightning_ssd.storage import BlobStore, Piece, StorageError, Urgency
 from lightning_ssd.storage.engine import Meter
 from tests.support.faults import GatedBackend
 from tests.support.storage import KIB, noise, open_store
@@ -23,15 +25,22 @@ def buffer() -> torch.Tensor:
     return noise(PIECE)
 
 
-def test_urgent_reads_are_served_first_and_each_kind_in_order(tmp_path: Path) -> None:
-    gate = GatedBackend()
-    with open_store(tmp_path, backend=gate, threads=1) as store:
-        pieces = store.allocate(6 * PIECE).pieces
+@contextmanager
+def busy_store(path: Path, gate: GatedBackend, count: int) -> Iterator[tuple[BlobStore, Sequence[Piece], Future[None]]]:
+    """Yields a store with `count` written pieces, whose only thread writes one of them: later requests are queued."""
+    with open_store(path, backend=gate, threads=1) as store:
+        pieces = store.allocate(count * PIECE).pieces
         for piece in pieces:
             store.write(piece, buffer()).result()
         gate.hold()
         first = store.write(pieces[0], buffer())
-        gate.wait_for_arrival()  # the only thread is busy: later requests are queued
+        gate.wait_for_arrival()
+        yield store, pieces, first
+
+
+def test_urgent_reads_are_served_first_and_each_kind_in_order(tmp_path: Path) -> None:
+    gate = GatedBackend()
+    with busy_store(tmp_path, gate, 6) as (store, pieces, first):
         futures = [
             first,
             store.write(pieces[1], buffer()),
@@ -49,13 +58,7 @@ def test_urgent_reads_are_served_first_and_each_kind_in_order(tmp_path: Path) ->
 
 def test_a_queued_read_overtakes_others_once_a_thread_waits_for_it(tmp_path: Path) -> None:
     gate, urgency = GatedBackend(), Urgency()
-    with open_store(tmp_path, backend=gate, threads=1) as store:
-        pieces = store.allocate(4 * PIECE).pieces
-        for piece in pieces:
-            store.write(piece, buffer()).result()
-        gate.hold()
-        first = store.write(pieces[0], buffer())
-        gate.wait_for_arrival()
+    with busy_store(tmp_path, gate, 4) as (store, pieces, first):
         futures = [first, store.write(pieces[1], buffer()), store.read(pieces[2], buffer())]
         futures.append(store.read(pieces[3], buffer(), urgency=urgency))
         urgency.begin_wait()
