@@ -1,8 +1,9 @@
-"""The defaults on one GPU: step time and memory of a Llama by `ssd_offload`, plain Lightning, and recomputation.
+"""The defaults on one GPU: step time and memory of a model by `ssd_offload`, plain Lightning, and recomputation.
 
-    python -m benchmarks.default --out results.json [--modes plain ours] [--rounds 3] [--profile trace.json.gz]
+    python -m benchmarks.default --out results.json [--model gpt] [--modes plain ours] [--profile trace.json.gz]
     python -m benchmarks.default --gpu 24 --modes plain-eager recompute-eager ours-eager    # a GPU of 24 GiB
     python -m benchmarks.default --batch 1 --tokens 32768 --modes recompute-eager ours-eager
+    python -m benchmarks.default --report llama.json gpt.json ... --draw default.png    # of earlier results
 
 Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, `--rounds` times:
   plain        Lightning's own strategy, every layer compiled
@@ -15,11 +16,11 @@ Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, 
   planned      `ssd_offload` with `SwapPlanner()`, which refuses compiled layers: with `-eager` only
   plain-eager, ours-eager, ...   the same with nothing compiled
 
-The model has hidden size 2048, 16 layers, grouped-query attention (0.85B parameters); batches of 8 x 1024 tokens,
-AdamW, clipping at 1.0, bf16-mixed. Steps are measured after `--warm-up` steps at least, once the decision of
-`offload="auto"` is in force, which is printed. Step time: from one `on_train_batch_start` to the next on the GPU's
-clock; medians over steps, then over rounds, with the rounds' range. Peak: the most that was allocated in the measured
-steps.
+A Llama has hidden size 2048, 16 layers, grouped-query attention (0.85B parameters); batches of 8 x 1024 tokens; the
+sizes of the other models are in `benchmarks/default_models.py`. AdamW, clipping at 1.0, bf16-mixed. Steps are measured
+after `--warm-up` steps at least, once the decision of `offload="auto"` is in force, which is printed. Step time: from
+one `on_train_batch_start` to the next on the GPU's clock; medians over steps, then over rounds, with the rounds' range.
+Peak: the most that was allocated in the measured steps. Without a GPU, steps are timed, and nothing runs out of memory.
 """
 
 import argparse
@@ -33,57 +34,17 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.activation_offload import RandomTokens, quiet_trainer
+from benchmarks.activation_offload import quiet_trainer
+from benchmarks.default_models import FAMILIES, Model, RandomSamples
 from benchmarks.processes import cap_gpu_memory
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.device import allocator_memory, make_clock
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
-VOCABULARY = 32000
-
-
-class Llama(pl.LightningModule):
-    """A Llama that is trained on random tokens.
-
-    Args:
-        compiled: compile every layer.
-        recompute: checkpoint every layer.
-        hidden: size of the hidden dimension.
-        layers: count of decoder layers.
-        tokens: of a sample.
-    """
-
-    def __init__(self, *, compiled: bool, recompute: bool, hidden: int, layers: int, tokens: int) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=hidden,
-            intermediate_size=hidden * 11 // 4 // 64 * 64,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=max(1, hidden // 256),
-            max_position_embeddings=tokens,
-            use_cache=False,
-        )
-        self.model = LlamaForCausalLM(config)
-        if recompute:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if compiled:
-            for layer in self.model.model.layers:
-                layer.compile()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-5)
-
-
 PROFILED = 3
 """Steps after the measured ones, which a trace has."""
 
@@ -105,28 +66,34 @@ class Probe(pl.Callback):
         self._steps = steps
         self._begin: int | None = None
         self._trace = trace
-        self._events: list[torch.cuda.Event] = []
+        self._marks: list[Any] = []
         self._before: dict[str, float] = {}
         self._profiler: Any = None
         self._loss = float("nan")
         self.result: dict[str, Any] = {}
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._clock = make_clock(pl_module.device)
+        self._memory = allocator_memory(pl_module.device)
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._begin is None and batch_idx >= self._warm_up and in_force(trainer, batch_idx):
             self._begin = batch_idx
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            _synchronize()
+            if self._memory is not None:
+                self._memory.reset_peak()
             self._before = _totals(trainer)
         if self._begin is None:
             return
-        if len(self._events) <= self._steps:
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
+        if len(self._marks) <= self._steps:
+            self._marks.append(self._clock.now())
         if batch_idx == self._begin + self._steps:
-            torch.cuda.synchronize()
-            steps = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
+            _synchronize()
+            pairs = zip(self._marks, self._marks[1:], strict=False)
+            steps = [self._clock.elapsed(begin, end) or 0.0 for begin, end in pairs]
             self.result = {name: (total - self._before[name]) / len(steps) for name, total in _totals(trainer).items()}
-            self.result |= {"step": statistics.median(steps), "peak": torch.cuda.max_memory_allocated()}
+            peak = 0 if self._memory is None else self._memory.peak()
+            self.result |= {"step": statistics.median(steps), "peak": peak}
             self.result |= {"outcome": _outcome(trainer), "warm_up": self._begin, "loss": self._loss}
             auto, _ = _planners(trainer)
             if auto is not None and auto.regions is not None:
@@ -154,12 +121,17 @@ class Probe(pl.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.cuda.synchronize()
+        _synchronize()
         if self._profiler is not None:
             self._profiler.stop()
             assert self._trace is not None
             self._profiler.export_chrome_trace(str(self._trace))
             print(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
@@ -194,7 +166,7 @@ def _totals(trainer: Any) -> dict[str, float]:
     """
     frames = torch._dynamo.utils.counters["frames"]
     totals = {"frames": frames["total"], "frames_ok": frames["ok"]}
-    totals["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+    totals["alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if (cache := find_offloader(trainer)) is not None:
         stats = cache.stats()
         for name in ("saved", "stored", "forwarded", "loaded", "store_stall", "load_stall"):
@@ -227,14 +199,15 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
         trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, callbacks, path)
         trainer.gradient_clip_val = 1.0
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = Llama(
+            model = Model(
+                arguments.model,
+                arguments.hidden,
+                arguments.layers,
+                arguments.tokens,
                 compiled="eager" not in mode,
                 recompute=name.startswith("recompute"),
-                hidden=arguments.hidden,
-                layers=arguments.layers,
-                tokens=arguments.tokens,
             )
-        data = RandomTokens(arguments.batch * total, arguments.tokens, VOCABULARY)
+        data = RandomSamples(arguments.model, arguments.batch * total, arguments.tokens)
         try:
             trainer.fit(model, DataLoader(data, batch_size=arguments.batch))
         except torch.OutOfMemoryError:
@@ -267,21 +240,53 @@ def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
     )
 
 
-def main() -> None:
-    """Measures, prints the table, and writes every run to `--out`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--modes", nargs="+", default=MODES)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--gpu", type=float, help="GiB of the GPU that may be used")
-    parser.add_argument("--profile", type=Path, help="write a trace of the last steps of mode `ours` there")
-    arguments = parser.parse_args()
+def table(runs: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Returns the results of a model as a Markdown table, each mode beside plain Lightning, compiled or eager as it."""
+    anchors = {
+        mode: statistics.median(run["step"] for run in of_mode)
+        for mode, of_mode in runs.items()
+        if not any("error" in run for run in of_mode)
+    }
+    lines = [
+        "| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision "
+        "| retries |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for mode, of_mode in runs.items():
+        anchor = anchors.get("plain-eager" if "eager" in mode else "plain")
+        lines.append(f"| {mode} | {summarise(of_mode, anchor)} |")
+    return "\n".join(lines)
+
+
+def draw(results: list[dict[str, Any]], figure: Path) -> None:
+    """Draws the step over the peak of every mode, a panel for each result, ours as filled marks."""
+    import matplotlib.pyplot as plt
+
+    _, panels = plt.subplots(1, len(results), figsize=(1 + 3.2 * len(results), 3.6), squeeze=False)
+    for axes, result in zip(panels[0], results, strict=True):
+        for mode, runs in result["runs"].items():
+            if any("error" in run for run in runs):
+                continue
+            peak, step = (statistics.median(run[name] for run in runs) for name in ("peak", "step"))
+            ours = mode.startswith(("ours", "planned"))
+            color = "C0" if "eager" in mode else "C1"
+            axes.plot(peak / 2**30, step, "o" if ours else "s", color=color, fillstyle="full" if ours else "none")
+            axes.annotate(mode, (peak / 2**30, step), textcoords="offset points", xytext=(5, 3), fontsize=6)
+        cap = f" in {result['gpu']:g} GiB" if result.get("gpu") else ""
+        axes.set_title(f"{result['model']}{cap}", fontsize=9)
+        axes.set_xlabel("GPU peak, GiB")
+        axes.margins(0.25)
+    panels[0][0].set_ylabel("step, s")
+    plt.tight_layout()
+    plt.savefig(figure, dpi=120)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains every mode in turn, and returns all runs."""
+    family = FAMILIES[arguments.model]
+    for name in ("hidden", "layers", "batch", "tokens"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(family, name))
     if arguments.gpu:
         cap_gpu_memory(arguments.gpu)
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
@@ -290,23 +295,37 @@ def main() -> None:
             trace = arguments.profile if mode == "ours" and number == 0 else None
             runs[mode].append(fit(mode, arguments, trace))
             print(mode, json.dumps(runs[mode][-1]), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(
-            json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": runs}, indent=1)
-        )
-    anchors = {
-        mode: statistics.median(run["step"] for run in of_mode)
-        for mode, of_mode in runs.items()
-        if not any("error" in run for run in of_mode)
-    }
-    print(
-        "| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision "
-        "| retries |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for mode, of_mode in runs.items():
-        anchor = anchors.get("plain-eager" if "eager" in mode else "plain")
-        print(f"| {mode} | {summarise(of_mode, anchor)} |")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    shape = {name: getattr(arguments, name) for name in ("model", "hidden", "layers", "batch", "tokens", "gpu")}
+    return {"device": device, "torch": torch.__version__, **shape, "runs": runs}
+
+
+def main() -> None:
+    """Measures a model, prints its table, and writes every run to `--out`; or reports earlier results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", choices=FAMILIES, default="llama")
+    parser.add_argument("--modes", nargs="+", default=MODES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=20)
+    for name in ("hidden", "layers", "batch", "tokens"):
+        parser.add_argument(f"--{name}", type=int, help="default: that of the model")
+    parser.add_argument("--gpu", type=float, help="GiB of the GPU that may be used")
+    parser.add_argument("--profile", type=Path, help="write a trace of the last steps of mode `ours` there")
+    parser.add_argument("--report", nargs="+", type=Path, help="files of earlier results; measures nothing")
+    parser.add_argument("--draw", type=Path, metavar="PNG", help="draw the results")
+    arguments = parser.parse_args()
+    if arguments.report:
+        results = [json.loads(path.read_text()) for path in arguments.report]
+    else:
+        results = [measure(arguments)]
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(results[0], indent=1))
+    for result in results:
+        print(f"\n{result['model']}, {result['device']}\n\n{table(result['runs'])}")
+    if arguments.draw is not None:
+        draw(results, arguments.draw)
 
 
 if __name__ == "__main__":

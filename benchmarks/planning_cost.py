@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.activation_offload import RandomTokens, quiet_trainer
-from benchmarks.default import VOCABULARY, Llama, in_force
+from benchmarks.activation_offload import quiet_trainer
+from benchmarks.default import in_force
+from benchmarks.default_models import Model, RandomSamples
 from benchmarks.processes import cap_gpu_memory
 from benchmarks.step_times import StepTimes
 from lightning_ssd import SwapPlanner
@@ -59,10 +60,8 @@ def train(arguments: argparse.Namespace, *, ours: bool) -> tuple[list[float], in
     callbacks: list[pl.Callback] = [times, decision]
     if ours and arguments.gpu_memory:
         callbacks.append(SwapPlanner(gpu_memory=arguments.gpu_memory, cache=False))
-    model = Llama(
-        compiled=False, recompute=False, hidden=arguments.hidden, layers=arguments.layers, tokens=arguments.tokens
-    )
-    data = RandomTokens(arguments.batch * arguments.steps, arguments.tokens, VOCABULARY)
+    model = Model("llama", arguments.hidden, arguments.layers, arguments.tokens)
+    data = RandomSamples("llama", arguments.batch * arguments.steps, arguments.tokens)
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer(
             arguments.precision, "ssd_offload" if ours else "auto", arguments.steps, callbacks, path

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import planning_cost, teraio
+from benchmarks import default, planning_cost, teraio
+from benchmarks.default_models import FAMILIES
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.planning import HardwareProfile
 from tests.support.plans import MACHINE
@@ -35,6 +36,27 @@ def test_teraios_experiment(
     assert planned["placement"]["saved"].keys() <= {"keep", "host", "ssd", "recompute"}
     rows = capsys.readouterr().out.splitlines()[-2:]
     assert [row.split(" | ")[1] for row in rows] == ["ideal", "teraio-16gbs"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_defaults_of_each_family(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, figure = tmp_path / "default.json", tmp_path / "default.png"
+    modes = ["plain-eager", "recompute-eager", "ours-eager"]
+    sizes = ["--hidden", "64", "--layers", "2", "--batch", "2", "--tokens", "16", "--warm-up", "2", "--steps", "2"]
+    command = ["default", "--model", model, "--rounds", "1", "--modes", *modes, *sizes, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    default.main()
+    measured = capsys.readouterr().out
+    runs = json.loads(out.read_text())["runs"]
+    plain, recomputed, ours = (runs[mode][0]["loss"] for mode in modes)
+    assert ours == plain == pytest.approx(recomputed, rel=1e-3)
+    assert all(runs[mode][0]["step"] > 0 for mode in modes)
+    monkeypatch.setattr(sys, "argv", ["default", "--report", str(out), "--draw", str(figure)])
+    default.main()
+    assert measured.endswith(capsys.readouterr().out) and figure.stat().st_size > 0
 
 
 def test_the_cost_of_planning(
