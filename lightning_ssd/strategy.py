@@ -45,6 +45,7 @@ from lightning_ssd.model_states import (
     Loaded,
     MetaTensors,
     ModelStates,
+    PlanTiers,
     Settings,
     Setup,
     StatesConfig,
@@ -61,6 +62,7 @@ from lightning_ssd.model_states import (
     move_model_states,
     offloaded_parameters,
     pop_initial_values,
+    present_tiers,
     recording_loads,
     regroup_model_states,
     save,
@@ -491,7 +493,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return False
         return self.model_states is not None and not self.model_states.accumulating
 
-    @uninterrupted
     def move_states(self, plan: Plan) -> None:
         """Moves weights and optimizer states to the tiers of `plan`, between two steps.
 
@@ -504,6 +505,21 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             RuntimeError: the move failed half-way; training can't continue.
             StorageError: a drive failed.
         """
+        self.move_states_to(_planned_tiers(plan))
+
+    def present_tiers(self, resident_bytes: int = 0) -> PlanTiers:
+        """Returns the tiers of offloaded model states, for `move_states_to`.
+
+        Args:
+            resident_bytes: bytes of the device for states that are off it: those of the first units in the order of
+                the forward that fit are on it in the result, the others are where they are.
+        """
+        assert self.model_states is not None and self._setup is not None and self.model is not None
+        return present_tiers(self.model_states, self.model, self.optimizers, self._setup, resident_bytes=resident_bytes)
+
+    @uninterrupted
+    def move_states_to(self, tiers: PlanTiers) -> None:
+        """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan."""
         assert self.model_states is not None and self._setup is not None
         assert self.model is not None and self.lightning_module is not None
         if self.model_states.accumulating:
@@ -521,7 +537,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 offloaded,
                 self.root_device,
                 self._setup,
-                plan_tiers=_planned_tiers(plan),
+                plan_tiers=tiers,
             )
         except Exception as error:
             if before.closed:  # training can't continue; its parameters are whole on the CPU

@@ -29,10 +29,12 @@ from lightning_ssd.callbacks.plan_key import plan_key
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.region_planner import RegionPlanner
+from lightning_ssd.callbacks.resident_states import ResidentStates
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.shape_planner import ShapePlanner
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
+from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline
 from lightning_ssd.sizes import format_bytes
 
@@ -68,7 +70,8 @@ class AutoPlanner(pl.Callback):
       and plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, the tiers of offloaded
       model states. Micro-batches that may need more memory than a planned one offload all saved tensors. If there are
       many of them, they are planned, too, so that batches of a few shapes have a plan each (`ShapePlanner`).
-      In a training with compiled code, whose operators are not visible, a `RegionPlanner` plans instead.
+      In a training with compiled code, whose operators are not visible, a `RegionPlanner` plans instead, after
+      `ResidentStates` has moved offloaded model states to the device where it has room for them.
     - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, for
       example. Saved tensors without room are offloaded, as in the first steps.
 
@@ -89,32 +92,38 @@ class AutoPlanner(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.outcome: Outcome = "measuring"
         self.planner: ShapePlanner | None = None
-        self.regions: RegionPlanner | None = None
-        self._guard: MemoryGuard | None = None
-        """Compares micro-batches with measured ones; `None`: the callback does nothing."""
-        self._guarded = False
-        """Whether the guard compares the present micro-batch, as it follows no plan of its shape."""
         self._parameters: tuple[Tensor, ...] = ()
         self._batches = SeenBatches()
         """Batches of the whole training."""
-        self._shape: BatchShape | None = None
-        """Shape of the present batch."""
-        self._at_boundary = True
-        """Whether the next micro-batch is the first of a step."""
-        self._steps = 0
-        """Steps that have ended."""
-        self._short = False
-        """Whether saved tensors of a micro-batch of the present step had no room."""
-        self._short_steps = 0
-        """Steps in a row in which that was true."""
         self._obstacle: str | None = None
         """A lasting reason why the training can't be planned; `None`: none was found."""
         self._compiled_backward = False
         """Whether backward runs compiled code, as far as micro-batches that were short of memory have shown."""
         self._cuda_graphs = False
         """Whether compiled code of the first step has recorded CUDA graphs."""
+        self._failed_profiles = 0
+        self._states: ResidentStates | None = None
+        """Moves model states of compiled code to the device; `None`: it has not been considered."""
+        self._reset_rules()
+
+    def _reset_rules(self) -> None:
+        self.outcome: Outcome = "measuring"
+        self.regions: RegionPlanner | None = None
+        self._guard: MemoryGuard | None = None
+        """Compares micro-batches with measured ones; `None`: the callback does nothing."""
+        self._guarded = False
+        """Whether the guard compares the present micro-batch, as it follows no plan of its shape."""
+        self._shape: BatchShape | None = None
+        """Shape of the present batch."""
+        self._at_boundary = True
+        """Whether the next micro-batch is the first of a step."""
+        self._steps = 0
+        """Steps that have ended under these rules."""
+        self._short = False
+        """Whether saved tensors of a micro-batch of the present step had no room."""
+        self._short_steps = 0
+        """Steps in a row in which that was true."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The plan's policy, while another one is in force for one micro-batch."""
@@ -128,7 +137,6 @@ class AutoPlanner(pl.Callback):
         """Whether a micro-batch of the present step has run out of memory."""
         self._limits_window = False
         """Whether the window has to fit into the limit, as a micro-batch without a plan has run out of memory."""
-        self._failed_profiles = 0
 
     @override
     def __getstate__(self) -> Mapping[str, Any]:
@@ -157,6 +165,13 @@ class AutoPlanner(pl.Callback):
             return
         if any(isinstance(callback, StepProfiling) for callback in trainer_callbacks(trainer)):
             return
+        self._parameters = tuple(pl_module.parameters())
+        self._profiling_budget = ProfilingBudget()
+        self._frames = compiled_frames()
+        self._begin_rules(trainer, offloader)
+
+    def _begin_rules(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> None:
+        """Begins to decide for the steps with an offloader."""
         # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
         placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
         offloader.run(OffloadPolicy(placement))
@@ -165,9 +180,6 @@ class AutoPlanner(pl.Callback):
             self._enable_hooks(trainer, offloader, False)
             return
         self._guard = MemoryGuard(placement.limit)
-        self._parameters = tuple(pl_module.parameters())
-        self._profiling_budget = ProfilingBudget()
-        self._frames = compiled_frames()
 
     @override
     def on_train_batch_start(
@@ -195,6 +207,10 @@ class AutoPlanner(pl.Callback):
             self._enable_hooks(trainer, offloader, not self._guard.limit.fits)
         else:
             self._apply_limit(trainer, offloader, self._guard, trained)
+        if self._states is not None:
+            kept = regions is None and self.outcome == "keep" and self._guard.fits
+            timed = kept or (regions is not None and regions.decided)
+            self._states.begin_micro_batch(self._shape, begins_step=self._at_boundary, timed=timed)
         plan = None if swaps is None else swaps.rule
         self._rule = self.outcome, plan, None if regions is None else regions.rule
         if larger:
@@ -252,16 +268,20 @@ class AutoPlanner(pl.Callback):
                 self._decide(trainer, pl_module, self._guard)
             else:
                 self.regions.end_step(ran_out=ran_out)
+            if self._states is not None and self._states.end_step(self._guard.limit):
+                self._measure_again(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.regions is not None:
-            self.regions.pause()
+        for timed in (self.regions, self._states):
+            if timed is not None:
+                timed.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.regions is not None:
-            self.regions.resume()
+        for timed in (self.regions, self._states):
+            if timed is not None:
+                timed.resume()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -275,7 +295,7 @@ class AutoPlanner(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._guard = None
+        self._guard = self._states = None
         self._parameters = ()
         self._remove_planner(trainer)
         self._close_regions()
@@ -287,6 +307,8 @@ class AutoPlanner(pl.Callback):
     ) -> None:
         """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
         guard.begin(self._shape, trained)
+        if self._states is not None and not guard.limit.known:
+            guard.limit.measure()  # model states that were moved may have left no room to keep saved tensors
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
         if self._limits_window and self.regions is None:
@@ -317,6 +339,11 @@ class AutoPlanner(pl.Callback):
         obstacle = self._find_obstacle(trainer, pl_module)
         if obstacle is None:
             self._add_planner(trainer, pl_module, guard)
+        elif movable and not self._short and obstacle == COMPILED and trainer.world_size == 1:
+            if self._states is None:
+                offloader = find_offloader(trainer)
+                assert offloader is not None
+                self._states = ResidentStates(strategy, make_clock(offloader.device))
         elif self._short and obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
             self._plan_regions(trainer, pl_module, guard)
         elif self._short:
@@ -380,6 +407,14 @@ class AutoPlanner(pl.Callback):
         self.regions = RegionPlanner(
             offloader, guard, self._batches, schedulers, recompiles=recompiles, make_key=make_key
         )
+
+    def _measure_again(self, trainer: pl.Trainer) -> None:
+        """Decides anew, because model states were moved: memory and offloader are others."""
+        self._close_regions()
+        self._reset_rules()
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self._begin_rules(trainer, offloader)
 
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None

@@ -11,11 +11,11 @@ from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
 from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_meta, pop_initial_values, recording_loads
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
-from lightning_ssd.model_states.move import move_model_states, regroup_model_states
+from lightning_ssd.model_states.move import move_model_states, present_tiers, regroup_model_states
 from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
 from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.replace import find_replaced
-from lightning_ssd.model_states.residency import UnitTiers, bytes_on_device, offloaded_parameters
+from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
 from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.units import Unit, UnitPart, find_blocks, find_units
@@ -35,6 +35,7 @@ __all__ = [
     "NotPlainError",
     "Part",
     "PlainData",
+    "PlanTiers",
     "Settings",
     "Setup",
     "StagedState",
@@ -71,6 +72,7 @@ __all__ = [
     "show",
     "stepped_whole",
     "pop_initial_values",
+    "present_tiers",
     "type_name",
     "zeroes_otherwise",
 ]

@@ -22,11 +22,21 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, flats_of, make_flat_params, make_spec
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.residency import PlanTiers, needs_master, off_device, planned_residents
+from lightning_ssd.model_states.residency import (
+    PlanTiers,
+    UnitTiers,
+    needs_master,
+    off_device,
+    planned_residents,
+    residents_within,
+)
 from lightning_ssd.model_states.state_storage import make_staging
 from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
 from lightning_ssd.model_states.units import Unit, UnitPart, find_units
 from lightning_ssd.model_states.user_optimizers import Groups, groups_of
+from lightning_ssd.types import Tier
+
+_SLOWNESS = ("gpu", "host", "ssd")
 
 
 def move_model_states(
@@ -93,6 +103,38 @@ def move_model_states(
             [TieredSpec(item.layout, item.flat_optimizer, *off_device(plan_tiers[name].of(part))) for item in specs]
         )
     return _remake(states, module, optimizers, groups, movable, parts, target, device, setup)
+
+
+def present_tiers(
+    states: ModelStates, module: nn.Module, optimizers: Sequence[Optimizer], setup: Setup, *, resident_bytes: int = 0
+) -> PlanTiers:
+    """Returns the tiers of all parts of units, as `move_model_states` takes them.
+
+    Args:
+        states, module, optimizers, setup: as in `move_model_states`.
+        resident_bytes: bytes of the device for parts that are off it: the first ones that fit are on it in the result.
+
+    Returns:
+        The present tiers of the other parts. A part with flat parameters on SSDs is on SSDs.
+    """
+    model = states.offloaded
+    units = find_units(module, setup.config.units)
+    groups, _ = groups_of(optimizers)
+    resident, _ = residents_within(
+        units, model.parameters, groups, resident_bytes, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
+    )
+    tiers: dict[str, UnitTiers] = {}
+    for unit, (_, flat_params) in zip(units, model.units, strict=True):
+        of_parts: dict[str, tuple[Tier, Tier]] = {}
+        for part in setup.parts_of(unit):
+            own = [model.stores[flat].tiers for flat in flats_of(part, flat_params)]
+            if not own or any(parameter in resident for _, parameter in part.parameters):
+                of_parts[part.name] = ("gpu", "gpu")
+            else:
+                weights, opt_state = zip(*own, strict=True)
+                of_parts[part.name] = (max(weights, key=_SLOWNESS.index), max(opt_state, key=_SLOWNESS.index))
+        tiers[unit.name] = UnitTiers(("gpu", "gpu"), of_parts)
+    return tiers
 
 
 def regroup_model_states(

@@ -1,0 +1,197 @@
+"""`ResidentStates`: offloaded model states of compiled code are moved to the device where it has room for them."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.callbacks import auto_planner
+from lightning_ssd.model_states import StatesConfig
+from tests.support.compare import assert_same
+from tests.support.compiled import fresh_dynamo  # noqa: F401
+from tests.support.meter import Meter, use
+from tests.support.plans import quiet_trainer
+from tests.support.products import thorough
+from tests.support.regions import Blocks, See, train
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
+
+AUTO: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB"}
+
+
+class Clock:
+    """A clock on which a step takes a second, and `off` more for each flat parameter that is off the device."""
+
+    def __init__(self, off: float) -> None:
+        self.off = off
+        self.seconds = 0.0
+        self.stores = 0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
+
+
+class Memory(Meter, pl.Callback):
+    """An allocator that has the model states on the device, and saved tensors that are kept."""
+
+    def __init__(self, most: float) -> None:
+        Meter.__init__(self, most, 0)
+        self.peaks: list[int] = []
+
+    def reset_peak(self) -> None:
+        self.highest = self.level
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        states = trainer.strategy.model_states
+        off = {view.parameter for flat in states.stores for view in flat.param_views}
+        self.level = 50_000 + 16 * sum(one.numel() for one in pl_module.parameters() if one not in off)
+        self.highest = max(self.highest, self.level)
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        self.peaks.append(self.level + trainer.strategy.offloader.resident_bytes())
+        self.highest = max(self.highest, self.peaks[-1])
+
+
+class Watch(pl.Callback):
+    """Moves the clock on, and records the flat parameters that are off the device in each step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.stores: list[int] = []
+        self.tiers: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        stores = trainer.strategy.model_states.stores
+        self.clock.seconds += 1.0 + self.clock.off * len(stores)
+        self.stores.append(len(stores))
+        self.tiers.append(trainer.strategy.present_tiers())
+
+
+@pytest.fixture(autouse=True)
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model states begin off the device."""
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
+
+
+def run(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    meter: Meter,
+    off: float,
+    steps: int = 24,
+    rows: int = 16,
+    callbacks: Any = (),
+    **how: Any,
+) -> tuple[Any, Watch, See]:
+    clock = Clock(off)
+    watch, see = Watch(clock), See()
+    use(meter, monkeypatch)
+    monkeypatch.setattr(auto_planner, "make_clock", lambda device: clock)
+    strategy = SSDOffloadStrategy(path, **AUTO | how)
+    numbers, _ = train("aot_eager", strategy, path, shapes=[(rows,)] * steps, callbacks=[watch, see, *callbacks])
+    return numbers, watch, see
+
+
+def test_states_are_moved_to_a_device_with_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = train("aot_eager", "auto", tmp_path, 24)
+    with caplog.at_level("INFO"):
+        numbers, watch, see = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=1.0)
+    assert_same(numbers, plain)
+    assert watch.stores[0] > 0 == watch.stores[-1] and see.outcome == "keep"
+    assert "model states of the first units stay on the device: a step takes 1.000 s" in caplog.text
+
+
+def test_the_first_units_are_moved_if_there_is_no_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = train("aot_eager", "auto", tmp_path, 24)
+    numbers, watch, _ = run(tmp_path, monkeypatch, Meter(500_000, 300_000), off=1.0)
+    assert_same(numbers, plain)
+    assert 0 < watch.stores[-1] < watch.stores[0]
+    on_device = [{"gpu"} == {tier for of in unit.parts.values() for tier in of} for unit in watch.tiers[-1].values()]
+    assert on_device == sorted(on_device, reverse=True)
+
+
+def test_states_are_moved_back_if_steps_are_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = train("aot_eager", "auto", tmp_path, 24)
+    with caplog.at_level("INFO"):
+        numbers, watch, see = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=-0.01)
+    assert_same(numbers, plain)
+    assert 0 in watch.stores and watch.tiers[-1] == watch.tiers[0] and see.outcome == "keep"
+    assert "model states are where they were" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [{"states": "host"}, {"gpu_memory": "1MiB"}], ids=["states", "gpu_memory"])
+def test_states_that_the_user_has_placed_stay(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, watch, _ = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=1.0, steps=12, **arguments)
+    assert watch.tiers == [watch.tiers[0]] * 12
+
+
+@pytest.mark.thorough
+def test_states_take_the_memory_of_saved_tensors_that_can_be_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that is no faster, they take the free memory alone, and are moved back if that is no faster either."""
+    torch.use_deterministic_algorithms(False)  # code may be compiled again
+    _, watch, _ = run(tmp_path, monkeypatch, Meter(620_000, 300_000), off=-0.01, steps=96, rows=64)
+    changes = [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
+    assert len(changes) == 3 and changes[0] < changes[1] < changes[2] == watch.stores[0]
+
+
+@pytest.mark.parametrize(
+    ("most", "recomputes"),
+    [(450_000, False), *(thorough(most, one) for most in (400_000, 500_000, 650_000) for one in (False, True))],
+)
+def test_memory_suffices_with_the_states_that_are_moved(
+    most: int, recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved tensors are recomputed or offloaded where states have taken their memory."""
+    plain, _ = train("aot_eager", "auto", tmp_path, shapes=[(64,)] * 96)
+    torch.use_deterministic_algorithms(not recomputes)  # else code may be compiled again
+    memory = Memory(most)
+    callbacks = [memory, PrefetchScheduler(window_bytes=0)]
+    numbers, watch, _ = run(tmp_path, monkeypatch, memory, off=1.0, steps=96, rows=64, callbacks=callbacks)
+    assert_same(numbers, plain)
+    assert max(memory.peaks) <= most and watch.stores[-1] < watch.stores[0]
+
+
+@pytest.mark.thorough
+def test_validations_are_not_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer on the clock once states are on the device."""
+
+    class Slow(pl.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            clock.seconds += 0.0 if trainer.strategy.model_states.stores else 1e6
+
+    clock = Clock(1.0)
+    watch = Watch(clock)
+    use(Meter(4e6, 300_000), monkeypatch)
+    monkeypatch.setattr(auto_planner, "make_clock", lambda device: clock)
+
+    class Validated(Blocks):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            pass
+
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy=SSDOffloadStrategy(tmp_path, **AUTO),
+        max_steps=24,
+        callbacks=[watch, Slow()],
+        val_check_interval=1,
+        accumulate_grad_batches=2,
+    )
+    data: Any = torch.randn(16 * 48, 32)
+    trainer.fit(Validated("aot_eager"), DataLoader(data, batch_size=16), DataLoader(data[:16], batch_size=16))
+    assert watch.stores[0] > 0 == watch.stores[-1]
