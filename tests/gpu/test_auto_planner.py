@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.callbacks import AutoPlanner
+from lightning_ssd.model_states import StatesConfig
 from tests.support.plans import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
@@ -62,6 +63,8 @@ class See(pl.Callback):
         self.outcomes: list[str] = []
         self.hooks: list[bool] = []
         self.recomputed = self.peak = 0
+        self.offloaded: list[int] = []
+        """Flat parameters that are off the device in each micro-batch."""
         self.decided = False
         self.memory_budget = 1.0
 
@@ -70,6 +73,8 @@ class See(pl.Callback):
         if auto is not None:
             self.outcomes.append(auto.outcome)
             self.hooks.append(trainer.strategy.offloader.policy.hooks_enabled)
+            states = trainer.strategy.model_states
+            self.offloaded.append(0 if states is None else len(states.stores))
             if auto.regions is not None:
                 self.decided, self.memory_budget = auto.regions.decided, auto.regions.memory_budget
 
@@ -150,6 +155,23 @@ def test_compiled_code_saves_less_where_copies_would_stall_it(tmp_path: Path) ->
     assert found == pytest.approx(expected, rel=1e-2)
     assert ours.outcomes[-1] == "plan" and ours.decided and functorch.activation_memory_budget == 1.0
     print(f"activation_memory_budget={ours.memory_budget:g}")
+
+
+@pytest.mark.usefixtures("uncapped")
+@pytest.mark.parametrize("capped", [False, True])
+def test_offloaded_states_of_compiled_code_are_moved_to_the_device(
+    capped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the GPU is capped, saved tensors leave no room for all of them."""
+    torch.use_deterministic_algorithms(not capped)
+    expected, plain = fit(tmp_path, "auto", [TOKENS] * 2 * STEPS, compiled=True)
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
+    if capped:
+        cap(0.9 * plain.peak)
+    found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * 2 * STEPS, compiled=True)
+    assert found == pytest.approx(expected, rel=1e-2)
+    print(ours.offloaded)
+    assert ours.offloaded[0] > 0 == min(ours.offloaded)
 
 
 def test_cuda_graphs_are_kept(tmp_path: Path) -> None:
