@@ -12,6 +12,7 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.validation import (
     as_list,
     as_mapping,
+    as_whole_numbers,
     check_not_negative,
     check_positive,
     from_mapping,
@@ -266,7 +267,9 @@ class LifetimeProfile:
         for one in as_list(content.get("tensors", ()), f"`tensors` of {where}"):
             tensor = dict(as_mapping(one, f"an entry of `tensors` of {where}"))
             for field in ("uses", "sources"):
-                tensor[field] = _indices(tensor.get(field, ()), f"`{field}` of an entry of `tensors` of {where}")
+                tensor[field] = as_whole_numbers(
+                    tensor.get(field, ()), f"`{field}` of an entry of `tensors` of {where}"
+                )
             tensors.append(from_mapping(TensorLifetime, tensor, f"an entry of `tensors` of {where}"))
         return from_mapping(cls, content | {"operators": operators, "tensors": tuple(tensors)}, where)
 
@@ -290,11 +293,3 @@ class LifetimeProfile:
                     f"{format_seconds(middle)} (median)"
                 )
         return "\n".join(lines)
-
-
-def _indices(value: object, where: str) -> tuple[int, ...]:
-    """Returns a list of whole numbers as a tuple."""
-    found = as_list(value, where)
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in found):
-        raise ValueError(f"{where} must be whole numbers.")
-    return tuple(found)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_ssd.planning.ssdtrain import TierSpeed
-from lightning_ssd.planning.validation import as_list, check_not_negative, from_mapping
+from lightning_ssd.planning.validation import as_list, as_whole_numbers, check_not_negative, from_mapping
 from lightning_ssd.types import INPUT_CHOICES, InputChoice
 
 WINDOWS = 4
@@ -92,21 +92,22 @@ class StoragePlan:
             ValueError: the content is not a plan; the message names the entry.
         """
         plan = from_mapping(cls, content, "the plan")
-        for name in ("sizes", "movable", "choices", "early"):
-            as_list(getattr(plan, name), f"`{name}` of the plan")
-        for name, most in (("sizes", None), ("movable", len(plan.sizes)), ("early", len(plan.sizes))):
-            for number in getattr(plan, name):
-                if isinstance(number, bool) or not isinstance(number, int):
-                    raise ValueError(f"`{name}` of the plan must have whole numbers.")
+        as_list(plan.choices, "`choices` of the plan")
+        sizes, movable, early = (
+            as_whole_numbers(getattr(plan, name), f"`{name}` of the plan") for name in ("sizes", "movable", "early")
+        )
+        for name, numbers in (("sizes", sizes), ("movable", movable), ("early", early)):
+            for number in numbers:
                 check_not_negative(name, number)
-                if most is not None and number >= most:
-                    raise ValueError(f"`{name}` of the plan must be indices of its {most} `sizes`.")
+                if name != "sizes" and number >= len(sizes):
+                    raise ValueError(f"`{name}` of the plan must be indices of its {len(sizes)} `sizes`.")
         if len(plan.choices) != len(plan.sizes) or not all(choice in INPUT_CHOICES for choice in plan.choices):
             raise ValueError(f"`choices` of the plan must be one of {', '.join(INPUT_CHOICES)} for each storage.")
         for name in ("window_bytes", "stall_seconds", "excess_bytes"):
             check_not_negative(name, getattr(plan, name))
-        movable, early = frozenset(plan.movable), frozenset(plan.early)
-        return replace(plan, sizes=tuple(plan.sizes), choices=tuple(plan.choices), movable=movable, early=early)
+        return replace(
+            plan, sizes=sizes, choices=tuple(plan.choices), movable=frozenset(movable), early=frozenset(early)
+        )
 
 
 def needed_early(sizes: Sequence[int], order: Sequence[int], window_bytes: int) -> frozenset[int]:

@@ -50,6 +50,14 @@ def as_list(value: Any, where: str) -> Sequence[Any]:
     return value
 
 
+def as_whole_numbers(value: Any, where: str) -> tuple[int, ...]:
+    """Returns a list of whole numbers as a tuple, and raises ValueError otherwise; `where` names it in the message."""
+    found = as_list(value, where)
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in found):
+        raise ValueError(f"{where} must be whole numbers.")
+    return tuple(found)
+
+
 def from_mapping(record: type[RecordT], values: Any, where: str) -> RecordT:
     """Returns a `record` with the fields that `values` holds.
 
