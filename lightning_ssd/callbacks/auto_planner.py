@@ -24,6 +24,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
+from lightning_ssd.callbacks.obstacles import compiled_frames, obstacle_to_planning
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.plan_key import plan_key
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
@@ -33,7 +34,7 @@ from lightning_ssd.callbacks.resident_states import ResidentStates
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.shape_planner import ShapePlanner
 from lightning_ssd.callbacks.step_profiling import StepProfiling
-from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
+from lightning_ssd.callbacks.swap_planner import SwapPlanner
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline
 from lightning_ssd.sizes import format_bytes

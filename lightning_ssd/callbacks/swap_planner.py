@@ -6,7 +6,6 @@ The work is done elsewhere: `StepProfiling` measures, `planning` makes plans, an
 """
 
 import logging
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.obstacles import check_can_plan, compiled_frames
+from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
 from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory, is_like, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_runner import (
@@ -30,7 +30,7 @@ from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.callbacks.step_drift import TOLERANCE, StepDrift
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.device import usable_gpu_memory
-from lightning_ssd.model_states import ModelStates, is_compiled
+from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import (
     PLANNERS,
     FixedPlacement,
@@ -242,7 +242,7 @@ class SwapPlanner(StepProfiling):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._progress = PlanProgress()
         super().on_train_start(trainer, pl_module)
-        _check(trainer, pl_module)
+        check_can_plan(trainer, pl_module)
         self._hardware = measure_training_machine(self._offloader) if self._machine is None else self._machine
         """The machine as measured, without the limits of this training."""
         self._states_moved = False
@@ -710,36 +710,3 @@ class SwapPlanner(StepProfiling):
 def _count_trained(module: pl.LightningModule) -> int:
     """Returns the number of parameters that require gradients."""
     return sum(parameter.requires_grad for parameter in module.parameters())
-
-
-def compiled_frames() -> int:
-    """Returns the number of frames that `torch.compile` has seen in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
-
-
-def obstacle_to_planning(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Returns why no plan can be applied to the training; `None`: one can."""
-    if trainer.world_size > 1:
-        return "several devices train, and plans are for the training of one device"
-    for name, part in module.named_modules():
-        if is_compiled(part):
-            return (
-                f"{name or type(module).__name__} is compiled, and single operations of compiled code can't be planned"
-            )
-    return None
-
-
-def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raises ValueError if no plan can be applied to the training."""
-    config = offload_config(trainer)
-    if config.amount() != "auto":
-        raise ValueError(
-            "SwapPlanner decides which activations are offloaded, and "
-            f"`offload={config.offload!r}` decides about them, too. Set it to 'auto', or remove the callback."
-        )
-    obstacle = obstacle_to_planning(trainer, module)
-    if obstacle is not None:
-        remedy = "Set `devices=1`" if trainer.world_size > 1 else "Remove `torch.compile`"
-        rest = "" if trainer.world_size > 1 else ": the default plans compiled code where memory is short"
-        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback{rest}.")
