@@ -31,7 +31,8 @@ from lightning_ssd.lifetime_report import (
     migratable_share,
 )
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile, migration_traffic
-from lightning_ssd.planning.migration import MigrationMachine, simulate_migrations
+from lightning_ssd.planning.migration import MigrationMachine
+from lightning_ssd.planning.migration_simulator import simulate_migrations
 from lightning_ssd.planning.roofline import BANDWIDTHS, by_hardware, roofline
 from lightning_ssd.planning.teraio import plan_teraio
 from lightning_ssd.recipe import read_recipe

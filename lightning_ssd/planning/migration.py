@@ -1,23 +1,18 @@
-"""Plans that migrate single tensors out of GPU memory and back within a step, and the simulation of such a step."""
+"""Plans that migrate single tensors out of GPU memory and back within a step."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
 from typing import Literal
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.validation import check_not_negative, check_positive
-from lightning_ssd.sizes import format_bytes, format_seconds
 
 HOST = -1
 """Number that stands for host memory among the drives."""
-
-STEPS = 2
-"""Simulated steps: migrations that wrap round the step are in flight when the second begins."""
 
 Direction = Literal["out", "in"]
 
@@ -107,68 +102,6 @@ class MigrationPlan:
     cpu_units: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class IntervalTraffic:
-    """A time in which the set of running work does not change: an operator, or a stall before one.
-
-    Attributes:
-        start: begin in the step, seconds.
-        seconds: duration.
-        out: bytes from the GPU to each drive.
-        into: bytes to the GPU from each drive.
-    """
-
-    start: float
-    seconds: float
-    out: dict[int, float]
-    into: dict[int, float]
-
-
-@dataclass(frozen=True)
-class MigrationPrediction:
-    """The predicted step of a plan.
-
-    Attributes:
-        step_seconds: duration of a step in the steady state.
-        stalls: (operator, seconds) of each wait of the GPU before an operator, for memory or for a tensor.
-        recompute_seconds: GPU seconds of recomputation.
-        gpu_bytes: bytes in GPU memory while each operator runs, with tensors that are in flight.
-        excess_bytes: bytes by which the peak exceeds the GPU's capacity.
-        host_peak_bytes: peak of host memory.
-        ssd_written_bytes: bytes written to drives in a step.
-        traffic: bytes that each drive carries over the step.
-    """
-
-    step_seconds: float
-    stalls: tuple[tuple[int, float], ...]
-    recompute_seconds: float
-    gpu_bytes: tuple[int, ...]
-    excess_bytes: int
-    host_peak_bytes: int
-    ssd_written_bytes: int
-    traffic: tuple[IntervalTraffic, ...] = field(repr=False)
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds in which the GPU waits."""
-        return sum(seconds for _, seconds in self.stalls)
-
-    @property
-    def score(self) -> tuple[int, float]:
-        """Order of plans, the smallest first: bytes that do not fit, then seconds."""
-        return self.excess_bytes, self.step_seconds
-
-    def describe(self) -> str:
-        """Returns a summary of two lines."""
-        over = f", {format_bytes(self.excess_bytes)} more than there is" if self.excess_bytes else ""
-        return (
-            f"step {format_seconds(self.step_seconds)}, of which the GPU waits {format_seconds(self.stall_seconds)} "
-            f"before {len(self.stalls)} operators and recomputes {format_seconds(self.recompute_seconds)}\n"
-            f"peak GPU {format_bytes(max(self.gpu_bytes))}{over}, host {format_bytes(self.host_peak_bytes)}; "
-            f"{format_bytes(self.ssd_written_bytes)} written to drives"
-        )
-
-
 def wrapped(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
     """Yields the parts, within one step of `count` operators, of a range of operators that may reach the next step."""
     start, stop = start % count, stop - start + start % count
@@ -178,13 +111,14 @@ def wrapped(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
         yield 0, min(stop - count, start)
 
 
-class _Changes:
+class ByteChanges:
     """Changes of bytes over ranges of operators, which are added up once."""
 
     def __init__(self, count: int) -> None:
         self._changes = [0] * (count + 1)
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
+        """Changes the bytes while the operators from `start` to before `stop` run; operators as in `Migration`."""
         for first, last in wrapped(start, stop, len(self._changes) - 1):
             self._changes[first] += nbytes
             self._changes[last] -= nbytes
@@ -195,7 +129,7 @@ class _Changes:
 
 
 @dataclass
-class _CPUStep:
+class CPUStep:
     """The optimizer step of a unit on the CPU. Operators as in `Migration`.
 
     Attributes:
@@ -231,14 +165,14 @@ class GPUStep:
         self.nbytes = list(profile.total)
         self.host_bytes = 0
         self.absent: set[int] = set()
-        self.jobs: list[_CPUStep] = []
+        self.jobs: list[CPUStep] = []
         if cpu_units:
-            changes = _Changes(len(profile.operators))
+            changes = ByteChanges(len(profile.operators))
             self._move(profile, machine, cpu_units, changes)
             self.nbytes = [one + change for one, change in zip(self.nbytes, changes.sums(), strict=True)]
 
     def _move(
-        self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str], changes: _Changes
+        self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str], changes: ByteChanges
     ) -> None:
         in_optimizer = [one.phase == "optimizer" for one in profile.operators]
         moved, whole = defaultdict[int, int](int), defaultdict[int, int](int)
@@ -265,10 +199,10 @@ class GPUStep:
         members: Sequence[int],
         in_optimizer: Sequence[bool],
         starts: Sequence[float],
-        changes: _Changes,
+        changes: ByteChanges,
     ) -> None:
         count = len(profile.operators)
-        job = _CPUStep(0, 0, count, 0, 0, 0)
+        job = CPUStep(0, 0, count, 0, 0, 0)
         gradients = []
         for index in members:
             tensor = profile.tensors[index]
@@ -296,227 +230,3 @@ class GPUStep:
             last = count if tensor.freed is None else tensor.freed + 1
             changes.add(min(job.absent_from, last), last, -tensor.nbytes)
         self.jobs.append(job)
-
-
-def simulate_migrations(
-    profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan
-) -> MigrationPrediction:
-    """Returns the prediction for `plan`.
-
-    The GPU runs the operators in order. Before an operator it waits for tensors that the operator needs, and for
-    offloads that make room for it. Of each drive and direction one transfer runs at a time, the one that an operator
-    needs first; so urgent transfers overtake others. All transfers of one direction share the link.
-    """
-    return _Simulation(profile, machine, plan).run()
-
-
-class _Transfers:
-    """The transfers of one direction.
-
-    Args:
-        machine: the machine.
-        direction: from the GPU, or to it.
-    """
-
-    def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
-        self._link = machine.link_out if direction == "out" else machine.link_in
-        self._rates = {drive: machine.rate(drive, direction) for drive in range(HOST, len(machine.drives))}
-        self._queues: dict[int, list[list[float]]] = {drive: [] for drive in self._rates}
-        """[operator that needs it, number, bytes left] of each transfer of a drive, in this order."""
-        self._count = 0
-        self._first_due = inf
-        """The first operator that waits for a transfer."""
-        self.left: dict[float, float] = {}
-        """Bytes left of each unfinished transfer, by number."""
-
-    def add(self, drive: int, due: int, nbytes: float) -> float:
-        """Queues a transfer that the operator `due` waits for. Returns its number."""
-        self._count += 1
-        insort(self._queues[drive], [due, self._count, nbytes])
-        self._first_due = min(self._first_due, due)
-        self.left[self._count] = nbytes
-        return self._count
-
-    def seconds_until(self, due: int) -> float:
-        """Returns the time until all transfers have ended that operators up to `due` wait for."""
-        total = longest = 0.0
-        if due < self._first_due:
-            return total
-        for drive, queue in self._queues.items():
-            needed = 0.0
-            for when, _, nbytes in queue:
-                if when > due:
-                    break
-                needed += nbytes
-            total += needed
-            longest = max(longest, needed / self._rates[drive])
-        return max(longest, total / self._link)
-
-    def advance(self, seconds: float, due: int) -> dict[int, float]:
-        """Transfers for `seconds`, first tensors that operators up to `due` need. Returns the bytes of each drive."""
-        carried: dict[int, float] = {}
-        if not self.left:
-            return carried
-        link = self._link * seconds
-        for last in (due, None) if due >= self._first_due else (None,):
-            for drive, queue in self._queues.items():
-                if not queue:
-                    continue
-                room = min(self._rates[drive] * seconds - carried.get(drive, 0.0), link)
-                while queue and room > 0 and (last is None or queue[0][0] <= last):
-                    entry = queue[0]
-                    part = min(room, entry[2])
-                    entry[2] -= part
-                    room -= part
-                    link -= part
-                    carried[drive] = carried.get(drive, 0.0) + part
-                    if entry[2] <= 0:
-                        queue.pop(0)
-                        del self.left[entry[1]]
-        self._first_due = self._find_first_due()
-        return carried
-
-    def _find_first_due(self) -> float:
-        return min((queue[0][0] for queue in self._queues.values() if queue), default=inf)
-
-    def finish(self, due: int) -> None:
-        """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
-        for queue in self._queues.values():
-            while queue and queue[0][0] <= due:
-                del self.left[queue.pop(0)[1]]
-        self._first_due = self._find_first_due()
-
-
-class _Simulation:
-    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> None:
-        self.profile = profile
-        self.machine = machine
-        self.plan = plan
-        self.count = len(profile.operators)
-        self.step = GPUStep(profile, machine, plan.cpu_units)
-        self.seconds = list(self.step.seconds)
-        self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
-        self.traffic: list[IntervalTraffic] = []
-        self.now = 0.0
-        self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """(due, bytes, drive) of the prefetches that begin with an operator."""
-        self.end: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """(due, bytes, drive) of the offloads that begin at the end of an operator."""
-        self.recomputed = 0.0
-        for migration in plan.migrations:
-            self._add(migration)
-
-    def _add(self, migration: Migration) -> None:
-        tensor = self.profile.tensors[migration.tensor]
-        if migration.drive is None:
-            recompute_seconds = tensor.recompute_seconds or 0.0
-            self.seconds[migration.before % self.count] += recompute_seconds
-            self.recomputed += recompute_seconds
-            return
-        for cycle in range(-1, STEPS):
-            base = cycle * self.count
-            if base + migration.before < 0:
-                continue
-            if base + migration.absent_from > 0:
-                offload = (base + migration.absent_from, tensor.nbytes, migration.drive)
-                self.end[max(-1, base + migration.after)].append(offload)
-            prefetch = (base + migration.before, tensor.nbytes, migration.drive)
-            self.begin[max(0, base + migration.absent_until)].append(prefetch)
-
-    def run(self) -> MigrationPrediction:
-        stalls: list[tuple[int, float]] = []
-        jobs = [(cycle * self.count + job.ready, job) for cycle in range(STEPS) for job in self.step.jobs]
-        jobs.sort(key=lambda item: item[0])
-        waiting: list[tuple[float, _CPUStep, int]] = []  # transfer of the gradients, job, operator that needs weights
-        computed: list[tuple[float, int, int]] = []  # when the CPU has made new weights, their bytes, that operator
-        free_at = begun = 0.0
-        first_part = 0
-        self._offload(-1)
-        for index in range(STEPS * self.count):
-            if index == (STEPS - 1) * self.count:
-                begun, first_part = self.now, len(self.traffic)
-                stalls.clear()
-            for due, nbytes, drive in self.begin.get(index, ()):
-                self.into.add(drive, due, nbytes)
-            wait = 0.0
-            while True:
-                seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
-                late = [ready for ready, due, _ in computed if due <= index]  # when the CPU has made new weights
-                if seconds:
-                    self._advance(seconds, index)
-                    self.out.finish(index)
-                    self.into.finish(index)
-                elif late:
-                    seconds = max(0.0, late[0] - self.now)
-                    self._advance(seconds, index)
-                    self.now = max(self.now, late[0])
-                else:
-                    break
-                wait += seconds
-                free_at = self._start_jobs(waiting, computed, free_at)
-                self._return_weights(computed)
-            if wait > 0:
-                stalls.append((index % self.count, wait))
-            self._advance(self.seconds[index % self.count], index)
-            self._offload(index)
-            while jobs and jobs[0][0] <= index:
-                base = jobs[0][0] - jobs[0][1].ready
-                job = jobs.pop(0)[1]
-                number = self.out.add(HOST, base + job.absent_from, job.gradients)
-                waiting.append((number, job, base + self.count + job.before))
-            free_at = self._start_jobs(waiting, computed, free_at)
-            self._return_weights(computed)
-        return self._prediction(self.now - begun, stalls, begun, first_part)
-
-    def _start_jobs(
-        self, waiting: list[tuple[float, _CPUStep, int]], computed: list[tuple[float, int, int]], free_at: float
-    ) -> float:
-        """Starts the CPU steps whose gradients have arrived. Returns when the CPU has no more work."""
-        for entry in [one for one in waiting if one[0] not in self.out.left]:
-            waiting.remove(entry)
-            free_at = max(free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
-            computed.append((free_at, entry[2], entry[1].weights))
-        return free_at
-
-    def _return_weights(self, computed: list[tuple[float, int, int]]) -> None:
-        """Begins the copies of the weights that the CPU has computed by now."""
-        while computed and computed[0][0] <= self.now:
-            _, due, nbytes = computed.pop(0)
-            self.into.add(HOST, due, nbytes)
-
-    def _offload(self, index: int) -> None:
-        for due, nbytes, drive in self.end.get(index, ()):
-            self.out.add(drive, due, nbytes)
-
-    def _advance(self, seconds: float, due: int) -> None:
-        out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)
-        if out or into:
-            self.traffic.append(IntervalTraffic(self.now, seconds, out, into))
-        self.now += seconds
-
-    def _prediction(
-        self, seconds: float, stalls: Sequence[tuple[int, float]], begun: float, first: int
-    ) -> MigrationPrediction:
-        nbytes, host = _Changes(self.count), _Changes(self.count)
-        written = 0
-        for migration in self.plan.migrations:
-            size = self.profile.tensors[migration.tensor].nbytes
-            nbytes.add(migration.absent_from, migration.absent_until, -size)
-            if migration.drive == HOST:
-                host.add(migration.after + 1, migration.before, size)
-            elif migration.drive is not None:
-                written += size
-        on_gpu = tuple(one + change for one, change in zip(self.step.nbytes, nbytes.sums(), strict=True))
-        traffic = tuple(
-            IntervalTraffic(one.start - begun, one.seconds, one.out, one.into) for one in self.traffic[first:]
-        )
-        return MigrationPrediction(
-            seconds,
-            tuple(stalls),
-            self.recomputed,
-            on_gpu,
-            max(0, max(on_gpu) - self.machine.gpu_bytes),
-            self.step.host_bytes + max(host.sums()),
-            written,
-            traffic,
-        )

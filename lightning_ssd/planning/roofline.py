@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import MigrationMachine, simulate_migrations
+from lightning_ssd.planning.migration import MigrationMachine
+from lightning_ssd.planning.migration_simulator import simulate_migrations
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
 from lightning_ssd.planning.validation import as_mapping, check_not_negative, from_mapping, read_text
 

@@ -14,16 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_ssd.planning.lifetimes import InactivePeriod, LifetimeProfile
-from lightning_ssd.planning.migration import (
-    HOST,
-    GPUStep,
-    Migration,
-    MigrationMachine,
-    MigrationPlan,
-    MigrationPrediction,
-    simulate_migrations,
-    wrapped,
-)
+from lightning_ssd.planning.migration import HOST, GPUStep, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 
 SATURATED = 2.0
 """A drive is saturated for a migration if earlier ones make its transfers take longer by this factor."""

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from lightning_ssd.planning.events import COPY_IN, COPY_OUT, SSD
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.migration import HOST, MigrationPrediction
+from lightning_ssd.planning.migration import HOST
+from lightning_ssd.planning.migration_simulator import MigrationPrediction
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import simulate_tasks

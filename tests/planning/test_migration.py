@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, simulate
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
-from lightning_ssd.planning.migration import (
-    HOST,
-    Migration,
-    MigrationMachine,
-    MigrationPlan,
-    MigrationPrediction,
-    simulate_migrations,
-    wrapped,
-)
+from lightning_ssd.planning.migration import HOST, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any

@@ -14,7 +14,7 @@ from lightning_ssd.planning import (
     planned_traffic,
     simulate,
 )
-from lightning_ssd.planning.migration import IntervalTraffic, MigrationPrediction
+from lightning_ssd.planning.migration_simulator import IntervalTraffic, MigrationPrediction
 from lightning_ssd.planning.traffic import Transfer
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
