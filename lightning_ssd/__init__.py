@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SwapPlanner,
         TimelineRecorder,
     )
+    from lightning_ssd.locations import tensor_locations
     from lightning_ssd.model_states import register_optimizer
     from lightning_ssd.strategy import SSDOffloadStrategy
 
@@ -35,6 +36,7 @@ __all__ = [
     "SwapPlanner",
     "TimelineRecorder",
     "register_optimizer",
+    "tensor_locations",
 ]
 __version__ = "0.1.0"
 
@@ -44,5 +46,9 @@ register()
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"SSDOffloadStrategy": "lightning_ssd.strategy", "register_optimizer": "lightning_ssd.model_states"}
+    homes = {
+        "SSDOffloadStrategy": "lightning_ssd.strategy",
+        "register_optimizer": "lightning_ssd.model_states",
+        "tensor_locations": "lightning_ssd.locations",
+    }
     return getattr(import_module(homes.get(name, "lightning_ssd.callbacks")), name)

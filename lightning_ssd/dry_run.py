@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import HostClock
-from lightning_ssd.model_states import GPU_SHARE, Unit, UnitPart, find_units
+from lightning_ssd.model_states import GPU_SHARE, Unit, UnitPart, find_units, states_in_memory
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -323,7 +323,7 @@ def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
         optimizers = _optimizers(module)
         for optimizer in optimizers:
             optimizer.step()
-        states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+        states = states_in_memory(optimizers)
     except Exception as error:
         log.warning("states are counted as Adam's, because no step of the optimizer could be traced: %s", error)
         return {parameter: 8 * parameter.numel() for parameter in trained}

@@ -2,19 +2,19 @@
 
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.activations import ActivationOffloader, OffloadConfig, storage_of
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
-from lightning_ssd.model_states import ModelStates
+from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -27,7 +27,7 @@ FRAGMENTED = 0.1
 def explain_out_of_memory(
     error: BaseException,
     module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    locations: Sequence[TensorLocation],
     offloader: ActivationOffloader,
     model_states: ModelStates | None,
     config: OffloadConfig,
@@ -39,26 +39,21 @@ def explain_out_of_memory(
     Args:
         error: the OutOfMemoryError.
         module: the model.
-        optimizers: optimizers of the model.
+        locations: the present location table.
         offloader: activation offloader of the training.
         model_states: offloaded model states; `None`: all are on the device.
         config: the user's arguments for activations.
         planned: whether a `SwapPlanner` chooses the offloaded activations.
     """
     device = offloader.device
-    # Reading attributes of an offloaded parameter could prefetch it.
-    offloaded = set() if model_states is None else model_states.parameters
-    with torch._C.DisableTorchFunctionSubclass():
-        resident = [parameter for parameter in module.parameters() if parameter not in offloaded]
-        states = {
-            "weights": _bytes_on(device, resident),
-            "gradients": _bytes_on(device, [parameter.grad for parameter in resident]),
-            "optimizer states": _bytes_on(device, tree_leaves([dict(one.state) for one in optimizers])),
-        }
+    states = Counter({"weights": 0, "gradients": 0, "optimizer states": 0})
+    for row in locations:
+        if row.tier == "gpu":
+            states[f"{row.kind}s"] += row.nbytes
     if model_states is not None:
         states["buffers for offloaded weights"] = model_states.weight_room_bytes
     activations = offloader.resident_bytes()
-    uses = states | {"saved activations that were not offloaded": activations}
+    uses = {**states, "saved activations that were not offloaded": activations}
     used = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in uses.items())
     total = sum(states.values())
     helps = [_help_for_activations(config, planned)]
@@ -170,13 +165,3 @@ def _help_for_states(nbytes: int, model_states: ModelStates | None) -> str:
     if model_states is None:
         return f"`states='host'` or `states='ssd'`, which offload {format_bytes(nbytes)} of weights and their states"
     return "fewer bytes as `gpu_memory` of the strategy, so that fewer weights are on the GPU at once"
-
-
-def _bytes_on(device: torch.device, values: Iterable[object]) -> int:
-    """Returns the bytes of the storages on `device` of the tensors among `values`."""
-    storages = {
-        storage_of(value)._cdata: storage_of(value).nbytes()
-        for value in values
-        if isinstance(value, Tensor) and value.layout is torch.strided and value.device == device
-    }
-    return sum(storages.values())

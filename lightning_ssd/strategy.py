@@ -39,6 +39,7 @@ from lightning_ssd.callbacks import (
 from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
 from lightning_ssd.device import expand_segments
 from lightning_ssd.interrupts import uninterrupted
+from lightning_ssd.locations import present_locations
 from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
     Ending,
@@ -365,7 +366,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         offloader, states, device = self.offloader, self.model_states, self.root_device
         assert offloader is not None and self.model is not None
         if states is not None:
-            of_states = describe_states(states, self.model, device)
+            of_states = describe_states(states, present_locations(trainer), device)
         else:
             chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
             if self._user_plan() is not None:
@@ -712,7 +713,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 explain_out_of_memory(
                     exception,
                     self.lightning_module,
-                    self.optimizers,
+                    present_locations(self.lightning_module.trainer),
                     self.offloader,
                     self.model_states,
                     self.config,

@@ -1,13 +1,12 @@
 """The log line at the start of a training: offloaded tensors, their tiers, and the reasons why others are kept."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
-from lightning_ssd.model_states import ModelStates
+from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.sizes import format_bytes
 
 _TIERS = {"host": "host memory", "ssd": "SSD"}
@@ -42,22 +41,17 @@ def describe_activations(
     )
 
 
-def describe_states(states: ModelStates, module: nn.Module, device: torch.device) -> str:
+def describe_states(states: ModelStates, locations: Sequence[TensorLocation], device: torch.device) -> str:
     """Returns the bytes of weights and optimizer states in each tier."""
     weights: Counter[str] = Counter()
     opt_states: Counter[str] = Counter()
-    masters = False
-    offloaded: set[nn.Parameter] = set()
-    for store in states.stores.values():
-        layout = store.layout
-        masters |= layout.whole_master or layout.split
-        offloaded.update(view.parameter for view in store.flat.param_views)
-        of_weights, of_opt_states = store.tiers
-        weights[of_weights] += store.flat.nbytes
-        opt_states[of_opt_states] += layout.opt_state_bytes
-    kept = sum(p.numel() * p.element_size() for p in module.parameters() if p not in offloaded)
+    for row in locations:
+        if row.kind != "gradient":
+            (weights if row.kind == "weight" else opt_states)[row.tier] += row.nbytes
+    masters = any(row.kind == "master weight" and row.tier != "gpu" for row in locations)
+    kept, _ = weights.pop("gpu", 0), opt_states.pop("gpu", 0)
     name = _name(device)
-    if not offloaded:
+    if not weights:
         return f"model states are kept on the {name}: no parameter of `min_bytes` or more can be offloaded"
     parts = [f"weights are {_places(weights)}"]
     if opt_states.total():

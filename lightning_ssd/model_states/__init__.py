@@ -9,6 +9,13 @@ from lightning_ssd.model_states.journal import CommitRecord
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
 from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_meta, pop_initial_values, recording_loads
+from lightning_ssd.model_states.locations import (
+    StateClass,
+    TensorLocation,
+    locate_tensors,
+    state_tensors,
+    states_in_memory,
+)
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, present_tiers, regroup_model_states
@@ -39,8 +46,10 @@ __all__ = [
     "Settings",
     "Setup",
     "StagedState",
+    "StateClass",
     "StatesConfig",
     "StepInput",
+    "TensorLocation",
     "Unit",
     "UnitPart",
     "UnitTiers",
@@ -58,6 +67,7 @@ __all__ = [
     "load_lazy",
     "load_sharded",
     "loading_to_meta",
+    "locate_tensors",
     "make_model_states",
     "materialize_on",
     "meta_to_placeholder",
@@ -70,6 +80,8 @@ __all__ = [
     "save",
     "save_sharded",
     "show",
+    "state_tensors",
+    "states_in_memory",
     "stepped_whole",
     "pop_initial_values",
     "present_tiers",

@@ -11,7 +11,18 @@ from functools import partial
 from torch import Tensor
 
 from lightning_ssd.device import StagedReader, all_of, finished
-from lightning_ssd.storage import PAGE, Blob, BlobStore, DetachedBlobs, Piece, PinnedPool, Slab, Urgency, align_up
+from lightning_ssd.storage import (
+    PAGE,
+    Blob,
+    BlobStore,
+    DetachedBlobs,
+    FileRange,
+    Piece,
+    PinnedPool,
+    Slab,
+    Urgency,
+    align_up,
+)
 from lightning_ssd.types import OffloadTierName
 
 
@@ -84,6 +95,10 @@ class StateBuffer(ABC):
             uncommitted: whether that of the uncommitted version is returned.
             urgency: whether a thread or stream waits for the write: from then on, it is served before normal requests.
         """
+
+    def file_ranges(self, start: int, nbytes: int) -> tuple[FileRange, ...]:
+        """Returns the ranges of files that have `nbytes` committed bytes from offset `start`; none in host memory."""
+        return ()
 
     @abstractmethod
     def free(self) -> None:
@@ -233,6 +248,9 @@ class SSDBuffer(StateBuffer):
         if urgency is not None and not self._write_done[version].done():
             urgency.on_wait(self._write_urgency[version], Urgency.begin_wait)
         return self._write_done[version]
+
+    def file_ranges(self, start: int, nbytes: int) -> tuple[FileRange, ...]:
+        return self._store.file_ranges(self.blobs[self.version], start, nbytes)
 
     def free(self) -> None:
         for blob in self.blobs:

@@ -129,6 +129,18 @@ class Gradient:
                 self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
         return self.accum
 
+    def held(self, index: int) -> Tensor | None:
+        """Returns the gradient of parameter `index` that is kept between steps; None: there is none.
+
+        The caller has waited for `consumed`.
+        """
+        item = self._flat.param_views[index]
+        if index in self.assigned:
+            return self.assigned[index]
+        if self.has_accum[index] or (self.retained and self.states[index] is GradientState.STEPPED):
+            return item.of(self.accumulated())
+        return item.of(self.host_grad) if self.arrived[index] else None
+
     def fold(self) -> None:
         """Copies the gradients that user code has assigned to `accum`."""
         if self.assigned:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from lightning_ssd.storage import PinnedBuffer
 
 WHOLE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
+
+WEIGHT, MASTER = "weight", "master"
+"""Keys of compute weights, and of master weights that are apart from them."""
 
 
 @dataclass
@@ -88,6 +92,23 @@ class StagedState:
 
 
 @dataclass(frozen=True)
+class StoredArray:
+    """An array of a flat parameter, of `flat.numel` elements.
+
+    Attributes:
+        key: `WEIGHT`, `MASTER`, or the name of an optimizer state.
+        dtype: dtype of the elements; of split master weights, `MASTER` has the low half, int16.
+        buffer: 0: it is in the buffer of the compute weights; 1: in that of all other values.
+        start: offset in the buffer, bytes.
+    """
+
+    key: str
+    dtype: torch.dtype
+    buffer: int
+    start: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a flat parameter's values lie in memory: compute weights in one buffer, all others in a second one.
 
@@ -119,22 +140,29 @@ class Layout:
     @property
     def opt_state_bytes(self) -> int:
         """Bytes of all values but the compute weights: master weights and optimizer states."""
-        master = 4 if self.whole_master else 2 if self.split else 0
-        return self.flat.numel * (master + 4 * len(self.state_names))
+        return self.flat.numel * sum(array.dtype.itemsize for array in self.arrays if array.buffer)
+
+    @cached_property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """All arrays: compute weights, optimizer states, master weights."""
+        kinds = [(name, torch.float32) for name in self.state_names]
+        if self.whole_master or self.split:
+            kinds.append((MASTER, torch.float32 if self.whole_master else torch.int16))
+        arrays, start = [StoredArray(WEIGHT, self.flat.dtype, 0, 0)], 0
+        for key, dtype in kinds:
+            arrays.append(StoredArray(key, dtype, 1, start))
+            start += self.flat.numel * dtype.itemsize
+        return tuple(arrays)
 
     def views(self, weights: Tensor, opt_state: Tensor | None) -> StagedState:
         """Returns views of the values that lie in `weights` and `opt_state`, both bytes."""
-        compute = weights[: self.flat.nbytes].view(self.flat.dtype)
-        start = 0
-
-        def row(dtype: torch.dtype) -> Tensor:
-            nonlocal start
-            assert opt_state is not None
-            end = start + self.flat.numel * dtype.itemsize
-            values, start = opt_state[start:end].view(dtype), end
-            return values
-
-        states = {name: row(torch.float32) for name in self.state_names}
-        master = row(torch.float32) if self.whole_master else None if self.split else compute
-        low = row(torch.int16) if self.split else None
-        return StagedState(compute, master, low, states)
+        views = {}
+        for array in self.arrays:
+            buffer = opt_state if array.buffer else weights
+            assert buffer is not None
+            end = array.start + self.flat.numel * array.dtype.itemsize
+            views[array.key] = buffer[array.start : end].view(array.dtype)
+        compute, master = views.pop(WEIGHT), views.pop(MASTER, None)
+        if self.split:
+            return StagedState(compute, None, master, views)
+        return StagedState(compute, compute if master is None else master, None, views)

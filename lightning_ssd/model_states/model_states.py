@@ -474,6 +474,10 @@ class ModelStates(Uncopied):
         """Whether there are gradients that no step has used."""
         return self._gradients.pending
 
+    def host_gradient(self, flat: FlatParameter, index: int) -> Tensor | None:
+        """Returns the gradient of a stepped parameter that is in host memory between two steps, if there is one."""
+        return self._gradients[flat].held(index)
+
     @property
     def host_bytes(self) -> int:
         """Allocated bytes of host memory, including second versions."""

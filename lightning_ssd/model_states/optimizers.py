@@ -124,6 +124,10 @@ class FlatOptimizer(ABC):
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         """Loads the state of parameter `index` that torch's optimizer (or `state_of`) has made."""
 
+    def states_in_memory(self, index: int) -> Mapping[str, Any]:
+        """Returns the states of parameter `index` that this object keeps in host memory, not among staged values."""
+        return {}
+
 
 class ElementwiseOptimizer(FlatOptimizer):
     """AdamW, Adam and SGD, whose step of one element does not depend on others: in chunks, with torch's bits.
@@ -410,7 +414,11 @@ class GenericOptimizer(FlatOptimizer):
             parameter.grad = None
 
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
-        return dict(self._optimizer.state[self._parameters[index]])
+        return dict(self.states_in_memory(index))
+
+    def states_in_memory(self, index: int) -> Mapping[str, Any]:
+        states: Mapping[str, Any] = self._optimizer.state.get(self._parameters[index], {})
+        return states
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         self._optimizer.state[self._parameters[index]] = dict(state)

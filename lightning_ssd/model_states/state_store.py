@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished, h2d_and_release, then
 from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
-from lightning_ssd.model_states.layout import Layout, StagedState
+from lightning_ssd.model_states.layout import Layout, StagedState, StoredArray
 from lightning_ssd.model_states.loaded import Loaded, exact_value
-from lightning_ssd.storage import Blob, PinnedBuffer, StorageError, Urgency
+from lightning_ssd.storage import Blob, FileRange, PinnedBuffer, StorageError, Urgency
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -439,6 +439,12 @@ class StateStore:
     def opt_state(self) -> StateBuffer | None:
         """Buffer of all values but the compute weights; None if there are no others."""
         return self._buffers[1] if len(self._buffers) > 1 else None
+
+    def locate(self, array: StoredArray, index: int) -> tuple[OffloadTierName, tuple[FileRange, ...]]:
+        """Returns the tier of the committed elements of parameter `index` in an array, and their ranges of files."""
+        item, buffer = self.flat.param_views[index], self._buffers[array.buffer]
+        size = array.dtype.itemsize
+        return buffer.tier, buffer.file_ranges(array.start + item.start * size, item.numel * size)
 
     def blobs(self) -> list[Blob]:
         """Returns the blobs of the buffers on SSDs, each buffer's versions in order."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations import ForwardGraph, Saved, tensors_of
 from lightning_ssd.device import Clock
-from lightning_ssd.model_states import Unit
+from lightning_ssd.model_states import Unit, state_tensors, states_in_memory
 from lightning_ssd.planning import LifetimeProfile, OperatorSpan, Phase, TensorClass, TensorLifetime
 from lightning_ssd.storage_tags import LIFETIME
 
@@ -80,27 +80,14 @@ class LifetimeRecorder:
         self, units: Sequence[Unit], module: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
         """Registers the weights and buffers of a model, their gradients, and the optimizers' states."""
-        names: dict[Tensor, tuple[str, str]] = {
-            parameter: (unit.name, name) for unit in units for name, parameter in unit.parameters
-        }
         for name, buffer in () if module is None else module.named_buffers():
             self.register(buffer, "weight", name)
-        for weight, (unit, name) in names.items():
-            self.register(weight, "weight", f"{unit}.{name}", unit)
-        self.register_gradients(units)
-        for optimizer in optimizers:
-            for parameter, state in optimizer.state.items():
-                unit, name = names.get(parameter, ("", "parameter"))
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        self.register(value, "optimizer state", f"{unit}.{name}.{key}", unit)
-
-    def register_gradients(self, units: Sequence[Unit]) -> None:
-        """Registers the gradients that exist now."""
+        states = states_in_memory(optimizers)
         for unit in units:
             for name, parameter in unit.parameters:
-                if parameter.grad is not None:
-                    self.register(parameter.grad, "gradient", f"{unit.name}.{name}.grad", unit.name)
+                self.register(parameter, "weight", name, unit.name)
+                for kind, of_tensor, tensor in state_tensors(name, parameter, states):
+                    self.register(tensor, kind, of_tensor, unit.name)
 
     def ran(self, func: Any, given: Any, result: Any, span: tuple[Any, Any], operation: int | None = None) -> None:
         """Records an operator.

@@ -165,7 +165,7 @@ class Profiler(Uncopied):
     def begin_optimizer(self) -> None:
         """Called before each optimizer step, after its backward: records the step's operators for lifetimes."""
         if self._traced is not None and self._lifetimes is not None and self._optimizer_trace is None:
-            self._lifetimes.register_gradients(self.units)
+            self._lifetimes.register_model(self.units, None, self._optimizers)
             self._optimizer_trace = OptimizerTrace(self._traced, self._lifetimes)
             self._optimizer_trace.__enter__()
 

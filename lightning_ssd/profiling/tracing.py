@@ -137,7 +137,7 @@ def trace(
         recorder.finish()
         del loss, batch
         if lifetimes is not None:
-            lifetimes.register_gradients(units)
+            lifetimes.register_model(units, None, optimizers)
             for optimizer in optimizers:
                 optimizer.step()
             lifetimes.register_model(units, None, optimizers)

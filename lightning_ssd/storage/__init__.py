@@ -5,7 +5,7 @@ Other rooms use `BlobStore` for the SSDs, `PinnedPool` for host memory, and the 
 
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.bench import bench_io, format_table
-from lightning_ssd.storage.blob import Blob, Piece
+from lightning_ssd.storage.blob import Blob, FileRange, Piece
 from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
@@ -33,6 +33,7 @@ __all__ = [
     "Calibration",
     "ChecksumError",
     "DetachedBlobs",
+    "FileRange",
     "IOStats",
     "KvikioBackend",
     "NotPrivateError",

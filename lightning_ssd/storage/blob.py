@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Blob", "Piece"]
+__all__ = ["Blob", "FileRange", "Piece"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,29 @@ class Blob:
 
     nbytes: int
     pieces: tuple[Piece, ...]
+
+    def overlaps(self, start: int, nbytes: int) -> Iterator[tuple[Piece, int, int]]:
+        """Yields each piece that has some of the `nbytes` bytes from offset `start`.
+
+        Yields:
+            The piece, and the blob's offsets of its first one of these bytes and after its last one.
+        """
+        for piece in self.pieces:
+            low, high = max(start, piece.start), min(start + nbytes, piece.start + piece.nbytes)
+            if low < high:
+                yield piece, low, high
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Consecutive bytes of a file.
+
+    Attributes:
+        path: the file.
+        offset: offset of the first byte.
+        nbytes: number of bytes.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int

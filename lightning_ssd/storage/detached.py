@@ -38,10 +38,8 @@ class DetachedBlobs:
             StorageError: the bytes can't be read, or differ from the written ones.
         """
         found = torch.empty(nbytes, dtype=torch.uint8)
-        for piece in blob.pieces:
-            low, high = max(start, piece.start), min(start + nbytes, piece.start + piece.nbytes)
-            if low < high:
-                found[low - start : high - start] = self._read(piece)[low - piece.start : high - piece.start]
+        for piece, low, high in blob.overlaps(start, nbytes):
+            found[low - start : high - start] = self._read(piece)[low - piece.start : high - piece.start]
         return found
 
     def _read(self, piece: Piece) -> torch.Tensor:

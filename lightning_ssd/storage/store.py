@@ -17,7 +17,7 @@ import torch
 
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.blob import Blob, Piece
+from lightning_ssd.storage.blob import Blob, FileRange, Piece
 from lightning_ssd.storage.calibration import Calibration, calibrate
 from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
@@ -323,6 +323,13 @@ class BlobStore:
         read, read_seconds = self._engine.read.read()
         with self._lock:
             return IOStats(written, read, write_seconds, read_seconds, self._allocated, self._peak)
+
+    def file_ranges(self, blob: Blob, start: int, nbytes: int) -> tuple[FileRange, ...]:
+        """Returns the ranges of the scratch files that have `nbytes` bytes of a blob from offset `start`, in order."""
+        return tuple(
+            FileRange(self._volumes[piece.volume].path, piece.offset + low - piece.start, high - low)
+            for piece, low, high in blob.overlaps(start, nbytes)
+        )
 
     @property
     def directory(self) -> PrivateDirectory:
