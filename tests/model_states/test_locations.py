@@ -18,14 +18,17 @@ from lightning_ssd.model_states.split import split
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import BlobStore
 from tests.support.models import Block, Model, ToyModel
-from tests.support.moves import TIERS, Mover, PartMover
+from tests.support.moves import Mover, PartMover
 from tests.support.products import thorough
-from tests.support.states import host, some_stay
+from tests.support.states import host, loader, some_stay
 from tests.support.trainings import nothing_left, rows, train
 
 __all__ = ["nothing_left"]
 
 FORMATS = [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split")]
+"""Precision and state format."""
+
+CLIPPED = {"gradient_clip_val": 0.5}
 
 Snapshot = dict[str, Tensor]
 """Weights and optimizer states by the names of their rows."""
@@ -33,7 +36,7 @@ Snapshot = dict[str, Tensor]
 
 class Blocks(ToyModel):
     def __init__(self, width: int = 16, hidden: int = 64, depth: int = 3, make_optimizer: Any = None) -> None:
-        super().__init__(make_optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)))
+        super().__init__(make_optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2)))
         self.width = width
         self.blocks = torch.nn.ModuleList(Block(width, hidden) for _ in range(depth))
 
@@ -75,12 +78,10 @@ class Locations(pl.Callback):
             self._compare(table, self._expected[trainer.global_step])
 
     def _compare(self, table: list[TensorLocation], expected: Snapshot) -> None:
-        large = [row for row in table if row.kind in ("weight", "optimizer state") and row.nbytes > 4]
-        assert {row.name for row in large} == set(expected)
-        for row in table:
+        stored = [row for row in table if row.kind != "gradient" and not row.name.endswith(".step")]
+        assert {row.name for row in stored if row.kind != "master weight"} == set(expected)
+        for row in stored:
             assert bool(row.files) == (row.tier == "ssd"), row
-            if row.kind == "gradient" or row.nbytes == 4:
-                continue
             values = expected[row.name.removesuffix(".master")]
             if row.kind == "weight" and row.dtype == torch.bfloat16:
                 values = halves_of(values)[0] if self._halves else values.bfloat16()
@@ -116,19 +117,30 @@ def ssds(path: Path, count: int, **arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(folders, **how | arguments)
 
 
-def check(path: Path, model: Any, mover: Mover, precision: Any, state_format: Any, *, folders: int = 2) -> Locations:
-    """Trains a model whose states move, and compares each table with the training without moves."""
-    how: Any = {"precision": precision, "max_epochs": 1}
+def check(
+    path: Path, model: Any, mover: Mover, how: Any, state_format: Any = "fp32", *, folders: int = 2, **arguments: Any
+) -> Locations:
+    """Trains a model whose states move, and compares each table with the training without moves.
+
+    Args:
+        path: directory of scratch files.
+        model: the model.
+        mover: moves the states.
+        how: precision and clipping, arguments of the Trainer.
+        state_format: argument of the strategy.
+        folders: number of folders over which states are striped.
+        **arguments: other arguments of the strategy.
+    """
     data = rows(6, model.width)
     expected = Snapshots()
     # Only in bf16-true, fp32 master weights are stepped.
-    plain = "auto" if precision != "bf16-true" else host(state_format=state_format, offload="none")
-    train(path, plain, model, data, callbacks=[expected], **how)
+    plain = "auto" if how["precision"] != "bf16-true" else host(state_format=state_format, offload="none")
+    train(path, plain, model, data, callbacks=[expected], max_epochs=1, **how)
     found = Locations(expected.after, halves=state_format == "split")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(BlobStore.__init__.__kwdefaults__, "piece_bytes", 4096)  # type: ignore[arg-type]
-        strategy = ssds(path, folders, state_format=state_format)
-        train(path, strategy, model, data, callbacks=[mover, found], **how)
+        strategy = ssds(path, folders, state_format=state_format, **arguments)
+        train(path, strategy, model, data, callbacks=[mover, found], max_epochs=1, **how)
     assert mover.moves
     return found
 
@@ -137,9 +149,103 @@ def check(path: Path, model: Any, mover: Mover, precision: Any, state_format: An
     ("precision", "state_format"), [FORMATS[0], thorough(*FORMATS[1]), thorough(*FORMATS[2]), FORMATS[3]]
 )
 def test_addresses_have_the_values_after_moves(tmp_path: Path, precision: str, state_format: str) -> None:
-    found = check(tmp_path, Blocks(), Mover(), precision, state_format)
+    """States have two versions, of which the table has the committed one."""
+    how = {"precision": precision, **CLIPPED}
+    found = check(tmp_path, Blocks(), Mover(), how, state_format, clip="speculative")
     every = [row for table in found.tables for row in table]
     assert {row.tier for row in every} == {"gpu", "host", "ssd"}
     assert {part.path.parents[1].name for row in every for part in row.files} == {"0", "1"}
     assert any(len({part.path for part in row.files}) == 2 for row in every)
     assert any(row.kind == "master weight" for row in every) == (precision != "32-true")
+
+
+@pytest.mark.thorough
+@settings(max_examples=20, deadline=None)
+@given(
+    width=st.integers(1, 40),
+    hidden=st.integers(1, 200),
+    depth=st.integers(1, 4),
+    kind=st.sampled_from(FORMATS),
+    folders=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+    clip=st.sampled_from([None, "speculative", "deferred"]),
+)
+def test_addresses_of_random_models(
+    tmp_path_factory: pytest.TempPathFactory,
+    width: int,
+    hidden: int,
+    depth: int,
+    kind: tuple[str, str],
+    folders: int,
+    seed: int,
+    clip: Any,
+) -> None:
+    path, (precision, state_format) = tmp_path_factory.mktemp("random"), kind
+    how = {"precision": precision} | (CLIPPED if clip else {})
+    model = Blocks(width, hidden, depth)
+    check(path, model, Mover(seed), how, state_format, folders=folders, clip=clip or "auto")
+
+
+def test_rows_name_the_parts_that_a_plan_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PartMover` compares the table with its plan after each move."""
+    monkeypatch.setattr(units, "PART_ELEMENTS", 512)
+    mover = PartMover()
+    check(tmp_path, Blocks(), mover, {"precision": "32-true"}, states="auto", gpu_memory="16kB")
+    assert mover.divided
+
+
+@pytest.mark.parametrize("strategy", [lambda: "auto", host, some_stay], ids=["plain", "host", "some stay"])
+def test_gradients_have_rows_while_they_exist(tmp_path: Path, strategy: Any) -> None:
+    """Gradients that are accumulated in fp32, on the host or on the device, and those that a step has used."""
+    found = Locations()
+    train(tmp_path, strategy(), Model(), loader(4), callbacks=[found], accumulate_grad_batches=2)
+    weights, first, second = (
+        {row.name: row for row in table if row.kind == kind}
+        for table, kind in ((found.tables[0], "weight"), (found.tables[0], "gradient"), (found.tables[2], "gradient"))
+    )
+    assert set(first) == set(second) == {f"{name}.grad" for name in weights}
+    for name, row in weights.items():
+        gradient = first[f"{name}.grad"]
+        assert (gradient.tier, gradient.nbytes, gradient.dtype) == (row.tier, row.nbytes, torch.float32)
+
+
+class Frozen(Blocks):
+    """Two of three blocks are trained."""
+
+    def __init__(self) -> None:
+        super().__init__(make_optimizer=lambda p: torch.optim.RMSprop(p, lr=1e-3))
+        self.blocks[0].requires_grad_(False)
+
+
+def test_frozen_weights_and_states_in_memory_have_rows(tmp_path: Path) -> None:
+    """RMSprop keeps its states in host memory, wherever the weights are."""
+    found = Locations()
+    train(tmp_path, ssds(tmp_path, 1), Frozen(), rows(2, 16), callbacks=[found])
+    table = found.tables[-1]
+    weights = {row.name for row in table if row.kind == "weight"}
+    assert weights == {name for name, _ in Frozen().named_parameters()}
+    assert {row.tier for row in table if row.kind == "weight"} == {"ssd"}
+    states = {row.name: row.tier for row in table if row.kind == "optimizer state"}
+    assert set(states) == {
+        f"{name}.{key}" for name in weights if not name.startswith("blocks.0") for key in ("square_avg", "step")
+    }
+    assert set(states.values()) == {"host"}
+
+
+def test_the_summary_has_the_bytes_of_the_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Start(Locations):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.tables.append(tensor_locations(trainer))
+
+    found = Start()
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    strategy = ssds(tmp_path, 2, states="auto", gpu_memory="40kB", host_memory="128kB", state_format="split")
+    train(tmp_path, strategy, Blocks(), rows(1, 16), callbacks=[found], precision="bf16-true")
+    (line,) = {message for message in caplog.messages if message.startswith("ssd_offload:")}
+    for kinds, before in ((["weight"], "weights are"), (["master weight", "optimizer state"], "optimizer states")):
+        for tier, where in (("host", "in host memory"), ("ssd", "on SSD")):
+            nbytes = sum(row.nbytes for row in found.tables[0] if row.kind in kinds and row.tier == tier)
+            said = re.search(rf"{before}[^,]*?{where} \((.*?)\)", line)
+            assert (said is not None and said[1] == format_bytes(nbytes)) if nbytes else said is None, line

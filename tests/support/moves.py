@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_ssd import tensor_locations
 from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import PartPlan, Plan, UnitPlan
 
@@ -80,14 +81,6 @@ class PartMover(Mover):
         strategy.move_states(Plan(plans, 2**20, 2**20))
         self.moves += 1
         self.divided += any(unit.parts for unit in plans.values())
-        stores = strategy.model_states.stores.items()
-        for unit in units:
-            for part in unit.parts:
-                own = {parameter for _, parameter in part.parameters}
-                weights, states = where[unit.name, part.name]
-                found = {
-                    (store.tiers[0], store.tiers[1] if store.layout.opt_state_bytes else states)
-                    for flat, store in stores
-                    if own & {view.parameter for view in flat.param_views}
-                }
-                assert found == ({(weights, states)} if weights != "gpu" else set())
+        for row in tensor_locations(trainer):
+            if row.kind != "gradient" and not row.name.endswith(".step"):  # a number in host memory
+                assert row.tier == where[row.unit, row.part][row.kind != "weight"], row
