@@ -65,7 +65,8 @@ class TensorLifetime:
 
     Attributes:
         id: number, unique in the profile.
-        name: name of the parameter that it belongs to, or of the operator that allocates it.
+        name: qualified name of its parameter, followed by `.grad` or the name of an optimizer state; or name of the
+            operator that allocates it.
         kind: class of the tensor.
         nbytes: bytes.
         uses: operators that read or write it, in order.

@@ -169,7 +169,7 @@ import lightning.pytorch as pl
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from lightning_ssd import ActivationOffload
+from lightning_ssd import ActivationOffload, tensor_locations
 from tests.support.trainings import SmallModel, Watch, batches, make_trainer, scratch_directories, small_arguments
 
 root = Path({root!r})
@@ -203,6 +203,10 @@ def weights(model):
 class Weights(pl.Callback):
     def on_train_end(self, trainer, pl_module):
         pl_module.final = weights(trainer.strategy.model)
+        rows = {{row.name: row for row in tensor_locations(trainer)}}
+        for (name, _), shard in zip(pl_module.named_parameters(), pl_module.final, strict=True):
+            for found in (rows[name], rows[name + ".exp_avg"]):
+                assert (found.tier, found.nbytes) == ("gpu", shard.nbytes), found
 
 
 def train(kind, strategy, *callbacks):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, tensor_locations
 from lightning_ssd.device.clock import HostClock
 from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile
@@ -96,6 +96,24 @@ def test_a_measured_step_has_the_tensors_of_a_traced_one(number: int, tmp_path: 
         assert found[0] == found[1] and found[0]
     phases = {actual.operators[use].phase for one in actual.tensors if one.kind == "weight" for use in one.uses}
     assert phases == set(PHASES)
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_locations_have_the_names_of_a_profile(states: Any, tmp_path: Path) -> None:
+    """Gradients, and the numbers of steps, are no offloaded tensors."""
+    found: list[set[tuple[str, str]]] = []
+
+    class Locations(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            found.append({(row.kind, row.name) for row in tensor_locations(trainer)})
+
+    train(tmp_path, SSDOffloadStrategy(tmp_path, states=states, min_bytes=1), Model(), batches(TOKENS, 1),
+          callbacks=[Locations()], max_epochs=1)  # fmt: skip
+    kinds = ("weight", "gradient", "optimizer state")
+    names = {(one.kind, one.name) for one in traced(Model, TOKENS).tensors if one.kind in kinds}
+    if states == "host":
+        names = {(kind, name) for kind, name in names if kind != "gradient" and not name.endswith(".step")}
+    assert found == [names]
 
 
 def operators(profile: LifetimeProfile) -> list[tuple[str, str]]:
