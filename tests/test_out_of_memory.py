@@ -89,6 +89,18 @@ def test_the_error_names_bytes_and_arguments(where: str, tmp_path: Path) -> None
     assert ("`offload=1.0`" in note) == (where != "step")
 
 
+def test_the_error_names_master_weights_on_the_device(tmp_path: Path) -> None:
+    """One of four layers is kept on the device, in bf16 with fp32 master weights."""
+    strategy = SSDOffloadStrategy(tmp_path, tier="host", gpu_memory="120kB", min_bytes=1, offload="none")
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path, precision="bf16-true")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Large("forward"))
+    (note,) = caught.value.__notes__
+    for name, size in (("weights", 2), ("master weights", 4), ("optimizer states", 8)):
+        nbytes = size * 64 * 64 + 4 * (name == "optimizer states")  # with the number of steps
+        assert f" {name} {format_bytes(nbytes)}" in note
+
+
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise torch.OutOfMemoryError(MESSAGE)

@@ -25,7 +25,7 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.device import allocator_memory, make_clock
-from lightning_ssd.model_states import ModelStates, Unit, UnitPart
+from lightning_ssd.model_states import ModelStates, Unit, UnitPart, states_in_memory
 from lightning_ssd.planning import (
     FixedPlacement,
     HostOverhead,
@@ -431,6 +431,7 @@ class Profiler(Uncopied):
                 gradients += store.layout.gradient_bytes
                 states += store.layout.opt_state_bytes
         masters = {} if self._states is None else self._states.masters
+        in_memory = states_in_memory(self._optimizers)
         for parameter in owned:
             weights += parameter.numel() * parameter.element_size()
             if parameter.requires_grad:
@@ -439,7 +440,8 @@ class Profiler(Uncopied):
                 stepped = parameter if master is None else master
                 gradients += stepped.numel() * stepped.element_size()
                 states += 0 if master is None else master.numel() * master.element_size()
-                states += _optimizer_bytes(self._optimizers, stepped)
+                own = (value for value in in_memory.get(stepped, {}).values() if isinstance(value, Tensor))
+                states += sum(value.nbytes for value in own if value.numel() > 1)
         return trained, weights, gradients, states, states
 
     def _tiers(self, part: UnitPart) -> tuple[Tier, Tier]:
@@ -473,14 +475,3 @@ def count_bytes(batch: Any) -> int | None:
     if not tensors or any(value.layout is not torch.strided for value in tensors):
         return None
     return sum(value.nbytes for value in tensors)
-
-
-def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], parameter: nn.Parameter) -> int:
-    """Returns the bytes of the optimizer states of a parameter."""
-    return sum(
-        value.numel() * value.element_size()
-        for optimizer in optimizers
-        if parameter in optimizer.state
-        for value in optimizer.state[parameter].values()
-        if isinstance(value, Tensor) and value.numel() > 1
-    )
