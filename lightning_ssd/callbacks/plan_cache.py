@@ -94,9 +94,25 @@ class PlanCache:
     """Files of plans in `$XDG_CACHE_HOME/lightning_ssd/plans`, or in `~/.cache`, which only the user can write.
 
     A directory that can't be used is no error: nothing is found, and nothing is stored. The same holds if the user has
-    set the environment variable LIGHTNING_SSD_PLAN_CACHE to 0. All methods are called on the
-    training thread.
+    set the environment variable LIGHTNING_SSD_PLAN_CACHE to 0. Each training has an object of its own, whose methods
+    are called on the training thread.
     """
+
+    def __init__(self) -> None:
+        self._loaded: set[str] = set()
+        """Keys of earlier calls of `load_once`."""
+
+    def load_once(self, key: str, kind: type[EntryT]) -> EntryT | None:
+        """Returns what `load` returns; `None` from the second call for a key on, which a training makes to plan again.
+
+        Args:
+            key: as in `load`.
+            kind: as in `load`.
+        """
+        if key in self._loaded:
+            return None
+        self._loaded.add(key)
+        return self.load(key, kind)
 
     def load(self, key: str, kind: type[EntryT]) -> EntryT | None:
         """Returns the plan that was stored under `key`; `None`: there is none, or its file is not valid.

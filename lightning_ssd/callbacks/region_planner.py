@@ -14,7 +14,6 @@ from lightning_ssd.activations import (
     PartitionerBudget,
     PlannedExcess,
     SSDTierBase,
-    compile_seconds,
 )
 from lightning_ssd.callbacks.cached_regions import CachedRegions
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
@@ -22,12 +21,13 @@ from lightning_ssd.callbacks.plan_cache import SWITCH, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.recompilation import Recompilation
 from lightning_ssd.callbacks.region_progress import RegionProgress, Trial
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS, TOLERANCE, StepDrift
 from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import make_clock
-from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, free_bytes, plan_storages
+from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, plan_storages
 from lightning_ssd.profiling import HOST_FILL, SavedTimelineRecorder
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.types import InputChoice
@@ -39,15 +39,6 @@ WARM_UP = 1
 
 TIMED_STEPS = 3
 """Steps of each trial that are timed. Their minimum counts: interruptions of the host lengthen single steps."""
-
-TOLERATED_STALL = 0.02
-"""Share of a micro-batch for which it may wait for transfers before code is compiled again to save less."""
-
-MAX_COMPILE_SECONDS = 120.0
-"""Seconds for which code may be compiled again, in all."""
-
-MAX_BUDGETS = 4
-"""Values of `activation_memory_budget` that are tried at most."""
 
 MAX_RECORDINGS = 3
 """Micro-batches that are recorded, before the training is not planned as none had one forward and one backward."""
@@ -74,7 +65,7 @@ class RegionPlanner:
     First, one micro-batch is recorded, with all storages offloaded, and steps without a plan are timed. Then steps
     under the plan are timed. If the plan is predicted to stall the training, code is compiled again with lower values
     of `activation_memory_budget`, so that it saves less and recomputes the rest, recorded, planned and timed, as long
-    as that makes steps faster and takes no more than `MAX_COMPILE_SECONDS`. The fastest trial is applied.
+    as `Recompilation` finds a value that may make steps faster. The fastest trial is applied.
 
     It is stored in the `PlanCache`. A later training with the same key records a micro-batch, too, but has only one
     trial: code is compiled with the stored `activation_memory_budget`, and the stored plan is applied, if compiled code
@@ -99,7 +90,7 @@ class RegionPlanner:
             `activation_memory_budget` of their code.
 
     Attributes:
-        spent_seconds: seconds in which code was compiled again.
+        recompilation: the values of `activation_memory_budget` to try.
     """
 
     def __init__(
@@ -112,7 +103,6 @@ class RegionPlanner:
         recompiles: bool,
         make_key: Callable[[SavedTimeline, BatchShape, float], str],
     ) -> None:
-        self.spent_seconds = 0.0
         self._offloader = offloader
         self._guard = guard
         self._limit = guard.limit
@@ -120,21 +110,13 @@ class RegionPlanner:
         self._clock = make_clock(offloader.device)
         self._recorder = SavedTimelineRecorder(self._clock)
         self._budget = PartitionerBudget()
-        self._recompiles = recompiles
+        self.recompilation = Recompilation(self._budget, allowed=recompiles)
         self._make_key = make_key
         self._cache = PlanCache()
-        self._used_keys: set[str] = set()
-        """Keys of plans that were read: a training that is planned again replaces them."""
         self._placement = PlannedExcess(tuple(offloader.tiers), guard.limit)
         self._phase: Phase = "recording"
         self._num_recordings = 0
         """Micro-batches that were recorded in a row."""
-        self._num_budgets = 0
-        """Values of `activation_memory_budget` that were tried."""
-        self._compile_seconds = compile_seconds()
-        """Seconds that the code of the training takes to compile, as measured last."""
-        self._compiled_before = 0.0
-        """`compile_seconds` when the present compilation began."""
         self._plans: PlannedShapes[RegionProgress] = PlannedShapes(guard.limit.meter)
         self._planned: PlannedShape[RegionProgress] | None = None
         """The shape that is being planned, or was planned last; `None`: none was recorded."""
@@ -493,11 +475,10 @@ class RegionPlanner:
         if trial.plan is None:
             self._begin_trial(self._plan(timeline))
             return
-        value = self._next_budget(trial, trial.plan, timeline)
+        value = self.recompilation.next_value(progress, self._speeds()) if self._is_only else None
         if value is None:
             self._decide()
         else:
-            self._num_budgets += 1
             self._recompile(value)
 
     def _stalled(self) -> float:
@@ -508,33 +489,6 @@ class RegionPlanner:
         return stalls / seconds if seconds else 0.0
 
     # ---- the partitioner's budget ----
-
-    @property
-    def _may_recompile(self) -> bool:
-        """Whether code may be compiled again for the shape that is being planned."""
-        return self._recompiles and self._is_only and self._budget.may_change
-
-    def _next_budget(self, trial: Trial, plan: StoragePlan, timeline: SavedTimeline) -> float | None:
-        """Returns the next value of `activation_memory_budget` to try; `None`: no more."""
-        if not self._may_recompile or self._num_budgets == MAX_BUDGETS:
-            return None
-        stalled = max(plan.stall_seconds / timeline.seconds, trial.stalled)
-        if not plan.excess_bytes and stalled <= TOLERATED_STALL and trial.seconds < math.inf:
-            return None
-        fastest = min((one.seconds for one in self.trials if one.memory_budget > trial.memory_budget), default=math.inf)
-        if fastest < math.inf and fastest <= trial.seconds:
-            return None  # more recomputation has made steps slower
-        # After this trial code is compiled again, and once more if an earlier one was faster.
-        if self.spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
-            return None
-        window, room = self._progress.window_bytes, self._progress.room_bytes
-        assert room is not None
-        free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(window))
-        excess = free - room - free_bytes(timeline, self._speeds(), TOLERATED_STALL / 2)
-        share = (1 - max(0.0, excess) / trial.saved_bytes) * trial.memory_budget
-        value = min(math.floor(10 * share) / 10, round(trial.memory_budget - 0.1, 1))
-        value = max(0.1, value)
-        return value if value < trial.memory_budget else None
 
     def _recompile(self, value: float) -> None:
         """Has code compiled to save less in the next step, and logs that it is."""
@@ -547,7 +501,7 @@ class RegionPlanner:
     def _compile(self, value: float) -> None:
         """Has code compiled with another `activation_memory_budget` in the next step."""
         self._change_budget(value)
-        self._compiled_before = compile_seconds()  # `change` has reset torch's count
+        self.recompilation.begin()
         self._apply(Trial(value, None, 0))
         self._phase = "compiling"
 
@@ -558,8 +512,7 @@ class RegionPlanner:
         self._guard.restart()
 
     def _end_compilation(self) -> None:
-        self._compile_seconds = compile_seconds() - self._compiled_before
-        self.spent_seconds += self._compile_seconds
+        self.recompilation.end()
         self._guard.restart()  # compilation may have needed memory of its own
         self._phase = "recording"
         if self._planned is not None and self._planned.shape is not None:
@@ -569,15 +522,14 @@ class RegionPlanner:
 
     def _load(self, key: str) -> CachedRegions | None:
         """Returns the rule that the cache has for this training, if it may be applied."""
-        cached = None if key in self._used_keys else self._cache.load(key, CachedRegions)
-        self._used_keys.add(key)
+        cached = self._cache.load_once(key, CachedRegions)
         if cached is None:
             return None
         if has_more_memory(self._memory(), (cached.gpu_bytes, cached.host_bytes)):
             self._log("an earlier training with the same compiled code had less memory: its plan is not used")
             return None
-        other_value = cached.memory_budget != self._budget.value
-        return None if other_value and not self._may_recompile else cached
+        may_recompile = self.recompilation.possible and self._is_only
+        return cached if may_recompile or cached.memory_budget == self._budget.value else None
 
     def _memory(self) -> tuple[float, float]:
         """Returns the bytes of the device, and of host memory for activations, that this training may use."""

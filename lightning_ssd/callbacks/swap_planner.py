@@ -198,7 +198,7 @@ class SwapPlanner(StepProfiling):
         self._save = save
         self._per_day = None if ssd_bytes_per_day is None else parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day")
         self._tolerance = tolerance
-        self._cache = PlanCache() if cache and plan is None else None
+        self._uses_cache = cache and plan is None
         self._progress = PlanProgress()
 
     @property
@@ -247,8 +247,7 @@ class SwapPlanner(StepProfiling):
         """The machine as measured, without the limits of this training."""
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
-        self._used_keys: set[str] = set()
-        """Keys of cached plans that this training has used. If it is profiled again, it replaces them."""
+        self._cache = PlanCache() if self._uses_cache else None
         self._fragment_reserve = 0.0
         """Share of the GPU limit that plans reserve for fragments, besides the reserve of `usable_gpu_memory`."""
         self._compiled = compiled_frames()
@@ -450,10 +449,7 @@ class SwapPlanner(StepProfiling):
         forward = ((placement.weights, placement.states), recorded_forward(profile), planning)
         device, shape = self._offloader.device, self._progress.recorded_shape
         self._progress.key = plan_key(trainer, pl_module, device, shape, forward)
-        if self._progress.key in self._used_keys:
-            return
-        self._used_keys.add(self._progress.key)
-        cached = self._cache.load(self._progress.key, CachedPlan)
+        cached = self._cache.load_once(self._progress.key, CachedPlan)
         if cached is not None and self._is_valid(cached, profile):
             self._reuse(trainer, pl_module, cached, profile, placement)
 

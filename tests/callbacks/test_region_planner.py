@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
-from lightning_ssd.callbacks import auto_planner, region_planner
+from lightning_ssd.callbacks import auto_planner, recompilation, region_planner
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
@@ -84,7 +84,7 @@ def test_code_that_stalls_is_compiled_to_save_less(
     use(Meter(1e6, 980_000), monkeypatch)
     lower_budgets(monkeypatch)
     compiled = torch._dynamo.utils.cumulative_time_spent_ns  # which each change of the budget clears
-    monkeypatch.setattr(region_planner, "compile_seconds", lambda: 100.0 if compiled else 0.0)
+    monkeypatch.setattr(recompilation, "compile_seconds", lambda: 100.0 if compiled else 0.0)
     with caplog.at_level("INFO"):
         numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see])
     for mine, theirs in zip(numbers, plain, strict=True):
@@ -94,7 +94,7 @@ def test_code_that_stalls_is_compiled_to_save_less(
     assert "graph_break" not in counters
     assert see.settings[0] == 1.0 and see.settings[-1] == see.regions.applied.memory_budget < 1.0
     assert see.saved[-1] - see.saved[-2] < see.saved[2] - see.saved[1]
-    assert see.regions.spent_seconds >= 100
+    assert see.regions.recompilation.spent_seconds >= 100
     assert f"activation_memory_budget={see.settings[-1]:g}, which may change the last digits" in caplog.text
     assert functorch.activation_memory_budget == 1.0
 
@@ -112,7 +112,7 @@ def test_code_is_not_compiled_again_where_it_may_not(
     if reason == "deterministic":
         request.getfixturevalue("deterministic")
     elif reason == "no time":
-        monkeypatch.setattr(region_planner, "MAX_COMPILE_SECONDS", 0.0)
+        monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 0.0)
     backend = "eager" if reason == "eager" else "aot_eager"
     with functorch.patch(activation_memory_budget=0.5 if reason == "set" else 1.0):
         _, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])

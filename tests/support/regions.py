@@ -11,7 +11,7 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd.callbacks import AutoPlanner, region_planner
+from lightning_ssd.callbacks import AutoPlanner, recompilation, region_planner
 from lightning_ssd.callbacks.offloader import find_offloader
 from tests.support.compiled import counted
 from tests.support.plans import quiet_trainer
@@ -112,6 +112,6 @@ class Ticks:
 
 def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each plan stall, and the last trial be the fastest."""
-    monkeypatch.setattr(region_planner, "TOLERATED_STALL", -1.0)
+    monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
     monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)
-    monkeypatch.setattr(region_planner, "MAX_COMPILE_SECONDS", 1e9)
+    monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 1e9)
