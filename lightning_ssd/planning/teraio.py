@@ -11,8 +11,8 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_ssd.planning.io_timeline import Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import InactivePeriod, LifetimeProfile
 from lightning_ssd.planning.migration import HOST, GPUStep, Migration, MigrationMachine, MigrationPlan, wrapped
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
@@ -29,17 +29,12 @@ CLOSE = 0.75
 LONGER, LONGEST = 2.0, 256.0
 """Factor by which the step is lengthened until transfers have room, and the most by which it is in all."""
 
-CHUNK = 128
-"""Operators whose room for a transfer is added up at first: most transfers need no more."""
-
 STUCK = 0.9
 """Share of the pressure that remains in a longer step, from which on operators wait for transfers right away."""
 
 PRICES = (8.0, 2.0, 1.0)
 """Costs of a second of recomputation, in seconds of I/O, that the search beyond the paper tries: recomputation always
 lengthens the step, transfers only where they are late."""
-
-Floats = NDArray[np.float64]
 
 _Candidate = tuple[float, int, int, int, int | None]
 """Ratio of benefit and cost, and `absent_from`, `absent_until`, `before` and `drive` of a `Migration`."""
@@ -128,7 +123,7 @@ def _search(
     # All bytes beyond the capacity have to leave in a step.
     least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
     factor, before = min(LONGEST, max(1.0, least)), inf
-    search.lengthen(factor)
+    search.io.lengthen(factor)
     while True:
         search.choose(in_time=True)
         left = float(search.pressure.sum())
@@ -140,7 +135,7 @@ def _search(
             return MigrationPlan(tuple(search.necessary()), cpu_units)
         before = left
         factor *= LONGER
-        search.lengthen(LONGER)
+        search.io.lengthen(LONGER)
 
 
 class _Search:
@@ -164,7 +159,6 @@ class _Search:
     ) -> None:
         self.profile = profile
         self.machine = machine
-        self.cpu_units = cpu_units
         self.price = price
         step = GPUStep(profile, machine, cpu_units)
         self.count = len(profile.operators)
@@ -173,23 +167,10 @@ class _Search:
         self.pressed = bool(self.pressure.any())
         self.host: Floats = np.full(self.count, float(step.host_bytes))
         self.host_peak = float(step.host_bytes)
-        self.seconds: Floats = np.zeros(self.count)
-        self.times: list[float] = []
-        """Begin of each operator, for two steps, because periods reach into the next one."""
-        self.links = {direction: np.zeros(self.count) for direction in ("out", "in")}
-        self.drives = [{direction: np.zeros(self.count) for direction in ("out", "in")} for _ in machine.drives]
-        """Bytes that the link, and each drive, can carry beside planned transfers while each operator runs."""
-        self.rooms: dict[tuple[str, int], Floats] = {}
-        """Bytes that both can carry, for two steps, by direction and drive."""
-        self.free: dict[int, dict[tuple[str, int], _FreeOperators]] = {}
-        """Operators that have room, by the way in which they are searched."""
-        self._add_time(np.array(step.seconds))
+        self.io = IOTimeline(machine, step.seconds)
         writes = inf if machine.host_bytes > self.host[0] else sum(write for _, write in machine.drives)
         self.most_out = min(machine.link_out, writes) * float(np.sum(step.seconds))
         """Bytes that can leave the GPU in a step that is not lengthened."""
-        tiers = range(HOST, len(machine.drives))
-        self.rates = {tier: (machine.rate(tier, "out"), machine.rate(tier, "in")) for tier in tiers}
-        """Bytes/s from the GPU, and to it, of each drive and of host memory."""
         self.planned = [0.0] * len(machine.drives)
         """Seconds of transfers that are planned for each drive."""
         self.needed: dict[int, list[int]] = {}
@@ -203,24 +184,6 @@ class _Search:
             for period in profile.periods
             if profile.tensors[period.tensor].nbytes >= min_bytes and period.tensor not in step.absent
         ]
-
-    def lengthen(self, factor: float) -> None:
-        """Multiplies the times of operators by `factor`. Planned transfers do not use the time that is added."""
-        self._add_time((factor - 1) * self.seconds)
-
-    def _add_time(self, seconds: Floats) -> None:
-        self.seconds += seconds
-        self.times = np.concatenate([[0.0], np.cumsum(np.tile(self.seconds, 2))]).tolist()
-        self.links["out"] += self.machine.link_out * seconds
-        self.links["in"] += self.machine.link_in * seconds
-        for drive, (read, write) in zip(self.drives, self.machine.drives, strict=True):
-            drive["out"] += write * seconds
-            drive["in"] += read * seconds
-        for direction, link in self.links.items():
-            self.rooms[direction, HOST] = np.tile(link, 2)
-            for number, drive in enumerate(self.drives):
-                self.rooms[direction, number] = np.tile(np.minimum(link, drive[direction]), 2)
-        self.free = {way: {key: _FreeOperators(self.count, way) for key in self.rooms} for way in (1, -1)}
 
     def choose(self, *, in_time: bool) -> None:
         """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
@@ -256,9 +219,9 @@ class _Search:
         if not tiers:
             costs = np.full(len(sizes), np.inf)
         else:
-            costs = sizes * min(self._cost(1.0, tier) for tier in tiers)
+            costs = sizes * min(self.io.transfer_seconds(1.0, tier) for tier in tiers)
         # Seconds under pressure up to each operator, for two steps, because periods reach into the next one.
-        under = np.cumsum(np.tile(np.where(self.pressure > 0, self.seconds, 0.0), 2))
+        under = np.cumsum(np.tile(np.where(self.pressure > 0, self.io.seconds, 0.0), 2))
         under = np.concatenate([[0.0], under])
         pressed = under[bounds[:, 1]] - under[bounds[:, 0] + 1]
         heap = []
@@ -280,11 +243,6 @@ class _Search:
     def _is_forward(self, operator: int) -> bool:
         return self.profile.operators[operator % self.count].phase == "forward"
 
-    def _cost(self, size: float, drive: int) -> float:
-        """Returns the seconds of offload and prefetch."""
-        out, back = self.rates[drive]
-        return size / out + size / back
-
     def _migrate(self, period: InactivePeriod, *, in_time: bool) -> _Candidate | None:
         """Returns the migration of a candidate, or None if it would reduce no pressure."""
         drives = [self.planned.index(min(self.planned))] if self.planned else []
@@ -293,7 +251,7 @@ class _Search:
         if (old := self.chosen.get((period.tensor, period.after))) is not None:
             if old.drive is None:
                 return None
-            span = self._lay(after, before, size, old.drive)[0] if in_time else self._pressed(after + 1, before)
+            span = self.io.lay(after, before, size, old.drive)[0] if in_time else self._pressed(after + 1, before)
             if span is None or (old.absent_from <= span[0] and span[1] <= old.absent_until):
                 return None
             span = min(span[0], old.absent_from), max(span[1], old.absent_until)
@@ -305,12 +263,12 @@ class _Search:
             where = HOST if self._fits_host(after + 1, before, size) else next(iter(drives), None)
             return None if where is None else self._rated(period, before, *span, where)
         for drive in drives:
-            span, factor = self._lay(after, before, size, drive)
+            span, factor = self.io.lay(after, before, size, drive)
             if span is not None and (factor < SATURATED or not self._fits_host(after + 1, before, size)):
                 return self._rated(period, before, *span, drive)
         if not self._fits_host(after + 1, before, size):
             return None
-        span, _ = self._lay(after, before, size, HOST)
+        span, _ = self.io.lay(after, before, size, HOST)
         return None if span is None else self._rated(period, before, *span, HOST)
 
     def _recompute(self, period: InactivePeriod) -> _Candidate | None:
@@ -337,51 +295,13 @@ class _Search:
         tensor = self.profile.tensors[period.tensor]
         benefit = 0.0
         for first, last in ((start, stop),) if stop <= self.count else wrapped(start, stop, self.count):
-            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes).dot(self.seconds[first:last]))
+            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes).dot(self.io.seconds[first:last]))
         if benefit <= 0:
             return None
-        cost = self._cost(tensor.nbytes, drive) if drive is not None else (
+        cost = self.io.transfer_seconds(tensor.nbytes, drive) if drive is not None else (
             max(1e-9, (self.price or 0.0) * (tensor.recompute_seconds or 0.0))
         )  # fmt: skip
         return benefit / float(cost), start, stop, before, drive
-
-    def _lay(self, after: int, before: int, size: int, drive: int) -> tuple[tuple[int, int] | None, float]:
-        """Lays offload and prefetch on the timeline: the first as early, the second as late as there is room.
-
-        Returns:
-            The operators without the tensor (None: there are none), and the time of the transfers over that on an idle
-            machine, of the slower one.
-        """
-        first = self._reach("out", drive, after + 1, before, size)
-        last = None if first is None else self._reach("in", drive, before - 1, after, size)
-        if first is None or last is None:
-            return None, SATURATED
-        start, stop = first + 1, last
-        if start >= stop:
-            return None, SATURATED
-        elapsed = self.times[start] - self.times[after + 1], self.times[before] - self.times[stop]
-        # Transfers end with an operator: one operator more is no sign of saturation.
-        slack = self.seconds.item((start - 1) % self.count), self.seconds.item(stop % self.count)
-        out, back = self.rates[drive]
-        return (start, stop), max((elapsed[0] - slack[0]) / (size / out), (elapsed[1] - slack[1]) / (size / back))
-
-    def _reach(self, direction: str, drive: int, start: int, stop: int, size: int) -> int | None:
-        """Returns the operator while which a transfer ends that begins with `start` (backwards if `stop` is before it).
-
-        None: it does not end before `stop`.
-        """
-        way = 1 if start <= stop else -1
-        room, free = self.rooms[direction, drive], self.free[way][direction, drive]
-        done, count = 0.0, CHUNK
-        while (stop - (start := free.first(start))) * way > 0:
-            if done + room.item(start) >= size:
-                return start
-            end = start + way * min(count, abs(stop - start))
-            total = _ordered(room, start, end).cumsum()
-            if done + total[-1] >= size:
-                return start + way * int(total.searchsorted(size - done))
-            done, start, count = done + float(total[-1]), end, 4 * count
-        return None
 
     def _window(self, values: Floats, start: int, stop: int) -> Floats:
         parts = [values[first:last] for first, last in wrapped(start, stop, self.count)]
@@ -419,10 +339,10 @@ class _Search:
                 self.host[first:last] += size
             self.host_peak = float(self.host.max())
         else:
-            self.planned[migration.drive] += self._cost(size, migration.drive)
+            self.planned[migration.drive] += self.io.transfer_seconds(size, migration.drive)
         stop = migration.before if in_time else self.count + migration.after
-        self._carry("out", migration.drive, migration.after + 1, stop, size)
-        self._carry("in", migration.drive, migration.before - 1, migration.after, size)
+        self.io.carry("out", migration.drive, migration.after + 1, stop, size)
+        self.io.carry("in", migration.drive, migration.before - 1, migration.after, size)
 
     def _change(self, migration: Migration, nbytes: int) -> None:
         """Changes the memory of the operators without the tensor."""
@@ -430,49 +350,6 @@ class _Search:
             self.nbytes[first:last] += nbytes
             self.pressure[first:last] = np.maximum(0.0, self.nbytes[first:last] - self.machine.gpu_bytes)
         self.pressed = bool(self.pressure.any())
-
-    def _carry(self, direction: str, drive: int, start: int, stop: int, size: float) -> None:
-        """Removes `size` bytes from the timeline, from operator `start` on, backwards if `stop` is before it."""
-        way = 1 if start <= stop else -1
-        start = self.free[way][direction, drive].first(start)
-        if (stop - start) * way <= 0:
-            return
-        most, count = abs(stop - start), CHUNK
-        while True:
-            room = _ordered(self.rooms[direction, drive], start, start + way * min(count, most))
-            total = room.cumsum()
-            if total[-1] >= size or count >= most:
-                break
-            count *= 4
-        used = min(len(room), int(total.searchsorted(size)) + 1)
-        carried = room[:used].copy()
-        if total[used - 1] > size:
-            carried[-1] -= total[used - 1] - size
-        low = start if way > 0 else start - used + 1
-        carried = carried[::way]
-        done = 0
-        for first, last in wrapped(low, low + used, self.count):
-            part = carried[done : done + last - first]
-            link = self.links[direction][first:last]
-            link -= part
-            if drive != HOST:
-                self.drives[drive][direction][first:last] -= part
-            for other in range(HOST, len(self.drives)):
-                rates = self.links if other == HOST else self.drives[other]
-                left = np.minimum(link, rates[direction][first:last])
-                rooms = self.rooms[direction, other]
-                if other in (HOST, drive):  # operators without room on the link have none for any drive
-                    self._exhaust(direction, other, first + np.flatnonzero((left <= 0) & (rooms[first:last] > 0)))
-                for step in (0, self.count):
-                    rooms[step + first : step + last] = left
-            done += last - first
-
-    def _exhaust(self, direction: str, drive: int, operators: NDArray[np.int64]) -> None:
-        """Removes operators that have no room left on a drive, or on the link (`HOST`)."""
-        tiers = range(HOST, len(self.drives)) if drive == HOST else (drive,)
-        for free in (of_way[direction, tier] for of_way in self.free.values() for tier in tiers):
-            for operator in operators.tolist():
-                free.remove(operator)
 
     def necessary(self) -> list[Migration]:
         """Returns the chosen migrations without those that memory does not need, the least beneficial ones first."""
@@ -487,36 +364,3 @@ class _Search:
             else:
                 kept.append(migration)
         return kept[::-1]
-
-
-class _FreeOperators:
-    """The operators that have room for transfers, of two equal steps: finds the first one from an operator on.
-
-    Args:
-        count: operators of a step.
-        way: 1 or -1, towards later or earlier operators.
-    """
-
-    def __init__(self, count: int, way: int) -> None:
-        self._count = count
-        self._way = way
-        self._next = [*range(2 * count + 1), -1]  # the last entry is that of -1
-        """Of each operator: itself if it has room, or another one on the way to the first that has (path halving)."""
-
-    def first(self, operator: int) -> int:
-        """Returns the first operator with room; -1 or the number of operators if there is none."""
-        links = self._next
-        while (following := links[operator]) != operator:
-            links[operator] = operator = links[following]
-        return operator
-
-    def remove(self, operator: int) -> None:
-        """Removes an operator from both steps."""
-        for one in (operator, operator + self._count):
-            if self._next[one] == one:
-                self._next[one] = one + self._way
-
-
-def _ordered(values: Floats, start: int, stop: int) -> Floats:
-    """Returns the values from `start` to before `stop`, backwards if `stop` is before `start`."""
-    return values[start:stop] if start <= stop else values[stop + 1 : start + 1][::-1]
