@@ -25,9 +25,15 @@ from lightning_ssd.activations import (
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.obstacles import compiled_frames, obstacle_to_planning
-from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.offloader import (
+    find_model_states,
+    find_offloader,
+    get_offloader,
+    offload_config,
+    trainer_callbacks,
+)
 from lightning_ssd.callbacks.plan_key import plan_key
-from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.region_planner import RegionPlanner
 from lightning_ssd.callbacks.resident_states import ResidentStates
@@ -245,8 +251,7 @@ class AutoPlanner(pl.Callback):
             return
         if not pl_module.automatic_optimization:
             self._end_backward(trainer)
-        offloader = find_offloader(trainer)
-        assert offloader is not None
+        offloader = get_offloader(trainer)
         self._restore(offloader)
         if self.regions is not None:
             self.regions.end_micro_batch()
@@ -331,7 +336,7 @@ class AutoPlanner(pl.Callback):
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         """Adds a planner to the training if saved tensors have no room, or if model states may be moved."""
         strategy: Any = trainer.strategy
-        movable = getattr(strategy, "model_states", None) is not None and strategy.can_move_states()
+        movable = find_model_states(trainer) is not None and strategy.can_move_states()
         self._short_steps = self._short_steps + 1 if self._short else 0
         if self._steps < FIRST_STEPS or guard.limit.measuring:
             return
@@ -342,9 +347,7 @@ class AutoPlanner(pl.Callback):
             self._add_planner(trainer, pl_module, guard)
         elif movable and not self._short and obstacle == COMPILED and trainer.world_size == 1:
             if self._states is None:
-                offloader = find_offloader(trainer)
-                assert offloader is not None
-                self._states = ResidentStates(strategy, make_clock(offloader.device))
+                self._states = ResidentStates(strategy, make_clock(get_offloader(trainer).device))
         elif self._short and obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
             self._plan_regions(trainer, pl_module, guard)
         elif self._short:
@@ -396,9 +399,7 @@ class AutoPlanner(pl.Callback):
         """Plans saved tensors of a training with compiled code, whose operators are not visible."""
         self.outcome = "plan"
         self._log("plans which saved tensors of compiled code are kept and offloaded: not all of them have room")
-        offloader = find_offloader(trainer)
-        assert offloader is not None
-        schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
+        offloader = get_offloader(trainer)
         device, recompiles = offloader.device, self._compiled_backward
 
         def make_key(timeline: SavedTimeline, shape: BatchShape, memory_budget: float) -> str:
@@ -406,16 +407,14 @@ class AutoPlanner(pl.Callback):
             return plan_key(trainer, pl_module, device, shape, recorded)
 
         self.regions = RegionPlanner(
-            offloader, guard, self._batches, schedulers, recompiles=recompiles, make_key=make_key
+            offloader, guard, self._batches, find_schedulers(trainer), recompiles=recompiles, make_key=make_key
         )
 
     def _measure_again(self, trainer: pl.Trainer) -> None:
         """Decides anew, because model states were moved: memory and offloader are others."""
         self._close_regions()
         self._reset_rules()
-        offloader = find_offloader(trainer)
-        assert offloader is not None
-        self._begin_rules(trainer, offloader)
+        self._begin_rules(trainer, get_offloader(trainer))
 
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None
@@ -426,9 +425,8 @@ class AutoPlanner(pl.Callback):
         planner, self.planner = self.planner, None
         if planner is not None:
             planner.teardown(trainer, trainer.lightning_module, "fit")
-            for callback in trainer_callbacks(trainer):
-                if isinstance(callback, PrefetchScheduler):
-                    callback.override_window(None)
+            for scheduler in find_schedulers(trainer):
+                scheduler.override_window(None)
             trainer.callbacks = [one for one in trainer_callbacks(trainer) if one is not planner]  # type: ignore[attr-defined]
 
     # ---- under a plan ----
@@ -439,7 +437,7 @@ class AutoPlanner(pl.Callback):
         """Disables hooks for the present micro-batch if it follows a plan that keeps all."""
         if planner.measuring or planner.plan is None or planner.prediction is None:
             return  # all saved tensors are offloaded
-        offloads_states = getattr(trainer.strategy, "model_states", None) is not None
+        offloads_states = find_model_states(trainer) is not None
         spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
         enabled = offloads_states or not (planner.plan.keeps_all and spare)
         self._replace(offloader, replace(offloader.policy, hooks_enabled=enabled))
@@ -465,8 +463,8 @@ class AutoPlanner(pl.Callback):
             trainer: the Trainer.
             part: forward or backward, which has failed.
         """
-        offloader = find_offloader(trainer)
-        assert offloader is not None and self._guard is not None
+        offloader = get_offloader(trainer)
+        assert self._guard is not None
         pl.utilities.rank_zero_info(
             f"offload='auto': the {_name(offloader)} has run out of memory in the {part} of a micro-batch, which is "
             "run again with all saved tensors offloaded."
@@ -505,7 +503,7 @@ class AutoPlanner(pl.Callback):
     # ---- helpers ----
 
     def _enable_hooks(self, trainer: pl.Trainer, offloader: ActivationOffloader, enabled: bool) -> None:
-        enabled |= getattr(trainer.strategy, "model_states", None) is not None  # offloaded weights need them
+        enabled |= find_model_states(trainer) is not None  # offloaded weights need them
         if offloader.policy.hooks_enabled != enabled:
             offloader.run(replace(offloader.policy, hooks_enabled=enabled))
 

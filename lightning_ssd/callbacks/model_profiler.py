@@ -51,16 +51,14 @@ class ModelProfiler(StepProfiling):
                     "Lifetimes of tensors are measured in a step of one micro-batch. Set `accumulate_grad_batches=1` "
                     "and `automatic_optimization=True`, or leave out `lifetimes` of ModelProfiler."
                 )
-            assert self._profiler is not None
-            self._profiler.record_lifetimes(pl_module)
+            self.profiler.record_lifetimes(pl_module)
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         self._done = True
         profile.to_json(self._path)
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
         if self._lifetimes is not None:
-            assert self._profiler is not None
-            found = self._profiler.lifetimes(profile.name)
+            found = self.profiler.lifetimes(profile.name)
             lifetimes = replace(found, samples=profile.samples, tokens=profile.tokens)
             lifetimes.to_json(self._lifetimes)
             log.info("lifetimes of all tensors, in %s:\n%s", self._lifetimes, lifetimes.describe())

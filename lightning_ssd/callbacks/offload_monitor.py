@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.callbacks.offloader import find_offloader, offload_config
+from lightning_ssd.callbacks.offloader import find_model_states, find_offloader, offload_config
 from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import YEAR, bytes_per_day, lifetime_seconds
@@ -119,7 +119,7 @@ class OffloadMonitor(pl.Callback):
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return  # like Lightning's own metrics: at the end of a step
-        metrics = self._metrics(offloader, getattr(trainer.strategy, "model_states", None))
+        metrics = self._metrics(offloader, find_model_states(trainer))
         metrics |= self._drives(trainer, offloader)
         for logger in trainer.loggers if self._loggers else ():
             logger.log_metrics(
@@ -135,7 +135,7 @@ class OffloadMonitor(pl.Callback):
                 self._shown["ssd_years"] = metrics["ssd_years"]
 
     def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
-        states = getattr(trainer.strategy, "model_states", None)
+        states = find_model_states(trainer)
         on_ssds = "ssd" in offloader.tiers or (states is not None and states.ssd_bytes)
         if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
             return {}

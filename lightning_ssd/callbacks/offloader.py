@@ -1,9 +1,10 @@
-"""Finds the activation offloader of a training: the strategy's, or that of an `ActivationOffload` callback."""
+"""Finds the activation offloader of a training, the strategy's or that of an `ActivationOffload`, and model states."""
 
 from typing import Any
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
+from lightning_ssd.model_states import ModelStates
 
 
 def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -16,6 +17,18 @@ def find_offloader(trainer: pl.Trainer) -> ActivationOffloader | None:
     """Returns the running fit's activation offloader, or None if activations are not offloaded."""
     owner = _owner(trainer)
     return None if owner is None else owner.offloader
+
+
+def get_offloader(trainer: pl.Trainer) -> ActivationOffloader:
+    """Returns the running fit's activation offloader, which the caller knows to exist."""
+    offloader = find_offloader(trainer)
+    assert offloader is not None
+    return offloader
+
+
+def find_model_states(trainer: pl.Trainer) -> ModelStates | None:
+    """Returns the offloaded model states of the running fit, or None if the strategy offloads none."""
+    return getattr(trainer.strategy, "model_states", None)
 
 
 def offload_config(trainer: pl.Trainer) -> OffloadConfig:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
 from lightning_ssd.sizes import parse_bytes
 
 
@@ -125,3 +125,8 @@ class PrefetchScheduler(pl.Callback):
         else:
             self._last_share = share
             self._window = min(self._max, 2 * self._window)
+
+
+def find_schedulers(trainer: pl.Trainer) -> list[PrefetchScheduler]:
+    """Returns the Trainer's callbacks that set the window."""
+    return [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]

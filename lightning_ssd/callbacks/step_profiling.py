@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
+from lightning_ssd.callbacks.offloader import find_model_states, find_offloader, get_offloader, trainer_callbacks
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import ModelProfile
@@ -85,11 +85,9 @@ class StepProfiling(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
         """Profiles the training as it is set up now, after `warm_up` steps."""
-        offloader = find_offloader(trainer)
-        assert offloader is not None
         config = getattr(trainer.strategy, "states_config", None)
         units = find_units(pl_module, None if config is None else config.units)
-        states = getattr(trainer.strategy, "model_states", None)
+        offloader, states = get_offloader(trainer), find_model_states(trainer)
         # Manual optimization may step between a forward and its backward.
         self._profiler = Profiler(
             units, offloader, states, trainer.optimizers, allow_recompute=pl_module.automatic_optimization
@@ -104,13 +102,18 @@ class StepProfiling(pl.Callback):
     def discard(self) -> None:
         """Discards the present profile, as its micro-batch is run again: the next step is profiled instead."""
         if self._phase != "idle":
-            assert self._profiler is not None
-            self._profiler.close()
+            self.profiler.close()
             self.schedule(1)
 
     def continue_budget(self, budget: ProfilingBudget) -> None:
         """Counts the steps and seconds of `budget` as spent on profiling."""
         self._profiling_budget = budget
+
+    @property
+    def profiler(self) -> Profiler:
+        """Measures the present training. There is one from `on_train_start` to the end of the training."""
+        assert self._profiler is not None
+        return self._profiler
 
     @property
     def recording(self) -> bool:
@@ -129,31 +132,28 @@ class StepProfiling(pl.Callback):
         at_boundary, self._at_boundary = self._at_boundary, False
         if at_boundary:
             self._profiling_budget.begin_step()
-        assert self._profiler is not None
         if self._phase == "waiting" and at_boundary and (self._is_due(batch) or self._must_end_warm_up()):
             self._phase = "recording"
-            self._profiler.begin_recording()
+            self.profiler.begin_recording()
         elif self._phase == "recording":
             self._phase = "checking"
-            self._profiler.begin_checking()
+            self.profiler.begin_checking()
         elif self._phase == "checking" and at_boundary:
             self._phase = "timing"
             self._timed_from = self._step
-            self._profiler.begin_timing()
+            self.profiler.begin_timing()
         if self._phase in ("checking", "timing"):
             self._samples, self._tokens = count_samples(batch)
         if self._phase == "timing":
-            self._profiler.begin_forward(of_step=at_boundary)
+            self.profiler.begin_forward(of_step=at_boundary)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        assert self._profiler is not None
-        self._profiler.begin_backward()
+        self.profiler.begin_backward()
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._profiler is not None
-        self._profiler.end_recording()
+        self.profiler.end_recording()
         if pl_module.automatic_optimization:  # with manual optimization, more of the forward may follow
             self._end_backward()
 
@@ -161,19 +161,17 @@ class StepProfiling(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        assert self._profiler is not None
-        self._profiler.begin_optimizer()
+        self.profiler.begin_optimizer()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._profiler is not None
-        self._profiler.end_recording()  # the batch may have had no backward
-        self._profiler.end_optimizer()
+        self.profiler.end_recording()  # the batch may have had no backward
+        self.profiler.end_optimizer()
         if not pl_module.automatic_optimization:
             self._end_backward()
-        self._profiler.end_checking()
+        self.profiler.end_checking()
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return
         self._step += 1
@@ -187,20 +185,18 @@ class StepProfiling(pl.Callback):
             if timed < self._steps:
                 self._log_shortened(f"{timed} of {self._steps} steps were timed")
             self._phase = "idle"
-            self._profiler.end_timing()
+            self.profiler.end_timing()
             self.profiled(trainer, pl_module, self._make_profile(trainer, pl_module, timed))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._phase == "timing":
-            assert self._profiler is not None
-            self._profiler.pause()
+            self.profiler.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._phase == "timing":
-            assert self._profiler is not None
-            self._profiler.resume()
+            self.profiler.resume()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -225,10 +221,9 @@ class StepProfiling(pl.Callback):
 
     def _make_profile(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> ModelProfile:
         """Returns the profile of the recorded micro-batch and of `steps` timed steps."""
-        assert self._profiler is not None
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         clips |= trainer.precision == "16-mixed"  # a step is skipped if gradients are not finite
-        return self._profiler.profile(
+        return self.profiler.profile(
             type(pl_module).__name__,
             steps=steps,
             micro_batches=trainer.accumulate_grad_batches,
@@ -242,8 +237,7 @@ class StepProfiling(pl.Callback):
 
     def _end_backward(self) -> None:
         if self._phase == "timing":
-            assert self._profiler is not None
-            self._profiler.end_backward()
+            self.profiler.end_backward()
 
     def _end(self) -> None:
         profiler, self._profiler = self._profiler, None

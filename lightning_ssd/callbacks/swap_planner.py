@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.obstacles import check_can_plan, compiled_frames
-from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
+from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory, is_like, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_runner import (
@@ -24,13 +24,12 @@ from lightning_ssd.callbacks.plan_runner import (
     PlanRunner,
     offload_all,
 )
-from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.callbacks.step_drift import TOLERANCE, StepDrift
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.device import usable_gpu_memory
-from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import (
     PLANNERS,
     FixedPlacement,
@@ -255,11 +254,9 @@ class SwapPlanner(StepProfiling):
     @override
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
         super()._begin(trainer, pl_module, warm_up)
-        offloader = find_offloader(trainer)
-        assert offloader is not None
-        self._offloader = offloader
-        self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
-        offload_all(offloader)
+        self._offloader = get_offloader(trainer)
+        self._states = find_model_states(trainer)
+        offload_all(self._offloader)
 
     @override
     def on_train_batch_start(
@@ -339,8 +336,7 @@ class SwapPlanner(StepProfiling):
 
     @override
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
-        profiler, offloader = self._profiler, self._offloader
-        assert profiler is not None
+        profiler, offloader = self.profiler, self._offloader
         placement = current_placement(profiler, offloader)
         hardware = self._limit_hardware(self._hardware, profile, placement)
         profile = add_unseen_memory(
@@ -379,12 +375,17 @@ class SwapPlanner(StepProfiling):
         slowdown: float = 1.0,
     ) -> PlanRunner:
         """Makes the runner of a new profile."""
-        assert self._profiler is not None
         if self.runner is not None:
             self.runner.close()
-        schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
         runner = PlanRunner(
-            self._profiler, self._offloader, self._states, schedulers, profile, hardware, placement, slowdown
+            self.profiler,
+            self._offloader,
+            self._states,
+            find_schedulers(trainer),
+            profile,
+            hardware,
+            placement,
+            slowdown,
         )
         self._progress.runner, self._progress.calibrations = runner, 0
         return runner
@@ -442,9 +443,8 @@ class SwapPlanner(StepProfiling):
         """Reuses the plan and the measurements of an earlier training, if its forward was the same."""
         if self._cache is None:
             return
-        assert self._profiler is not None
         profile = self._make_profile(trainer, pl_module, steps=0)
-        placement = current_placement(self._profiler, self._offloader)
+        placement = current_placement(self.profiler, self._offloader)
         planning = (self._planner, self._gpu_memory == "least", self._per_day)
         forward = ((placement.weights, placement.states), recorded_forward(profile), planning)
         device, shape = self._offloader.device, self._progress.recorded_shape
