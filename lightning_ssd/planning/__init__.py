@@ -1,5 +1,6 @@
 """Planners: from the profiles of a model and a machine to a plan and its predicted step. Pure Python, no torch."""
 
+from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.lifetimes import (
@@ -21,7 +22,7 @@ from lightning_ssd.planning.model import (
     unit_call_name,
 )
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
-from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
+from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
     make_report,
     render_report,

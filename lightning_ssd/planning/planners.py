@@ -1,8 +1,7 @@
-"""Planners by name: each makes a plan from a model's profile and a machine's."""
+"""Planners by name: each makes a plan from a model's profile and a machine's, the fastest or that of least memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import log
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic
@@ -16,17 +15,6 @@ from lightning_ssd.sizes import check_choice
 
 Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
-
-def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
-    """Wraps a paper's planner to accept a fixed placement of model states in place of the paper's."""
-
-    def planner(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> Plan:
-        made = plan(model, hardware)
-        return made if fixed is None else fixed.apply(model, made)
-
-    return planner
-
-
 SLACK = 0.02
 """Share of a step's time that a plan for less memory may add."""
 
@@ -37,20 +25,16 @@ varies during a training, and plans that keep fewer tensors on the GPU depend on
 CLOSE_BYTES = 0.01
 """Relative precision at which the search for the least memory ends."""
 
-CORRECTIONS = 8
-"""Iterations of the search for a factor that explains a step's time."""
 
-MAX_CORRECTION = 1.5
-"""Largest factor between measured and predicted step time that is corrected."""
+def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
+    """Wraps a paper's planner to accept a fixed placement of model states in place of the paper's."""
 
-MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
-"""Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
+    def planner(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> Plan:
+        made = plan(model, hardware)
+        return made if fixed is None else fixed.apply(model, made)
 
-OVERHEAD_DOUBT, BOUND_DOUBT = 2.0, 1.05
-"""Factors by which the host's overhead, and the resource that bounds a step, are equally likely to be wrong."""
+    return planner
 
-CLOSE_SECONDS = 0.005
-"""Relative error of a step's time that needs no correction."""
 
 PLANNERS: Mapping[str, Planner] = {
     "holistic": plan_holistic,
@@ -106,107 +90,3 @@ def plan_for_least_memory(
         else:
             low = budget
     return best
-
-
-def calibrate(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float
-) -> tuple[ModelProfile, HardwareProfile] | None:
-    """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
-
-    One quantity is corrected, the more likely one of two: the speed of the resource that bounds the step (GPU, link,
-    SSDs, CPU or host), or the host's overhead of the plan.
-
-    Args:
-        model: the profile.
-        hardware: the machine.
-        plan: the plan of the measured steps.
-        step_seconds: measured seconds of a step.
-
-    Returns:
-        The corrected profiles, or None if the prediction was right, or its error exceeds `MAX_CORRECTION`, or no
-        correction explains the error.
-    """
-    predicted = simulate(model, hardware, plan)
-    off = step_seconds / predicted.step_seconds
-    if not 1 / MAX_CORRECTION < off < MAX_CORRECTION:
-        return None
-    corrected = model, hardware
-    # If the host bounds the step, all its work is slow, not only the overhead of the plan.
-    if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch" and not plan.keeps_all:
-        factor = _explain_by_overhead(model, hardware, plan, step_seconds)
-        if abs(log(factor, OVERHEAD_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
-            corrected = model, hardware.with_launches(factor)
-    for _ in range(CORRECTIONS):
-        prediction = simulate(*corrected, plan)
-        ratio = step_seconds / prediction.step_seconds
-        if abs(ratio - 1) < CLOSE_SECONDS:
-            return None if corrected == (model, hardware) else corrected
-        corrected = _slow_down(*corrected, plan, prediction.bound, ratio)
-    return None
-
-
-def calibrate_step_rate(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_rate: float, step_seconds: float
-) -> HardwareProfile:
-    """Returns the machine with the CPU optimizer's measured rate, corrected for concurrent copies.
-
-    Copies that run while the optimizer steps share the bandwidth of host memory with it. Their time is subtracted.
-
-    Args:
-        model: the profile.
-        hardware: the machine.
-        plan: the plan of the measured steps.
-        step_rate: measured parameters/s of the optimizer's jobs.
-        step_seconds: measured seconds of a step, over which the copies are spread evenly.
-    """
-    placed = zip(model.parts, plan.parts(model), strict=True)
-    stepped = sum(profile.parameters for (_, profile), part in placed if part.steps_on_cpu)
-    if not stepped:  # only small tensors of resident units are stepped on the CPU
-        return hardware
-    seconds = stepped / step_rate
-    shared = 0.0
-    if hardware.host_memory_bandwidth is not None:
-        copied = simulate(model, hardware, plan).copied_bytes
-        shared = copied / hardware.host_memory_bandwidth * min(1.0, seconds / step_seconds)
-    return replace(hardware, cpu_step_rate=stepped / max(seconds - shared, seconds / 2))
-
-
-def _explain_by_overhead(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
-    """Returns the factor on the host's overhead that explains a step of `step_seconds`; 1.0 if no factor does.
-
-    The overhead was measured on a small model outside of the training, unlike the launch times of the model itself.
-    """
-
-    def seconds(factor: float) -> float:
-        return simulate(model, hardware.with_launches(factor), plan).step_seconds
-
-    most = seconds(MAX_OVERHEAD_FACTOR)
-    if most < step_seconds or most - seconds(MIN_OVERHEAD_FACTOR) < CLOSE_SECONDS * step_seconds:
-        return 1.0
-    quick, slow = MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR
-    while slow - quick > CLOSE_SECONDS:
-        middle = (slow + quick) / 2
-        if seconds(middle) > step_seconds:
-            slow = middle
-        else:
-            quick = middle
-    return quick
-
-
-def _slow_down(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, resource: str, factor: float
-) -> tuple[ModelProfile, HardwareProfile]:
-    match resource:
-        case "compute":
-            return model.with_time(factor), hardware
-        case "cpu":
-            memory = hardware.host_memory_bandwidth
-            slower = replace(hardware, cpu_step_rate=hardware.cpu_step_rate / factor)
-            return model, slower if memory is None else replace(slower, host_memory_bandwidth=memory / factor)
-        case "ssd":
-            return model, hardware.with_ssds(1 / factor)
-        case "launch":
-            # A plan that keeps everything has no overhead that could be corrected.
-            return model.with_launches(factor), hardware if plan.keeps_all else hardware.with_launches(factor)
-        case _:
-            return model, hardware.with_link(1 / factor)
