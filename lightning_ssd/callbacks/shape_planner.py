@@ -13,7 +13,6 @@ from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, 
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.swap_planner import PlanProgress, SwapPlanner
-from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
 
 __all__ = ["ShapePlanner"]
 
@@ -89,19 +88,10 @@ class ShapePlanner(SwapPlanner):
         super()._end()
 
     @override
-    def _make_runner(
-        self,
-        trainer: pl.Trainer,
-        profile: ModelProfile,
-        hardware: HardwareProfile,
-        placement: FixedPlacement,
-        slowdown: float = 1.0,
-    ) -> PlanRunner:
-        runner = super()._make_runner(trainer, profile, hardware, placement, slowdown)
+    def _begin_plans(self) -> None:
         assert self._planned is not None
         for removed in self._plans.add(self._planned):
             self._close(removed)
-        return runner
 
     @override
     def _restart_profiling(self, runner: PlanRunner) -> None:

@@ -388,7 +388,11 @@ class SwapPlanner(StepProfiling):
             slowdown,
         )
         self._progress.runner, self._progress.calibrations = runner, 0
+        self._begin_plans()
         return runner
+
+    def _begin_plans(self) -> None:
+        """Called when a new profile has a runner, before its first plan."""
 
     def _gpu_bytes(self) -> int:
         """Returns the bytes of the device that this training may use."""

@@ -174,39 +174,31 @@ class GPUStep:
     def _move(
         self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str], changes: ByteChanges
     ) -> None:
-        in_optimizer = [one.phase == "optimizer" for one in profile.operators]
         moved, whole = defaultdict[int, int](int), defaultdict[int, int](int)
         by_unit: dict[str, list[int]] = defaultdict(list)
         for index, tensor in enumerate(profile.tensors):
             if not tensor.unit:
                 continue
             for use in tensor.uses:
-                if in_optimizer[use]:
+                if profile.operators[use].phase == "optimizer":
                     whole[use] += tensor.nbytes
                     moved[use] += tensor.nbytes if tensor.unit in cpu_units else 0
             if tensor.unit in cpu_units:
                 by_unit[tensor.unit].append(index)
         for use, nbytes in moved.items():
             self.seconds[use] *= 1 - nbytes / whole[use]
-        starts = [one.start for one in profile.operators]
         for members in by_unit.values():
-            self._move_unit(profile, machine, members, in_optimizer, starts, changes)
+            self._move_unit(profile, machine, members, changes)
 
     def _move_unit(
-        self,
-        profile: LifetimeProfile,
-        machine: MigrationMachine,
-        members: Sequence[int],
-        in_optimizer: Sequence[bool],
-        starts: Sequence[float],
-        changes: ByteChanges,
+        self, profile: LifetimeProfile, machine: MigrationMachine, members: Sequence[int], changes: ByteChanges
     ) -> None:
         count = len(profile.operators)
         job = CPUStep(0, 0, count, 0, 0, 0)
         gradients = []
         for index in members:
             tensor = profile.tensors[index]
-            uses = [use for use in tensor.uses if not in_optimizer[use]]
+            uses = [use for use in tensor.uses if profile.operators[use].phase != "optimizer"]
             if tensor.kind == "optimizer state":
                 self.absent.add(index)
                 self.host_bytes += tensor.nbytes
@@ -225,7 +217,7 @@ class GPUStep:
             return
         # The copy has twice the time that it takes on an idle link, before an operator waits for it.
         done = profile.operators[job.ready].end + 2 * job.gradients / machine.link_out
-        job.absent_from = max(job.ready + 1, bisect_left(starts, done))
+        job.absent_from = max(job.ready + 1, bisect_left(profile.operators, done, key=lambda one: one.start))
         for tensor in gradients:
             last = count if tensor.freed is None else tensor.freed + 1
             changes.add(min(job.absent_from, last), last, -tensor.nbytes)

@@ -303,13 +303,10 @@ class _Search:
         )  # fmt: skip
         return benefit / float(cost), start, stop, before, drive
 
-    def _window(self, values: Floats, start: int, stop: int) -> Floats:
-        parts = [values[first:last] for first, last in wrapped(start, stop, self.count)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else values[:0]
-
     def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
         """Returns the shortest range that has all operators under pressure of a range."""
-        (found,) = np.nonzero(self._window(self.pressure, start, stop))
+        parts = [self.pressure[first:last] for first, last in wrapped(start, stop, self.count)]
+        (found,) = np.nonzero(np.concatenate([self.pressure[:0], *parts]))
         return (start + int(found[0]), start + int(found[-1]) + 1) if len(found) else None
 
     def _fits_host(self, start: int, stop: int, size: int) -> bool:
