@@ -1,5 +1,6 @@
 """Bad input, failing drives and killed runs raise a clear error, and leave no files."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -421,3 +422,15 @@ def test_the_next_run_removes_files_of_killed_runs_and_none_of_live_ones(tmp_pat
     assert scratch_directories(tmp_path) == []
     assert_same(plain, beside)
     assert_same(plain, after)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"offload": "none", "states": "gpu"}], ids=["hooks", "no hooks"])
+def test_functions_that_refuse_hooks_work_without_offloading(arguments: dict[str, Any], tmp_path: Path) -> None:
+    class Module(SmallModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return torch.func.grad(torch.sin)(torch.tensor(1.0)) * super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    strategy = SSDOffloadStrategy(tmp_path, **{"offload": 1.0, "min_bytes": 1} | arguments)
+    failure = contextlib.nullcontext() if arguments else pytest.raises(RuntimeError, match="saved tensor hooks")
+    with failure:
+        make_trainer(tmp_path, strategy=strategy).fit(Module(), batches())

@@ -55,6 +55,12 @@ from lightning_ssd.storage_tags import KEPT_IN
 from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
+_WITHOUT_HOOKS = (
+    "Tensors are offloaded by saved-tensor hooks. To train without them, set `offload='none'` and `states='gpu'` of the "
+    "strategy, or remove `ActivationOffload`; or compute this gradient by `torch.autograd.grad`."
+)
+"""Note on errors of functions that refuse saved-tensor hooks."""
+
 
 class BudgetError(RuntimeError):
     """The tiers have no room for the bytes that `offload` asks for."""
@@ -185,6 +191,10 @@ class ActivationOffloader(Uncopied):
             with self._lock:  # the forward's local variables are freed, so storages may be unshared now
                 self._offload_waiting(len(self._waiting))
                 self._in_flight.evict_copied()
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):  # of a function that refuses them, such as `torch.func.grad`
+                error.add_note(_WITHOUT_HOOKS)
+            raise
         finally:
             self._forwards -= 1
 

@@ -1177,3 +1177,11 @@ def test_loads_are_urgent_where_backward_waits(cache: ActivationOffloader, monke
     change_policy(cache, window_bytes=MIB)
     losses.pop().backward()
     assert urgencies == [True, False, False]
+
+
+@pytest.mark.parametrize("function", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_functions_that_refuse_hooks_name_a_remedy(function: Any, tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        with pytest.raises(RuntimeError, match="saved tensor hooks") as failure, cache.hooks():
+            function(torch.sin)(torch.tensor(1.0))
+        assert "`offload='none'` and `states='gpu'`" in failure.value.__notes__[0]
