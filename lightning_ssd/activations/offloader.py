@@ -56,8 +56,8 @@ from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
 _WITHOUT_HOOKS = (
-    "Tensors are offloaded by saved-tensor hooks. To train without them, set `offload='none'` and `states='gpu'` of the "
-    "strategy, or remove `ActivationOffload`; or compute this gradient by `torch.autograd.grad`."
+    "Tensors are offloaded by saved-tensor hooks. To train without them, set `offload='none'` and `states='gpu'` of "
+    "the strategy, or remove `ActivationOffload`; or compute this gradient by `torch.autograd.grad`."
 )
 """Note on errors of functions that refuse saved-tensor hooks."""
 
