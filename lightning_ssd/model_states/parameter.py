@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Registers `hook` for accumulated gradients, also on a frozen parameter, which may require gradients later."""
+    """Registers `hook` for accumulated gradients, also on a frozen parameter, which may require gradients later.
+
+    It runs before the parameter's other hooks: those read and assign the gradient by `Tensor.grad`, which is the sum
+    with earlier micro-batches only once `hook` has stored the new gradient.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # torch refuses the hook otherwise
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
         parameter.requires_grad_(required)
+        hooks = parameter._post_accumulate_grad_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
     return handle
 
 

@@ -119,6 +119,26 @@ class Hooked(Toy):
         parameter.grad.mul_(0.5)
 
 
+class HookedInInit(Toy):
+    """Hooks that a parameter has before the strategy's own: they read, change and drop sums over micro-batches."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for parameter in self.blocks.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)
+        self.blocks[1].up.weight.register_post_accumulate_grad_hook(self.drop)
+
+    def halve(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    def drop(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.seen.append(parameter.grad.norm().item())
+        if len(self.seen) % 3:
+            parameter.grad = None
+
+
 class Assigned(Manual):
     """Gradients are assigned before a backward that adds to them, assigned without one, and dropped before clipping."""
 
@@ -159,6 +179,7 @@ KINDS = [
     Assigned,
     Accumulating,
     Hooked,
+    HookedInInit,
     Zeroed,
 ]
 
@@ -170,7 +191,7 @@ KINDS = [
     ids=["host-AdamW", "ssd-SGD"],
 )
 def test_gradients(tmp_path: Path, kind: type[Toy], states: str, settings: Any) -> None:
-    arguments = {"accumulate_grad_batches": 2} if kind is Accumulating else {}
+    arguments = {"accumulate_grad_batches": 2} if kind in (Accumulating, HookedInInit) else {}
     compare(tmp_path, lambda: kind(**settings), states, **arguments)
 
 
