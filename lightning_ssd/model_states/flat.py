@@ -58,10 +58,18 @@ class ParamView:
         Returns:
             A contiguous one-dimensional tensor of `numel` elements; a view if `values` has the parameter's strides.
         """
-        if values.stride() != self.stride:
-            laid = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device)
-            values = laid.copy_(values)
-        return values.as_strided((self.numel,), (1,))
+        return in_memory_order(values, self.stride)
+
+
+def in_memory_order(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns the elements of `values` in the order in which a dense tensor with the strides `stride` has them.
+
+    Returns:
+        A contiguous one-dimensional tensor of `values.numel()` elements; a view if `values` has these strides.
+    """
+    if values.stride() != stride:
+        values = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
 
 
 class FlatParameter:

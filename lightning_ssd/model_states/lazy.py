@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_ssd.model_states.flat import in_memory_order
 from lightning_ssd.model_states.replace import remove, replacing
 
 _MARK_BYTES = 32
@@ -31,9 +32,14 @@ class LazyTensor(Tensor):
     _read: Callable[[], Tensor] | None
 
     @staticmethod
-    def make(shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> "LazyTensor":
-        """Returns a lazy tensor of this shape and dtype; `read` returns its values, on the CPU."""
-        tensor = torch.empty(shape, dtype=dtype).as_subclass(LazyTensor)
+    def make(like: Tensor, read: Callable[[], Tensor]) -> "LazyTensor":
+        """Returns a lazy tensor with the shape, strides and dtype of `like`, which is dense.
+
+        Args:
+            like: a tensor on any device.
+            read: returns the values, on the CPU, with any strides.
+        """
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).as_subclass(LazyTensor)
         tensor._read = read
         return tensor
 
@@ -65,7 +71,8 @@ class LazyTensor(Tensor):
 
 
 _SHAPES = ("shape", "dtype", "device", "size", "dim", "ndim", "numel", "element_size", "is_floating_point", "layout",
-           "requires_grad", "nbytes", "itemsize", "__len__", "__hash__", "is_cuda", "grad_fn", "is_leaf")  # fmt: skip
+           "requires_grad", "nbytes", "itemsize", "stride", "__len__", "__hash__", "is_cuda", "grad_fn",
+           "is_leaf")  # fmt: skip
 """Functions and attributes that read no values."""
 
 
@@ -104,12 +111,12 @@ class LazyTensors:
         Args:
             key: identity of the values. In one `making` context, equal keys give the same tensor, so that tied weights
                 are in a file once.
-            like: a tensor of the same shape and dtype.
+            like: a dense tensor of the same shape, strides and dtype.
             read: returns the values, until `load` has read them.
         """
         if (made := self._made.get(key)) is not None:
             return made
-        tensor = LazyTensor.make(like.shape, like.dtype, read)
+        tensor = LazyTensor.make(like, read)
         self._alive.add(tensor)
         self._made[key] = tensor
         return tensor
@@ -150,9 +157,11 @@ def save(checkpoint: Any, path: str | Path) -> None:
         if tensor._read is None or tensor.nbytes < _MARK_BYTES:
             return tensor.load()
         with torch._C.DisableTorchFunctionSubclass():
-            plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+            plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             mark = secrets.token_bytes(_MARK_BYTES)
-            plain.view(-1).view(torch.uint8)[:_MARK_BYTES] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+            in_memory_order(plain, plain.stride()).view(torch.uint8)[:_MARK_BYTES] = torch.frombuffer(
+                bytearray(mark), dtype=torch.uint8
+            )
         marks[mark] = tensor
         stand_ins[tensor] = plain
         return plain
@@ -196,7 +205,7 @@ class _Filling(io.RawIOBase):
 
     def _write(self, data: Any) -> int:
         if len(data) >= _MARK_BYTES and (tensor := self._marks.pop(bytes(data[:_MARK_BYTES]), None)) is not None:
-            values = tensor.values().contiguous().view(-1).view(torch.uint8)
+            values = in_memory_order(tensor.values(), tensor.stride()).view(torch.uint8)
             assert values.numel() == len(data)
             self._file.write(values.numpy().data)
             return len(data)

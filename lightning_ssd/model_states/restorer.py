@@ -134,7 +134,8 @@ class ModelRestorer:
             raise RuntimeError(f"the optimizer states of {store.flat.name} are not available: {why}")
 
         for item in store.flat.param_views:
-            optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(item.parameter.shape, item.dtype, read)}
+            like = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
+            optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(like, read)}
 
     def _lasting(self, value: Any, opt_state: object) -> Any:
         """Returns a copy of a state in memory, or a lazy tensor of one on SSDs."""
@@ -149,6 +150,6 @@ class ModelRestorer:
 
         def read() -> Tensor:
             assert self._blobs is not None
-            return self._blobs.read(blob, start, nbytes).view(value.dtype).view(value.shape)
+            return self._blobs.read(blob, start, nbytes).view(value.dtype).as_strided(value.shape, value.stride())
 
-        return LazyTensor.make(value.shape, value.dtype, read)
+        return LazyTensor.make(value, read)

@@ -28,6 +28,11 @@ SHARD_BYTES = 2**30
 _KEY = "tensor of lightning_ssd"
 """Key of a dictionary that replaces a tensor; its value is the tensor's name."""
 
+_ORDER = "dimensions in memory"
+"""Key in that dictionary, unless the tensor is contiguous: its dimensions by descending strides, as the file has them.
+
+Fused optimizers step optimizer states in the order of memory, so that these need the strides of their parameters."""
+
 _STATE_DICT = "state_dict/"
 
 
@@ -53,7 +58,7 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
         for kind, of_kind in names.items():
             for number, shard in enumerate(_shards(of_kind, tensors)):
                 file = f"{kind}-{number + 1:05}.safetensors"
-                save_file({_in_file(name): _plain(tensors[name]) for name in shard}, part / file)
+                save_file({_in_file(name): _plain(name, tensors[name]) for name in shard}, part / file)
                 index |= dict.fromkeys(shard, file)
         torch.save(rest, part / "rest.ckpt")
         (part / "index.json").write_text(json.dumps(index, indent=1))
@@ -76,10 +81,12 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
     index: dict[str, str] = json.loads((path / "index.json").read_text())
     files = {file: safe_open(path / file, framework="pt") for file in set(index.values())}
 
-    def tensor(value: dict[str, str]) -> Tensor:
+    def tensor(value: dict[str, Any]) -> Tensor:
         name = value[_KEY]
         file: Any = files[index[name]]
         found: Tensor = file.get_tensor(_in_file(name))
+        if (order := value.get(_ORDER)) is not None:
+            found = found.permute(sorted(range(len(order)), key=order.__getitem__))
         return found
 
     rest = torch.load(path / "rest.ckpt", map_location="cpu", weights_only=weights_only)
@@ -96,12 +103,19 @@ def _in_file(name: str) -> str:
     return name.removeprefix(_STATE_DICT)
 
 
-def _named(name: str, tensor: Tensor, tensors: dict[str, Tensor], names: dict[object, str]) -> dict[str, str]:
+def _named(name: str, tensor: Tensor, tensors: dict[str, Tensor], names: dict[object, str]) -> dict[str, Any]:
     # Tied tensors are one object, or one piece of memory: they are written once, under the first name.
     first = names.setdefault(_identity(tensor), name)
     if first == name:
         tensors[name] = tensor
-    return {_KEY: first}
+    order = _order(first, tensor)
+    return {_KEY: first} if order == sorted(order) else {_KEY: first, _ORDER: order}
+
+
+def _order(name: str, tensor: Tensor) -> list[int]:
+    """Returns the dimensions of a tensor in the order of its file; weights are contiguous for other programs."""
+    stride = (0,) * tensor.dim() if name.startswith(_STATE_DICT) else tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dimension: -stride[dimension])
 
 
 def _identity(tensor: Tensor) -> object:
@@ -122,9 +136,9 @@ def _replace(value: Any, name: str, stand_in: Callable[[str, Tensor], Any]) -> A
     return value
 
 
-def _restore(value: Any, tensor: Callable[[dict[str, str]], Tensor]) -> Any:
+def _restore(value: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
     if isinstance(value, dict):
-        if list(value) == [_KEY]:
+        if _KEY in value:
             return tensor(value)
         of = {key: _restore(item, tensor) for key, item in value.items()}
         return type(value)(of) if type(value) is not dict else of
@@ -145,7 +159,7 @@ def _shards(names: list[str], tensors: dict[str, Tensor]) -> list[list[str]]:
     return shards
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _plain(name: str, tensor: Tensor) -> Tensor:
     """Returns a copy in memory of its own, because safetensors refuses tensors that share memory."""
     values = tensor.values() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
-    return values.contiguous().clone()
+    return values.permute(_order(name, tensor)).contiguous().clone()

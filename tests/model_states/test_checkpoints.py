@@ -19,8 +19,9 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import load_sharded, save_sharded, sharded
 from lightning_ssd.model_states.lazy import LazyTensor, LazyTensors, save
 from tests.support.compare import assert_same, same
-from tests.support.models import Block, Model
+from tests.support.models import Block, Model, ToyModel
 from tests.support.states import Large, host, loader, ssd, train
+from tests.support.trainings import make_trainer, rows
 
 
 def saved(path: Path, strategy: Any, model: Any = None, **arguments: Any) -> dict[str, Any]:
@@ -234,6 +235,40 @@ def test_resuming_from_a_sharded_checkpoint(tmp_path: Path, second: Any) -> None
     resumed: Any = train(tmp_path, again, Model(), ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
     resumed.losses = begun.losses + resumed.losses
     assert_same(resumed, expected)
+
+
+class Strided(ToyModel):
+    """Two parameters that are dense and not contiguous, under a fused optimizer; saves a checkpoint after two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.transposed = nn.Parameter(torch.randn(4, 3).t())
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self.images(batch.view(-1, 2, 2, 2)).flatten(1) @ self.transposed.t()).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/amid")
+
+
+@pytest.mark.parametrize("checkpoints", ["file", "sharded"])
+def test_optimizer_states_have_the_strides_of_their_parameters(tmp_path: Path, checkpoints: Any) -> None:
+    """Fused optimizers step states in the order of memory. States on SSDs are read lazily after `fit`."""
+    contents: dict[str, list[Any]] = {}
+    for kind, strategy in (("plain", "auto"), ("ours", ssd(checkpoints=checkpoints))):
+        (tmp_path / kind).mkdir()
+        trainer = make_trainer(tmp_path / kind, strategy)
+        trainer.fit(Strided(), rows(3))
+        trainer.save_checkpoint(tmp_path / kind / "after")
+        for name in ("amid", "after"):
+            path = tmp_path / kind / name
+            content = load_sharded(path, weights_only=False) if path.is_dir() else torch.load(path, weights_only=False)
+            states = content["optimizer_states"][0]["state"]
+            strides = [value.stride() for state in states.values() for value in state.values()]
+            contents.setdefault(kind, []).extend([states, strides, content["state_dict"]])
+    assert same(contents["ours"], contents["plain"])
 
 
 def test_the_old_sharded_checkpoint_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
