@@ -147,7 +147,8 @@ class CPUCopyEngine(CopyEngine):
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
-        with torch._C._DisableTorchDispatch(), span(COPY_IN, dst.numel()):
+        # Transforms of `torch.func`, in which a unit's forward may begin, would refuse to write memory from outside.
+        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch(), span(COPY_IN, dst.numel()):
             dst.copy_(src[: dst.numel()])
         with self._lock:
             self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)

@@ -70,6 +70,13 @@ def ordinary(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.__class__ = own
 
 
+_IN_TRANSFORM = (
+    "`torch.func` transforms an operator on weights that are offloaded. Clone the weights before the transform "
+    "(`weight = self.weight.clone()`) and use the clones in the transformed function, or set `states='gpu'`."
+)
+"""Note on errors of operators inside of transforms such as `torch.func.vmap`."""
+
+
 class _RunsOperators:
     """Runs functions of torch on offloaded tensors, directly or by their `Access`."""
 
@@ -86,10 +93,15 @@ class _RunsOperators:
             kind = KINDS.get(func) or kind_of(func)
             if kind in cls._DIRECT:
                 return func(*args, **(kwargs or {}))
-            if _runs_on_memory(kind, args, kwargs):
-                result = func(*args, **(kwargs or {}))
-                return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
-            return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+            try:
+                if _runs_on_memory(kind, args, kwargs):
+                    result = func(*args, **(kwargs or {}))
+                    return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
+                return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+            except RuntimeError as error:
+                if torch._C._functorch.peek_interpreter_stack() is not None:
+                    error.add_note(_IN_TRANSFORM)
+                raise
 
 
 class OffloadedParameter(_RunsOperators, TrainedParameter):

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from tests.support.access import ACTIONS, PLACES, Action, Toy, _frozen, _prune, compare, fit
 from tests.support.compare import assert_same, same
+from tests.support.models import BlocksModel
 from tests.support.products import thorough
+from tests.support.states import offloading
+from tests.support.trainings import rows, train
 
 # ---- every method of tensors ----
 
@@ -119,6 +122,38 @@ def test_every_method_of_tensors(tmp_path: Path, states: str, grad: bool, data: 
     assert {key for key, value in plain.items() if not same(ours[key], value)} == set()
     assert len(plain) > 300
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_forward_mode_over_a_module(tmp_path: Path, states: str) -> None:
+    """The unit's weights are copied to the device while `torch.func` transforms the forward that needs them."""
+
+    class Derivative(BlocksModel):
+        def loss(self, batch: Tensor) -> Tensor:
+            value, derivative = torch.func.jvp(self, (batch,), (torch.ones_like(batch),))
+            return (value - derivative).square().mean()  # type: ignore[no-any-return]
+
+    expected = train(tmp_path, "auto", Derivative(), rows(3))
+    assert_same(train(tmp_path, offloading(states), Derivative(), rows(3)), expected)
+
+
+def test_operators_on_weights_inside_of_a_transform_name_a_remedy(tmp_path: Path) -> None:
+    class Scaled(BlocksModel):
+        cloned = False
+
+        def loss(self, batch: Tensor) -> Tensor:
+            weight: Any = self.blocks[0].norm.weight
+            scale = weight.clone() if self.cloned else weight
+            total = torch.func.vmap(lambda row: (row * scale).sum())(self(batch))
+            return total.square().mean()  # type: ignore[no-any-return]
+
+    class Remedied(Scaled):
+        cloned = True
+
+    with pytest.raises(RuntimeError) as caught:
+        train(tmp_path, offloading(), Scaled(), rows(3))
+    assert any("Clone the weights before the transform" in note for note in caught.value.__notes__)
+    assert_same(train(tmp_path, offloading(), Remedied(), rows(3)), train(tmp_path, "auto", Remedied(), rows(3)))
 
 
 @pytest.mark.filterwarnings("ignore")
