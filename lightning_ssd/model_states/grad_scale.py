@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_ssd.device import CopyEngine, Mark, finished
 from lightning_ssd.storage import Slab
@@ -121,7 +122,7 @@ class GradScaleDecision:
         """Clips gradients by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            parameters: their parameters, in the order in which the norms are combined.
+            parameters: their parameters, in the order of the optimizer.
             norms: norms of the offloaded gradients, before they are unscaled. Other gradients are in `.grad`, and are
                 clipped there.
             limit: the largest norm.
@@ -135,18 +136,22 @@ class GradScaleDecision:
         def unscaled(norm: Tensor) -> Tensor:
             return norm if scale is None else norm * scale
 
-        every = [
-            here[parameter].to(device) if parameter in here else unscaled(norms[parameter].to(device))
-            for parameter in parameters
-            if parameter in here or parameter in norms
-        ]
+        every: list[Tensor] = []
+        dtypes: list[torch.dtype] = []
+        for parameter in parameters:
+            if parameter in here:
+                every.append(here[parameter].to(device))
+                dtypes.append(parameter.grad.dtype)  # type: ignore[union-attr]
+            elif parameter in norms:
+                every.append(unscaled(norms[parameter].to(device)))
+                dtypes.append(torch.float32)
         if not every:
             return
-        total = torch.linalg.vector_norm(torch.stack(every))
-        coefficient = torch.clamp(limit / (total + 1e-6), max=1.0).float()
+        total = torch.linalg.vector_norm(torch.stack([every[index] for index in _grouped(dtypes, device)]))
+        coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)  # fp64 if a gradient is
         if grads:
             torch._foreach_mul_(grads, coefficient)
-        self._device_scale = unscaled(coefficient).view(1)
+        self._device_scale = unscaled(coefficient.float()).view(1)
 
     def decide(self) -> tuple[Tensor, Mark] | None:
         """Completes `scale` as soon as the device has computed it. Backward, clipping and unscaling are over.
@@ -199,3 +204,10 @@ class GradScaleDecision:
     def close(self) -> None:
         """Frees the host memory; no copy is under way."""
         self._host.close()
+
+
+def _grouped(dtypes: Sequence[torch.dtype], device: torch.device) -> list[int]:
+    """Returns the order in which torch combines the norms of gradients with these dtypes: dtype by dtype."""
+    gradients: list[Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+    groups = _group_tensors_by_device_and_dtype([gradients], with_indices=True)
+    return [index for _, indices in groups.values() for index in indices]

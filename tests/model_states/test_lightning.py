@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import load_sharded
@@ -20,10 +20,10 @@ from lightning_ssd.model_states.lazy import LazyTensor
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same, same
 from tests.support.faults import FaultyBackend
-from tests.support.models import Model, adamw
+from tests.support.models import BlocksModel, Model, adamw
 from tests.support.products import thorough
 from tests.support.states import host, loader, ssd, train
-from tests.support.trainings import make_trainer
+from tests.support.trainings import fit, make_trainer, rows
 
 STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
 
@@ -95,6 +95,24 @@ def test_lightning_logs_and_saves_the_same(tmp_path: Path, strategy: Any) -> Non
 def test_clipping_by_value(tmp_path: Path, strategy: Any) -> None:
     how: Any = dict(gradient_clip_val=0.05, gradient_clip_algorithm="value")
     assert_same(train(tmp_path, strategy, Model(), **how), train(tmp_path, "auto", Model(), **how))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=["fp64", "complex"])
+def test_clipping_by_norm_with_parameters_that_are_kept_on_the_device(tmp_path: Path, dtype: torch.dtype) -> None:
+    """torch adds the norms dtype by dtype, and clips in fp64 if a gradient has it."""
+
+    class Mixed(BlocksModel):
+        def __init__(self) -> None:
+            super().__init__(partial(torch.optim.AdamW, lr=1e-2))
+            self.extra = nn.Parameter(torch.randn(8, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.extra.abs().float()
+
+    expected, actual = (
+        fit(tmp_path, how, Mixed(), rows(8), gradient_clip_val=0.1, max_epochs=2) for how in ("auto", host())
+    )
+    assert_same(actual, expected)
 
 
 def test_accumulation_that_changes(tmp_path: Path, strategy: Any) -> None:
