@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lightning_ssd.device import StagedReader, all_of, finished
@@ -231,6 +232,24 @@ class SSDBuffer(StateBuffer):
         done = self._transfer(memory, self.blobs[self.version], partial(self._store.read, urgency=urgency))
         return memory[: self.nbytes], done
 
+    def read_to_device(self, target: Tensor, urgency: Urgency | None) -> "Future[None]":
+        """Reads the committed bytes, which were written before, without host memory.
+
+        Args:
+            target: `nbytes` bytes of the device that no stream uses; they belong to the reads until the future is done.
+            urgency: as in `stage`.
+
+        Returns:
+            A future that is done when no read uses `target` any more.
+
+        Raises:
+            ValueError: the store takes host buffers only (`BlobStore.device_buffers`).
+        """
+        assert self._written
+        # The slices are no operators of the model: dispatch modes that are active in a forward must not see them.
+        with torch._C._DisableTorchDispatch():
+            return self._transfer(target, self.blobs[self.version], partial(self._store.read, urgency=urgency))
+
     def uncommitted(self, staged: Tensor) -> Tensor:
         return staged
 
@@ -307,7 +326,7 @@ class StateStaging:
 
     Attributes:
         store: scratch space.
-        params: reads prefetched weights to pinned memory.
+        params: reads prefetched weights to pinned memory, of which it has one page if `store` takes device buffers.
         states: reads all values; their memory is owned as `StateStore` says.
     """
 
@@ -326,7 +345,7 @@ class StateStaging:
             pin: page-lock the memory of prefetched weights.
         """
         with contextlib.ExitStack() as undo:
-            pools = _make_pools(param_staging, staging, pin=pin)
+            pools = _make_pools(store, param_staging, staging, pin=pin)
             for pool in pools:
                 undo.callback(pool.close)
             made = cls(store, StagedReader(pools[0], "param-reader"), StagedReader(pools[1], "state-reader"))
@@ -335,7 +354,7 @@ class StateStaging:
 
     def resize(self, param_staging: int, staging: int, *, pin: bool) -> None:
         """Replaces the memory, which is not in use, by memory of other sizes. Arguments as in `make`."""
-        pools = _make_pools(param_staging, staging, pin=pin)  # first: an error leaves the old memory in place
+        pools = _make_pools(self.store, param_staging, staging, pin=pin)  # an error leaves the old ones in place
         for reader, pool in zip((self.params, self.states), pools, strict=True):
             old, reader.pool = reader.pool, pool
             old.close()
@@ -362,8 +381,8 @@ class StateStaging:
             return self.store.detach()
 
 
-def _make_pools(param_staging: int, staging: int, *, pin: bool) -> tuple[PinnedPool, PinnedPool]:
-    first = PinnedPool(max(param_staging, PAGE), pin=pin, name="model states' window")
+def _make_pools(store: BlobStore, param_staging: int, staging: int, *, pin: bool) -> tuple[PinnedPool, PinnedPool]:
+    first = PinnedPool(PAGE if store.device_buffers else max(param_staging, PAGE), pin=pin, name="model states' window")
     try:
         return first, PinnedPool(max(staging, PAGE), pin=False, name="model states' staging")
     except BaseException:

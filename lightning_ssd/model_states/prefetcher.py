@@ -270,7 +270,9 @@ class ParamPrefetcher:
                 target = flat.allocate()
                 # The memory belongs to the compute stream until it has passed the mark recorded here.
                 urgency = Urgency()
-                arrived = self._stores[flat].prefetch_to(target, self._copies.mark(), urgency)
+                store = self._stores[flat]
+                after = self._copies.mark(awaited=store.reads_to_device)
+                arrived = store.prefetch_to(target, after, urgency)
                 self._loads[flat] = _Load(arrived, urgency, self._copies)
 
     def _evict_all_but(self, expected: Sequence[int]) -> None:

@@ -36,7 +36,8 @@ class StateStore:
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
     then to the copy to the device or to the caller, then to the writes until all have ended. All memory that
-    one caller needs is allocated at once, so that no caller holds a part of it and waits for the rest.
+    one caller needs is allocated at once, so that no caller holds a part of it and waits for the rest. Where the store
+    of SSDs takes device buffers, prefetched weights are read to the device without staging memory.
 
     Weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
     arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.
@@ -97,12 +98,18 @@ class StateStore:
         """Done when the announced step is committed or skipped."""
         return self._stepped
 
+    @property
+    def reads_to_device(self) -> bool:
+        """Whether `prefetch_to` reads from SSDs to device memory (GPUDirect Storage), without staging memory."""
+        return self._buffers[0].tier == "ssd" and self.staging is not None and self.staging.store.device_buffers
+
     def prefetch_to(self, target: Tensor, after: Mark, urgency: Urgency | None = None) -> "Future[Mark]":
         """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
 
         The future is done when the copy was issued; the target belongs to the copy until the mark is reached. Once a
         thread waits for it, by `urgency`, reads from SSDs and the writes that they wait for are served before those
-        that no thread waits for.
+        that no thread waits for. With `reads_to_device`, the target belongs to the reads until the future is done, and
+        the thread `h2d-done` waits for `after`, because the drives' transfers are not ordered by streams.
         """
         weights = self._buffers[0]
 
@@ -110,6 +117,9 @@ class StateStore:
             if weights.staging_bytes == 0:
                 return finished(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
             assert self.staging is not None
+            if self.reads_to_device:
+                ready = all_of([self._copies.on_h2d(after), weights.write_done(urgency=urgency)])
+                return then(ready, read_to_device)
             read = self.staging.params.read(
                 weights.staging_bytes,
                 lambda memory: weights.stage(memory, read=True, urgency=urgency)[1],
@@ -117,6 +127,10 @@ class StateStore:
                 urgency=urgency,
             )
             return then(read, copy)
+
+        def read_to_device(_: object) -> "Future[Mark]":  # on `h2d-done`, an I/O thread, or the thread of `begin`
+            assert isinstance(weights, SSDBuffer)
+            return then(weights.read_to_device(target, urgency), lambda _: finished(None))
 
         def copy(memory: PinnedBuffer) -> "Future[Mark]":  # on an I/O thread
             return finished(h2d_and_release(self._copies, memory, target, after))

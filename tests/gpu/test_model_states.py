@@ -15,6 +15,7 @@ from lightning_ssd.device import copies
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.adam_cuda import cuda_kernel
+from lightning_ssd.model_states.buffers import SSDBuffer
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.share_trial import ShareTrial
@@ -75,6 +76,23 @@ def test_numbers_do_not_move_with_the_timing(
         random.seed(seed)
         slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
         assert_same(expected, train(slow, **how))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_that_kvikio_reads_to_the_device_are_the_same(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In compat mode without GPUDirect Storage."""
+    pytest.importorskip("kvikio")
+    reads, read = [], SSDBuffer.read_to_device
+
+    def recorded(buffer: SSDBuffer, target: Tensor, urgency: Any) -> Any:
+        reads.append(target.is_cuda)
+        return read(buffer, target, urgency)
+
+    monkeypatch.setattr(SSDBuffer, "read_to_device", recorded)
+    how: dict[str, Any] = {"device": "cuda", "precision": precision, "model": exact(TinyGPT), "recorded": False}
+    direct = streamed(states="ssd", gpu_memory="1B", backend="kvikio", checksum=False)
+    assert_same(train(streamed(gpu_memory="1B"), **how), train(direct, **how))
+    assert reads and all(reads)
 
 
 @pytest.mark.parametrize(
