@@ -48,7 +48,7 @@ MODES = ("plain-eager", "plain", "ours-eager", "ours")
 PROFILED = 3
 """Steps after the measured ones, which a trace has."""
 
-MOST_WARM_UP = 100
+MOST_WARM_UP = 200
 """Steps after which steps are measured even if no decision is in force."""
 
 
@@ -145,6 +145,8 @@ def in_force(trainer: Any, batch_idx: int) -> bool:
     auto, planner = _planners(trainer)
     if batch_idx >= MOST_WARM_UP:
         return True
+    if auto is not None and auto.states is not None and not auto.states.decided:
+        return False
     if auto is not None and auto.regions is not None:
         return auto.regions.decided
     if planner is not None:

@@ -33,11 +33,13 @@ QUICK = ("activations in host memory", "activations on SSD", "everything on SSD"
 class Garbage(pl.Callback):
     """Collects no garbage during two steps, and finds the tensors of that which they have left.
 
-    Views of memory that is used again, such as staging memory, are not counted.
+    Tensors that are older than these steps are not counted, because an earlier test's may become garbage in them, nor
+    are views of memory that is used again, such as staging memory.
     """
 
     def __init__(self, first: int) -> None:
         self.first = first
+        self.older: list[weakref.ref[Tensor]] = []
         self.found: list[str] | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -45,15 +47,17 @@ class Garbage(pl.Callback):
             while gc.collect():  # finalizers of earlier tests' objects leave further garbage
                 pass
             gc.disable()
+            self.older = [weakref.ref(item) for item in gc.get_objects() if issubclass(type(item), Tensor)]
             gc.set_debug(gc.DEBUG_SAVEALL)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.first + 2 and self.found is None:
+            older = {id(item) for ref in self.older if (item := ref()) is not None}
             gc.collect()
             left = [
                 (weakref.ref(item.untyped_storage()), f"{item.dtype} {list(item.shape)}")
                 for item in gc.garbage
-                if issubclass(type(item), Tensor)
+                if issubclass(type(item), Tensor) and id(item) not in older
             ]
             self.end()
             while gc.collect():

@@ -77,8 +77,8 @@ class AutoPlanner(pl.Callback):
       and plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, the tiers of offloaded
       model states. Micro-batches that may need more memory than a planned one offload all saved tensors. If there are
       many of them, they are planned, too, so that batches of a few shapes have a plan each (`ShapePlanner`).
-      In a training with compiled code, whose operators are not visible, a `RegionPlanner` plans instead, after
-      `ResidentStates` has moved offloaded model states to the device where it has room for them.
+      In a training with compiled code, whose operators are not visible, a `RegionPlanner` plans instead, and
+      `ResidentStates` moves offloaded model states to the device where that makes steps faster.
     - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, for
       example. Saved tensors without room are offloaded, as in the first steps.
 
@@ -93,6 +93,7 @@ class AutoPlanner(pl.Callback):
         outcome: the decision; `"measuring"` before there is one.
         planner: the planner that was added; `None`: there is none.
         regions: the planner of a training with compiled code; `None`: there is none.
+        states: moves offloaded model states of a training with compiled code; `None`: there is no such training.
     """
 
     def __init__(self) -> None:
@@ -110,8 +111,7 @@ class AutoPlanner(pl.Callback):
         self._cuda_graphs = False
         """Whether compiled code of the first step has recorded CUDA graphs."""
         self._failed_profiles = 0
-        self._states: ResidentStates | None = None
-        """Moves model states of compiled code to the device; `None`: it has not been considered."""
+        self.states: ResidentStates | None = None
         self._reset_rules()
 
     def _reset_rules(self) -> None:
@@ -214,10 +214,10 @@ class AutoPlanner(pl.Callback):
             self._enable_hooks(trainer, offloader, not self._guard.limit.fits)
         else:
             self._apply_limit(trainer, offloader, self._guard, trained)
-        if self._states is not None:
+        if self.states is not None:
             kept = regions is None and self.outcome == "keep" and self._guard.fits
             timed = kept or (regions is not None and regions.decided)
-            self._states.begin_micro_batch(self._shape, begins_step=self._at_boundary, timed=timed)
+            self.states.begin_micro_batch(self._shape, begins_step=self._at_boundary, timed=timed)
         plan = None if swaps is None else swaps.rule
         self._rule = self.outcome, plan, None if regions is None else regions.rule
         if larger:
@@ -233,7 +233,8 @@ class AutoPlanner(pl.Callback):
                 compiled_frames() != self._frames or _has_compiled_nodes(loss)
             )
         undecided = self.outcome in ("measuring", "keep") and self._obstacle in (None, COMPILED)
-        if undecided and self._short and not self._compiled_backward and _has_compiled_nodes(loss):
+        planned = self._short or _states_are_movable(trainer)
+        if undecided and planned and not self._compiled_backward and _has_compiled_nodes(loss):
             self._obstacle, self._compiled_backward = COMPILED, True
 
     @override
@@ -274,18 +275,20 @@ class AutoPlanner(pl.Callback):
                 self._decide(trainer, pl_module, self._guard)
             else:
                 self.regions.end_step(ran_out=ran_out)
-            if self._states is not None and self._states.end_step(self._guard.limit):
+            trials = () if self.regions is None else self.regions.trials
+            most_saved = max((trial.saved_bytes for trial in trials), default=0)
+            if self.states is not None and self.states.end_step(self._guard.limit, most_saved):
                 self._measure_again(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for timed in (self.regions, self._states):
+        for timed in (self.regions, self.states):
             if timed is not None:
                 timed.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for timed in (self.regions, self._states):
+        for timed in (self.regions, self.states):
             if timed is not None:
                 timed.resume()
 
@@ -301,7 +304,7 @@ class AutoPlanner(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._guard = self._states = None
+        self._guard = self.states = None
         self._parameters = ()
         self._remove_planner(trainer)
         self._close_regions()
@@ -313,7 +316,7 @@ class AutoPlanner(pl.Callback):
     ) -> None:
         """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
         guard.begin(self._shape, trained)
-        if self._states is not None and not guard.limit.known:
+        if self.states is not None and not guard.limit.known:
             guard.limit.measure()  # model states that were moved may have left no room to keep saved tensors
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
@@ -335,8 +338,7 @@ class AutoPlanner(pl.Callback):
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         """Adds a planner to the training if saved tensors have no room, or if model states may be moved."""
-        strategy: Any = trainer.strategy
-        movable = find_model_states(trainer) is not None and strategy.can_move_states()
+        movable = _states_are_movable(trainer)
         self._short_steps = self._short_steps + 1 if self._short else 0
         if self._steps < FIRST_STEPS or guard.limit.measuring:
             return
@@ -345,11 +347,11 @@ class AutoPlanner(pl.Callback):
         obstacle = self._find_obstacle(trainer, pl_module)
         if obstacle is None:
             self._add_planner(trainer, pl_module, guard)
-        elif movable and not self._short and obstacle == COMPILED and trainer.world_size == 1:
-            if self._states is None:
-                self._states = ResidentStates(strategy, make_clock(get_offloader(trainer).device))
-        elif self._short and obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
-            self._plan_regions(trainer, pl_module, guard)
+        elif obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
+            if movable and self.states is None:
+                self.states = ResidentStates(trainer.strategy, make_clock(get_offloader(trainer).device))
+            if self._short:
+                self._plan_regions(trainer, pl_module, guard)
         elif self._short:
             self.outcome = "offload"
             self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
@@ -511,6 +513,12 @@ class AutoPlanner(pl.Callback):
         if self.outcome not in self._logged:
             self._logged.add(self.outcome)
             pl.utilities.rank_zero_info(f"offload='auto': {text}.")
+
+
+def _states_are_movable(trainer: pl.Trainer) -> bool:
+    """Returns whether model states are offloaded, and may be moved to other tiers."""
+    strategy: Any = trainer.strategy
+    return find_model_states(trainer) is not None and strategy.can_move_states()
 
 
 def _name(offloader: ActivationOffloader) -> str:

@@ -36,6 +36,8 @@ class ResidentStates:
     there is any; and if that is no faster, with those in the free memory alone. If no trial is faster, all states are
     moved back to where they were.
 
+    If saved tensors have no room, a `RegionPlanner` plans them before steps are timed, and anew after each move.
+
     Timed are steps whose micro-batches have the shape of the first timed one, while no plan for saved tensors is being
     made. All methods are called on the training thread, outside of forward and backward; none but `end_step` waits for
     the device, when it moves states.
@@ -92,11 +94,12 @@ class ResidentStates:
         """Called when a validation has ended."""
         self._timer.resume()
 
-    def end_step(self, limit: ResidentLimit) -> bool:
+    def end_step(self, limit: ResidentLimit, most_saved: int = 0) -> bool:
         """Called when a step has ended: moves states once enough steps were timed.
 
         Args:
             limit: limit of saved bytes on the device.
+            most_saved: bytes that compiled code has saved in a micro-batch, if it saves less by now.
 
         Returns:
             Whether states were moved, so that the strategy has another offloader and the memory of steps is not known.
@@ -107,7 +110,7 @@ class ResidentStates:
         if self._phase == "timing":
             self._seconds = seconds
             before = self._strategy.present_tiers()
-            filled = [self._strategy.present_tiers(nbytes) for nbytes in _free_bytes(limit)]
+            filled = [self._strategy.present_tiers(nbytes) for nbytes in _free_bytes(limit, most_saved)]
             self._trials = [tiers for tiers in filled if tiers != before]
             if self._trials:
                 self._trials.append(before)
@@ -143,11 +146,11 @@ class ResidentStates:
             pl.utilities.rank_zero_info(f"offload='auto': {text}.")
 
 
-def _free_bytes(limit: ResidentLimit) -> list[int]:
+def _free_bytes(limit: ResidentLimit, most_saved: int) -> list[int]:
     """Returns the bytes of the device that states may take: with saved tensors recomputed, and without."""
     saved = limit.expected_bytes
     # A tenth of the saved bytes stays free, or their memory would count as short. Before a measurement, the memory of
     # everything else includes that of saved tensors.
     free = limit.room_bytes - (ResidentLimit.SPARE - (not limit.measured)) * saved
-    recomputed = (1 - LEAST_SAVED) * saved if PartitionerBudget().may_change else 0.0
-    return [int(nbytes) for nbytes in dict.fromkeys((free + recomputed, free)) if nbytes > 0]
+    recomputed = saved - LEAST_SAVED * max(saved, most_saved) if PartitionerBudget().may_change else 0.0
+    return [int(nbytes) for nbytes in dict.fromkeys((free + max(0.0, recomputed), free)) if nbytes > 0]

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
@@ -111,6 +111,36 @@ def test_states_are_moved_to_a_device_with_room(
     assert "model states of the first units stay on the device: a step takes 1.000 s" in caplog.text
 
 
+class Functions(Blocks):
+    """Calls its blocks in a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__("eager")
+        for block in self.blocks:
+            block._compiled_call_impl = None
+        self.run = torch.compile(nn.Sequential.forward, backend="aot_eager")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.run(nn.Sequential(*self.blocks, self.head), batch).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda: Blocks("aot_eager"), Functions], ids=["modules", "function"])
+def test_code_that_an_earlier_training_has_compiled_is_recognized(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo sees no new frames then."""
+    data: Any = torch.ones(16 * 12, 32)
+    use(Meter(4e6, 300_000), monkeypatch)
+    for _ in range(2):
+        clock = Clock(1.0)
+        watch = Watch(clock)
+        monkeypatch.setattr(auto_planner, "make_clock", lambda device, clock=clock: clock)
+        strategy = SSDOffloadStrategy(tmp_path, **AUTO)
+        trainer = quiet_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[watch])
+        trainer.fit(make(), DataLoader(data, batch_size=16))
+        assert watch.stores[0] > 0 == watch.stores[-1]
+
+
 def test_the_first_units_are_moved_if_there_is_no_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = train("aot_eager", "auto", tmp_path, 24)
     numbers, watch, _ = run(tmp_path, monkeypatch, Meter(500_000, 300_000), off=1.0)
@@ -152,12 +182,16 @@ def test_states_take_the_memory_of_saved_tensors_that_can_be_recomputed(
 
 @pytest.mark.parametrize(
     ("most", "recomputes"),
-    [(450_000, False), *(thorough(most, one) for most in (400_000, 500_000, 650_000) for one in (False, True))],
+    [
+        (450_000, False),
+        thorough(300_000, True),
+        *(thorough(most, one) for most in (400_000, 500_000, 650_000) for one in (False, True)),
+    ],
 )
 def test_memory_suffices_with_the_states_that_are_moved(
     most: int, recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved tensors are recomputed or offloaded where states have taken their memory."""
+    """Saved tensors are recomputed or offloaded where states have taken their memory, even if it was short before."""
     plain, _ = train("aot_eager", "auto", tmp_path, shapes=[(64,)] * 96)
     torch.use_deterministic_algorithms(not recomputes)  # else code may be compiled again
     memory = Memory(most)
