@@ -32,6 +32,17 @@ def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
         yield from compiled_regions(child)
 
 
+def renew_guards(module: nn.Module) -> None:
+    """Has compiled code check the parameters of `module` at its next call, as their dtypes may be others then.
+
+    Torch 2.11 and others skip the guards of parameters while the module's dictionary of them is unchanged. So a change
+    of dtype in place went unnoticed, and code that was compiled for bf16 weights read fp32 ones.
+    """
+    for part in module.modules():
+        part._parameters["_renewed"] = None  # changes the version of the dictionary
+        del part._parameters["_renewed"]
+
+
 def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
     """Makes every call of `module` call `before` before it and `after` after it, also after an error.
 

@@ -32,7 +32,7 @@ from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.compile import compiled_regions, is_compiled
+from lightning_ssd.model_states.compile import compiled_regions, is_compiled, renew_guards
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
@@ -137,6 +137,7 @@ class ModelStates(Uncopied):
         }
         self._optimizers = offloaded.optimizers
         self._summoned = False
+        self._renew_guards = partial(renew_guards, module)
         self._changed = False
         """Whether user code has changed weights since the present micro-batch began."""
         self._closed = False
@@ -227,6 +228,8 @@ class ModelStates(Uncopied):
 
     def _hook_model(self, module: nn.Module) -> None:
         """Hooks forwards and gradients."""
+        renew_guards(module)
+        self._undo.append(self._renew_guards)
         for flat in self.stores:
             flat.unshard = partial(self._prefetcher.unshard, flat)
         if is_compiled(module) and self.stores:
@@ -434,6 +437,7 @@ class ModelStates(Uncopied):
         self.state_dicts.before_change()
         self.drain()
         self._prefetcher.evict_all()
+        self._renew_guards()
         with summon(self.stores, read_only=self.recorded):
             self._summoned = True
             try:
@@ -441,6 +445,7 @@ class ModelStates(Uncopied):
                     yield
             finally:
                 self._summoned = False
+                self._renew_guards()
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.

@@ -1,5 +1,6 @@
 """`ResidentStates`: offloaded model states of compiled code are moved to the device where it has room for them."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,22 @@ def test_code_that_an_earlier_training_has_compiled_is_recognized(
         trainer = quiet_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[watch])
         trainer.fit(make(), DataLoader(data, batch_size=16))
         assert watch.stores[0] > 0 == watch.stores[-1]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="versions of dictionaries are deprecated")
+def test_guards_of_weights_are_checked_after_a_change_of_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases of torch skip them as long as the version of a module's dictionary of parameters is the same."""
+    versions: list[int] = []
+
+    class Versions(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            versions.append(torch._C._dynamo.guards.dict_version(pl_module.head._parameters))
+
+    _, watch, _ = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=1.0, steps=12, callbacks=[Versions()])
+    moved = [one != before for one, before in zip(watch.stores[1:], watch.stores, strict=False)]
+    renewed = [one != before for one, before in zip(versions[1:], versions, strict=False)]
+    assert any(moved) and renewed[moved.index(True) :][:2] != [False, False]
+    assert not any(renewed[: moved.index(True)])
 
 
 def test_the_first_units_are_moved_if_there_is_no_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
