@@ -487,6 +487,7 @@ class StateStore:
             memory = self.staging.states.pool.acquire(staging_bytes)
         try:
             tensor = None if memory is None else memory.tensor
+            old.write_done().result()
             values, read = old.stage(tensor if old.staging_bytes else None, read=True)
             read.result()
             target, _ = new.stage(tensor if new.staging_bytes else None, read=False)

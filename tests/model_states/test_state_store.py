@@ -192,6 +192,20 @@ def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after
         assert same(masters_of(store), weights_of(layout, seed=1)) and store.revertible == (after != ("host", "host"))
 
 
+@pytest.mark.parametrize("before", [("ssd", "ssd"), ("host", "ssd")])
+def test_values_are_moved_after_they_are_written(tmp_path: Path, before: Tiers) -> None:
+    """A write that fails is the error of the move, which would read the values before it otherwise."""
+    backend, layout = FaultyBackend(), make_layout(2, torch.bfloat16)
+    with open_store(tmp_path, before, layout, backend) as (store, scratch):
+        staged = store.stage().result(timeout=60)
+        backend.error["write"] = OSError(EIO, "Input/output error")
+        store.unstage(staged, changed=True)
+        new = make_buffer(layout.opt_state_bytes, "host", scratch, contextlib.ExitStack(), versions=2, pin=False)
+        with pytest.raises(StorageError, match="Input/output error"):
+            store.move(None, new)
+        backend.error.clear()
+
+
 @pytest.mark.parametrize("tiers", TIERS)
 def test_master_weights_are_checked_out_and_in(tmp_path: Path, tiers: Tiers) -> None:
     layout = make_layout(1, torch.bfloat16, split=True)
