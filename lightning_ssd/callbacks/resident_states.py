@@ -19,9 +19,10 @@ TIMED_STEPS = 3
 """Steps that are timed before and after states are moved. Their minimum counts: interruptions of the host lengthen
 single steps."""
 
-LEAST_SAVED = 0.4
-"""Share of its saved bytes that compiled code is expected to need where `activation_memory_budget` is lowered: a Llama
-of 0.85B saved 0.39 of them with a budget of 0.5, at 4 % more time, and 0.27 with 0.3, at 7 % more (one H200)."""
+LEAST_SAVED = (0.1, 0.4)
+"""Shares of its saved bytes for which compiled code is expected to need memory where `activation_memory_budget` is
+lowered, and saved tensors are copied out while it computes: a Llama of 0.85B saved 0.39 of them with a budget of 0.5,
+at 4 % more time, and 0.27 with 0.3, at 7 % more (one H200). Offloaded states of as many bytes cost more time."""
 
 Phase = Literal["timing", "trying", "decided"]
 
@@ -32,9 +33,9 @@ class ResidentStates:
     A strategy offloads states before the first step, when the memory of activations is not known, if they take most of
     the device's memory. Plans of trainings without compiled code place them anew. Compiled code has no profile from
     which such a plan could be made, so steps are timed instead: first as the states are; then with the first units in
-    the device's free memory, and in the memory of saved tensors that compiled code can recompute (`LEAST_SAVED`), if
-    there is any; and if that is no faster, with those in the free memory alone. If no trial is faster, all states are
-    moved back to where they were.
+    the device's free memory, and in that of saved tensors that compiled code can recompute (`LEAST_SAVED`), if there is
+    any; then with fewer units, at last in the free memory alone. The trials end when one has all states on the device
+    and is faster, or is slower than a faster one before it. The fastest tiers are applied, which may be the first ones.
 
     If saved tensors have no room, a `RegionPlanner` plans them before steps are timed, and anew after each move.
 
@@ -57,8 +58,12 @@ class ResidentStates:
         """Shape of the batches of timed steps."""
         self._seconds = 0.0
         """Seconds of a step before the first move."""
+        self._fastest = 0.0
+        """Seconds of a step with the fastest tiers so far."""
+        self._tiers: Any = None
+        """Those tiers."""
         self._trials: list[Any] = []
-        """Tiers of the remaining trials; the last ones are those before the first move."""
+        """Tiers of the remaining trials."""
 
     @property
     def decided(self) -> bool:
@@ -107,50 +112,57 @@ class ResidentStates:
         if self.decided or len(self._timer.seconds) < TIMED_STEPS:
             return False
         seconds = min(self._timer.seconds)
+        present = self._strategy.present_tiers()
         if self._phase == "timing":
-            self._seconds = seconds
-            before = self._strategy.present_tiers()
+            self._seconds, self._fastest, self._tiers = seconds, seconds, present
             filled = [self._strategy.present_tiers(nbytes) for nbytes in _free_bytes(limit, most_saved)]
-            self._trials = [tiers for tiers in filled if tiers != before]
-            if self._trials:
-                self._trials.append(before)
-        elif seconds < self._seconds:
-            self._decide(
-                f"model states of the first units stay on the device: a step takes {format_seconds(seconds)}, and took "
-                f"{format_seconds(self._seconds)}"
-            )
-            return False
-        return self._try_next()
+            self._trials = [tiers for index, tiers in enumerate(filled) if tiers not in (present, *filled[:index])]
+            if not self._trials:
+                self._phase = "decided"
+                return False
+        elif seconds < self._fastest:
+            self._fastest, self._tiers = seconds, present
+            if not self._strategy.model_states.stores:
+                self._trials.clear()
+        elif self._fastest < self._seconds:  # fewer units on the device would be slower still
+            self._trials.clear()
+        return self._try_next(present)
 
-    def _try_next(self) -> bool:
-        """Moves states to the tiers of the next trial. Returns whether they were moved."""
+    def _try_next(self, present: Any) -> bool:
+        """Moves states to the tiers of the next trial, or to the fastest ones. Returns whether they were moved."""
         self._phase, self._wait = "trying", WARM_UP
         self._timer.reset()
         while self._trials:
-            tiers = self._trials.pop(0)
-            try:
-                self._strategy.move_states_to(tiers)
-            except ValueError as error:  # nothing was moved
-                log.warning("%s", error)
-                continue
-            if not self._trials:
-                took = format_seconds(self._seconds)
-                self._decide(f"model states are where they were, as steps were no faster than {took} with others")
-            return True
-        self._decide("")
-        return False
+            if self._move(self._trials.pop(0)):
+                return True
+        moved = self._tiers != present and self._move(self._tiers)
+        self._decide()
+        return moved
 
-    def _decide(self, text: str) -> None:
+    def _move(self, tiers: Any) -> bool:
+        try:
+            self._strategy.move_states_to(tiers)
+        except ValueError as error:  # nothing was moved
+            log.warning("%s", error)
+            return False
+        return True
+
+    def _decide(self) -> None:
+        before, fastest = format_seconds(self._seconds), format_seconds(self._fastest)
+        if self._fastest < self._seconds:
+            text = f"model states of the first units stay on the device: a step takes {fastest}, and took {before}"
+        else:
+            text = f"model states are where they were, as steps were no faster than {before} with others"
         self._phase = "decided"
-        if text:
-            pl.utilities.rank_zero_info(f"offload='auto': {text}.")
+        pl.utilities.rank_zero_info(f"offload='auto': {text}.")
 
 
 def _free_bytes(limit: ResidentLimit, most_saved: int) -> list[int]:
-    """Returns the bytes of the device that states may take: with saved tensors recomputed, and without."""
+    """Returns the bytes of the device that states may take: with saved tensors recomputed, and at last without."""
     saved = limit.expected_bytes
-    # A tenth of the saved bytes stays free, or their memory would count as short. Before a measurement, the memory of
-    # everything else includes that of saved tensors.
-    free = limit.room_bytes - (ResidentLimit.SPARE - (not limit.measured)) * saved
-    recomputed = saved - LEAST_SAVED * max(saved, most_saved) if PartitionerBudget().may_change else 0.0
-    return [int(nbytes) for nbytes in dict.fromkeys((free + max(0.0, recomputed), free)) if nbytes > 0]
+    # Before a measurement, the memory of everything else includes that of saved tensors.
+    room = limit.room_bytes + (0 if limit.measured else saved)
+    most = room - ResidentLimit.SPARE * saved  # with less, their memory would count as short
+    shares = LEAST_SAVED if PartitionerBudget().may_change else ()
+    free = [max(most, room - share * max(saved, most_saved)) for share in shares]
+    return [int(nbytes) for nbytes in dict.fromkeys((*free, most)) if nbytes > 0]

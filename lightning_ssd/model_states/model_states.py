@@ -484,6 +484,11 @@ class ModelStates(Uncopied):
         return self._gradients[flat].held(index)
 
     @property
+    def prefetched_bytes(self) -> int:
+        """Most bytes of the device that compute weights of offloaded parameters take at a time."""
+        return min(self._prefetcher.budget, sum(flat.nbytes for flat in self.stores))
+
+    @property
     def host_bytes(self) -> int:
         """Allocated bytes of host memory, including second versions."""
         return self._nbytes.host + self._nbytes.spare.reserved

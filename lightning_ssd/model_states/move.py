@@ -29,6 +29,7 @@ from lightning_ssd.model_states.residency import (
     off_device,
     planned_residents,
     residents_within,
+    state_bytes,
 )
 from lightning_ssd.model_states.state_storage import make_staging
 from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
@@ -112,7 +113,8 @@ def present_tiers(
 
     Args:
         states, module, optimizers, setup: as in `move_model_states`.
-        resident_bytes: bytes of the device for parts that are off it: the first ones that fit are on it in the result.
+        resident_bytes: bytes of the device, beside those that it has for prefetched weights, for parts that are off it:
+            the first ones that fit are on it in the result. All of them are if they fit without prefetched weights.
 
     Returns:
         The present tiers of the other parts. A part with flat parameters on SSDs is on SSDs.
@@ -120,9 +122,11 @@ def present_tiers(
     model = states.offloaded
     units = find_units(module, setup.config.units)
     groups, _ = groups_of(optimizers)
-    resident, _ = residents_within(
-        units, model.parameters, groups, resident_bytes, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
-    )
+    resident = model.parameters
+    if not resident_bytes or state_bytes(resident, groups) > resident_bytes + states.prefetched_bytes:
+        resident, _ = residents_within(
+            units, resident, groups, resident_bytes, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
+        )
     tiers: dict[str, UnitTiers] = {}
     for unit, (_, flat_params) in zip(units, model.units, strict=True):
         of_parts: dict[str, tuple[Tier, Tier]] = {}

@@ -7,11 +7,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.activations import ResidentLimit
 from lightning_ssd.callbacks import auto_planner
+from lightning_ssd.callbacks.resident_states import ResidentStates
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
 from tests.support.compiled import fresh_dynamo  # noqa: F401
@@ -41,7 +45,7 @@ class Clock:
 
 
 class Memory(Meter, pl.Callback):
-    """An allocator that has the model states on the device, and saved tensors that are kept."""
+    """An allocator that has model states, prefetched weights and saved tensors that are kept on the device."""
 
     def __init__(self, most: float) -> None:
         Meter.__init__(self, most, 0)
@@ -53,7 +57,9 @@ class Memory(Meter, pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         states = trainer.strategy.model_states
         off = {view.parameter for flat in states.stores for view in flat.param_views}
-        self.level = 50_000 + 16 * sum(one.numel() for one in pl_module.parameters() if one not in off)
+        self.level = (
+            50_000 + states.prefetched_bytes + 16 * sum(one.numel() for one in pl_module.parameters() if one not in off)
+        )
         self.highest = max(self.highest, self.level)
 
     def on_before_backward(self, trainer: Any, *_: Any) -> None:
@@ -190,19 +196,24 @@ def test_states_that_the_user_has_placed_stay(
 def test_states_take_the_memory_of_saved_tensors_that_can_be_recomputed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If that is no faster, they take the free memory alone, and are moved back if that is no faster either."""
+    """If that is no faster, they take less memory, and are moved back if that is no faster either."""
     torch.use_deterministic_algorithms(False)  # code may be compiled again
-    _, watch, _ = run(tmp_path, monkeypatch, Meter(620_000, 300_000), off=-0.01, steps=96, rows=64)
-    changes = [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
-    assert len(changes) == 3 and changes[0] < changes[1] < changes[2] == watch.stores[0]
+    _, watch, _ = run(tmp_path, monkeypatch, Meter(625_000, 300_000), off=-0.01, steps=120, rows=128)
+    assert _changes(watch) == sorted(_changes(watch)) and len(_changes(watch)) == 3
+    assert watch.stores[-1] == watch.stores[0]
+
+
+def _changes(watch: Watch) -> list[int]:
+    """Returns the number of flat parameters that are off the device after each move."""
+    return [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
 
 
 @pytest.mark.parametrize(
     ("most", "recomputes"),
     [
-        (450_000, False),
-        thorough(300_000, True),
-        *(thorough(most, one) for most in (400_000, 500_000, 650_000) for one in (False, True)),
+        (520_000, False),
+        thorough(370_000, True),
+        *(thorough(most, one) for most in (470_000, 570_000, 720_000) for one in (False, True)),
     ],
 )
 def test_memory_suffices_with_the_states_that_are_moved(
@@ -246,3 +257,50 @@ def test_validations_are_not_part_of_a_step(tmp_path: Path, monkeypatch: pytest.
     data: Any = torch.randn(16 * 48, 32)
     trainer.fit(Validated("aot_eager"), DataLoader(data, batch_size=16), DataLoader(data[:16], batch_size=16))
     assert watch.stores[0] > 0 == watch.stores[-1]
+
+
+class Units:
+    """A strategy of ten units of 100 bytes. Its tiers are the number of units on the device."""
+
+    def __init__(self) -> None:
+        self.on_device = 0
+        self.moves: list[int] = []
+        self.model_states = self
+
+    @property
+    def stores(self) -> range:
+        return range(10 - self.on_device)
+
+    def present_tiers(self, resident_bytes: int = 0) -> int:
+        return min(10, self.on_device + resident_bytes // 100)
+
+    def move_states_to(self, tiers: int) -> None:
+        self.on_device = tiers
+        self.moves.append(tiers)
+
+
+@given(
+    seconds=st.lists(st.integers(1, 9), min_size=11, max_size=11),
+    most=st.integers(0, 2500),
+    saved=st.integers(0, 1000),
+)
+def test_the_fastest_of_the_trials_is_applied(seconds: list[int], most: int, saved: int) -> None:
+    """Trials have fewer and fewer units on the device, until one is slower than an earlier one, or had all of them."""
+    torch.use_deterministic_algorithms(False)
+    meter = Meter(1000 + most, 1000)
+    limit, clock, units = ResidentLimit(meter), Clock(0.0), Units()
+    limit.begin(0)
+    limit.end()
+    limit.begin(saved)
+    states = ResidentStates(units, clock)  # type: ignore[arg-type]
+    for _ in range(40):
+        states.begin_micro_batch(None, begins_step=True, timed=True)
+        clock.seconds += seconds[units.on_device]
+        before = list(units.moves)
+        assert states.end_step(limit) == (units.moves != before)
+    assert states.decided
+    fastest = min(seconds[tried] for tried in (0, *units.moves))
+    assert seconds[units.on_device] == fastest
+    tried = list(dict.fromkeys(units.moves))
+    assert [one for one in tried if one] == sorted((one for one in tried if one), reverse=True)
+    assert tried == [10] or tried[:1] != [10] or seconds[10] >= seconds[0]
