@@ -105,6 +105,8 @@ class ResidentLimit:
         """Bytes of saved storages that may still be kept in the present micro-batch."""
         self.room_bytes = float("inf")
         """Bytes of saved storages for which the present micro-batch had room when it began."""
+        self.growth_bytes = 0
+        """Bytes by which that room was smaller because more were allocated before than in another micro-batch."""
 
     def begin(self, expected_bytes: int) -> None:
         """Called when a micro-batch begins.
@@ -147,6 +149,7 @@ class ResidentLimit:
         like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in peaks.levels)
         growth = 0 if like_a_measured_one else self._level - peaks.lowest
         self._room = self.room_bytes = max(0.0, limit - peaks.others - growth)
+        self.growth_bytes = growth
         self.scarce = self._room < self.SPARE * self.expected_bytes
         unknown = not like_a_measured_one and len(peaks.levels) < self.MOST_LEVELS
         larger = self.expected_bytes > self.SPARE * peaks.measured_bytes

@@ -1,9 +1,10 @@
 """`Recompilation`: how often, and with which `activation_memory_budget`, code is compiled again to save less."""
 
 import math
+from collections.abc import Sequence
 
 from lightning_ssd.activations import PartitionerBudget, compile_seconds
-from lightning_ssd.callbacks.region_progress import RegionProgress
+from lightning_ssd.callbacks.region_progress import RegionProgress, Trial
 from lightning_ssd.planning import TierSpeed, free_bytes
 from lightning_ssd.types import InputChoice
 
@@ -49,32 +50,22 @@ class Recompilation:
     def next_value(self, progress: RegionProgress, speeds: dict[InputChoice, TierSpeed]) -> float | None:
         """Returns the next value to try, after the trial of a plan has ended; `None`: no more.
 
+        Values become lower until steps are not stalled, or not faster. Then values between the fastest and the next
+        higher one are tried: fewer bytes are recomputed, and some are offloaded while the device computes.
+
         Args:
             progress: progress of the shape, whose last trial is in force.
             speeds: speeds of the tiers.
         """
-        trial, timeline, room = progress.applied, progress.timeline, progress.room_bytes
-        assert trial is not None and trial.plan is not None and timeline is not None and room is not None
         if not self.possible or self._num_budgets == MAX_BUDGETS:
             return None
-        stalled = max(trial.plan.stall_seconds / timeline.seconds, trial.stalled)
-        if not trial.plan.excess_bytes and stalled <= TOLERATED_STALL and trial.seconds < math.inf:
-            return None
-        earlier = (one.seconds for one in progress.trials if one.memory_budget > trial.memory_budget)
-        fastest = min(earlier, default=math.inf)
-        if fastest < math.inf and fastest <= trial.seconds:
-            return None  # more recomputation has made steps slower
         # After this trial code is compiled again, and once more if an earlier one was faster.
         if self.spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
             return None
-        free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(progress.window_bytes))
-        excess = free - room - free_bytes(timeline, speeds, TOLERATED_STALL / 2)
-        share = (1 - max(0.0, excess) / trial.saved_bytes) * trial.memory_budget
-        value = min(math.floor(10 * share) / 10, round(trial.memory_budget - 0.1, 1))
-        value = max(0.1, value)
-        if value >= trial.memory_budget:
-            return None
-        self._num_budgets += 1
+        value = _lower_value(progress, speeds)
+        if value is None:
+            value = _value_between(progress.trials)
+        self._num_budgets += value is not None
         return value
 
     def begin(self) -> None:
@@ -85,3 +76,28 @@ class Recompilation:
         """Called when code was compiled again."""
         self._compile_seconds = compile_seconds() - self._compiled_before
         self.spent_seconds += self._compile_seconds
+
+
+def _lower_value(progress: RegionProgress, speeds: dict[InputChoice, TierSpeed]) -> float | None:
+    """Returns a value with which transfers should not stall the training; `None`: there is no need or no use."""
+    trial, timeline, room = progress.applied, progress.timeline, progress.room_bytes
+    assert trial is not None and trial.plan is not None and timeline is not None and room is not None
+    stalled = max(trial.plan.stall_seconds / timeline.seconds, trial.stalled)
+    if not trial.plan.excess_bytes and stalled <= TOLERATED_STALL and trial.seconds < math.inf:
+        return None
+    earlier = [one for one in progress.trials if one.memory_budget != trial.memory_budget]
+    if any(one.memory_budget < trial.memory_budget or one.seconds <= trial.seconds < math.inf for one in earlier):
+        return None
+    free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(progress.window_bytes))
+    excess = free - room - free_bytes(timeline, speeds, TOLERATED_STALL / 2)
+    share = (1 - max(0.0, excess) / trial.saved_bytes) * trial.memory_budget
+    value = max(0.1, min(math.floor(10 * share) / 10, round(trial.memory_budget - 0.1, 1)))
+    return value if value < trial.memory_budget else None
+
+
+def _value_between(trials: Sequence[Trial]) -> float | None:
+    """Returns a value, in tenths, between that of the fastest trial and the next higher one; `None`: there is none."""
+    fastest = min(trials, key=lambda one: one.seconds).memory_budget
+    above = min((one.memory_budget for one in trials if one.memory_budget > fastest), default=fastest)
+    low, high = round(10 * fastest), round(10 * above)
+    return (low + high + 1) // 2 / 10 if high - low > 1 else None

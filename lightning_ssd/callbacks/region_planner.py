@@ -65,7 +65,8 @@ class RegionPlanner:
     First, one micro-batch is recorded, with all storages offloaded, and steps without a plan are timed. Then steps
     under the plan are timed. If the plan is predicted to stall the training, code is compiled again with lower values
     of `activation_memory_budget`, so that it saves less and recomputes the rest, recorded, planned and timed, as long
-    as `Recompilation` finds a value that may make steps faster. The fastest trial is applied.
+    as `Recompilation` finds a value that may make steps faster: at last one between the fastest and the next higher
+    one. The fastest trial is applied.
 
     It is stored in the `PlanCache`. A later training with the same key records a micro-batch, too, but has only one
     trial: code is compiled with the stored `activation_memory_budget`, and the stored plan is applied, if compiled code

@@ -160,8 +160,9 @@ class ResidentStates:
 def _free_bytes(limit: ResidentLimit, most_saved: int) -> list[int]:
     """Returns the bytes of the device that states may take: with saved tensors recomputed, and at last without."""
     saved = limit.expected_bytes
-    # Before a measurement, the memory of everything else includes that of saved tensors.
-    room = limit.room_bytes + (0 if limit.measured else saved)
+    # Weights that were prefetched before the micro-batch began are part of the measured memory of everything else.
+    # Before a measurement, that includes saved tensors.
+    room = limit.room_bytes + limit.growth_bytes + (0 if limit.measured else saved)
     most = room - ResidentLimit.SPARE * saved  # with less, their memory would count as short
     shares = LEAST_SAVED if PartitionerBudget().may_change else ()
     free = [max(most, room - share * max(saved, most_saved)) for share in shares]
