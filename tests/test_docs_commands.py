@@ -12,10 +12,10 @@ from lightning_ssd import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(
-    r"(?:`|^)((?:python -m benchmarks\.|lightning-ssd (?:plan|profile|bench|export|tiny-llama) ).+?)(?:`|$)", re.M
-)
-COMMANDS = sorted({found for page in PAGES for found in COMMAND.findall(page.read_text())})
+NAMES = r"(?:python -m benchmarks\.|lightning-ssd (?:plan|profile|bench|export|tiny-llama) )"
+# A command of a code block ends with its line. One within a sentence ends with its backtick, and may be wrapped.
+COMMAND = re.compile(rf"^({NAMES}.+)$|`({NAMES}[^`]+)`", re.M)
+COMMANDS = sorted({" ".join("".join(found).split()) for page in PAGES for found in COMMAND.findall(page.read_text())})
 # Names in the documentation that stand for the reader's files.
 STAND_INS = {"DIR": "folder", "RECIPE.yaml": "recipe.yaml", "last.ckpt": "file.ckpt", "epoch1.ckpt": "file.ckpt"}
 STAND_INS |= {"HF_FOLDER": "folder", "configs/machines/h100.json": str(ROOT / "configs/machines/h100.json")}
