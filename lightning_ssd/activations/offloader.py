@@ -166,7 +166,8 @@ class ActivationOffloader(Uncopied):
             self._profiled.append(self._batch)
         self._read_profiles()
         last = self._patterns[-1] if self._patterns else None
-        self._placement.begin(last.offloadable_bytes(self._window_bytes) if last else 0)
+        window = 0 if self._placement.expects_early else self._window_bytes
+        self._placement.begin(last.offloadable_bytes(window) if last else 0)
         patterns = tuple(reversed(self._patterns))
         self._batch = MicroBatch(patterns, self._clock, self._placement.revision, self._window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
@@ -197,6 +198,17 @@ class ActivationOffloader(Uncopied):
             raise
         finally:
             self._forwards -= 1
+
+    def limit_window(self) -> None:
+        """Reduces the window of the present micro-batch, which has saved nothing yet, to one that has room."""
+        pattern = self.last_pattern
+
+        def early_bytes(window_bytes: int) -> int:
+            return 0 if pattern is None else pattern.offloadable_bytes(0) - pattern.offloadable_bytes(window_bytes)
+
+        window = self._placement.use_window(self._window_bytes, early_bytes)
+        if window != self._window_bytes:
+            self.run(dataclasses.replace(self._policy, window_bytes=window))
 
     def end_backward(self) -> None:
         """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""

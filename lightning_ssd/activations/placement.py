@@ -19,6 +19,9 @@ class PlacementPolicy(ABC):
     revision: int = 0
     """Number of changes of the rule so far. A profile names the revision that its micro-batch had."""
 
+    expects_early: bool = False
+    """Whether the expected bytes include storages that are kept because backward needs them within the window."""
+
     must_fit: bool = False
     """Whether a storage that no tier has room for is an error. Otherwise it is kept on the device."""
 
@@ -35,6 +38,16 @@ class PlacementPolicy(ABC):
     @abstractmethod
     def begin(self, expected_bytes: int) -> None:
         """Begins a micro-batch; the last one saved `expected_bytes` that could be offloaded (0: unknown)."""
+
+    def use_window(self, window_bytes: int, early_bytes: Callable[[int], int]) -> int:
+        """Returns the window of the present micro-batch, which has saved nothing yet.
+
+        Args:
+            window_bytes: the largest window.
+            early_bytes: returns the bytes of storages that are kept because backward needs them within a window,
+                besides the very first one.
+        """
+        return window_bytes
 
     def end(self) -> None:
         """Called when the backward of the micro-batch has ended."""
@@ -123,6 +136,8 @@ class OffloadExcess(PlacementPolicy):
         limit: bytes that may be kept on the device.
     """
 
+    expects_early = True
+
     def __init__(self, tiers: Sequence[OffloadTierName], limit: ResidentLimit) -> None:
         self.limit = limit
         self._tiers = tiers
@@ -139,11 +154,16 @@ class OffloadExcess(PlacementPolicy):
 
     def begin(self, expected_bytes: int) -> None:
         self.limit.begin(expected_bytes)
-        self.spread(expected_bytes)
+        self.spread()
 
-    def spread(self, expected_bytes: int) -> None:
-        """Spreads the storages without room evenly over `expected_bytes` bytes of storages."""
-        self._excess = _Share(self.limit.excess(expected_bytes))
+    def spread(self) -> None:
+        """Spreads the storages without room evenly over those for which the placement is asked."""
+        self._excess = _Share(self.limit.excess(self.limit.placed_bytes))
+
+    def use_window(self, window_bytes: int, early_bytes: Callable[[int], int]) -> int:
+        window_bytes = self.limit.use_window(window_bytes, early_bytes)
+        self.spread()
+        return window_bytes
 
     def end(self) -> None:
         self.limit.end()

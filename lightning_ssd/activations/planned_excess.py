@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from lightning_ssd.activations.placement import OffloadExcess
-from lightning_ssd.activations.resident_limit import MeasuredPeaks
 from lightning_ssd.planning import StoragePlan
 from lightning_ssd.types import InputChoice, OffloadTierName
 
@@ -24,18 +23,12 @@ class PlannedExcess(OffloadExcess):
         super().begin(expected_bytes)
         self._planned, self._position = (), 0
 
-    def follow(self, peaks: MeasuredPeaks | None, plan: StoragePlan | None, reserved_bytes: int = 0) -> None:
+    def follow(self, plan: StoragePlan | None) -> None:
         """Has the present micro-batch, which has begun and saved nothing yet, follow a plan.
 
         Args:
-            peaks: memory of micro-batches with this plan, with which the present one is compared; `None`: with those
-                that have none.
             plan: choices for the storages; `None`: storages without room are offloaded.
-            reserved_bytes: bytes of the limit that the plan's window needs, besides the window of the limit.
         """
-        self.limit.select(peaks)
-        self.limit.reserve(reserved_bytes)
-        self.spread(self.limit.expected_bytes)
         # The offloader asks for no tiers of storages that backward needs first.
         self._planned = (
             []

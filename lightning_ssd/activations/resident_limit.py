@@ -1,5 +1,6 @@
 """The limit of saved bytes that are kept on the device, so that a training step does not run out of its memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,13 +48,13 @@ class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.
 
     As long as a micro-batch's peak plus its saved bytes fit into memory, there is no limit. Otherwise the next
-    micro-batch is measured: it offloads all saved storages that can be offloaded, and the training waits for their
-    copies. Its peak is the memory of everything else: weights, gradients, optimizer states, transient tensors, and the
-    copies in flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if it begins
-    with another number of allocated bytes than the measured ones: optimizer states are allocated in the first step,
-    gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory nevertheless,
-    the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is lowered by the
-    difference between its peak and the expected one.
+    micro-batch is measured: it offloads all saved storages that can be offloaded, one at a time, and the training waits
+    for their copies. Its peak is the memory of everything else: weights, gradients, optimizer states, and transient
+    tensors. The rest of the memory is the limit of kept storages and of the window. A micro-batch is also measured if
+    it begins with another number of allocated bytes than the measured ones: optimizer states are allocated in the first
+    step, gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory
+    nevertheless, the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is
+    lowered by the difference between its peak and the expected one.
 
     Micro-batches of several kinds, such as batches of several shapes, may be compared with those of their kind alone:
     `select` is then called in each of them.
@@ -85,6 +86,8 @@ class ResidentLimit:
         """The device's allocator."""
         self.expected_bytes = 0
         """Expected saved bytes of the present micro-batch."""
+        self.placed_bytes = 0
+        """Those of them for which the placement is asked: without storages that are kept within the window."""
         self._common = MeasuredPeaks()
         """Memory of the micro-batches of no kind."""
         self._peaks = self._common
@@ -112,7 +115,8 @@ class ResidentLimit:
         """Called when a micro-batch begins.
 
         Args:
-            expected_bytes: bytes of saved storages that could be offloaded in the last micro-batch; 0: unknown.
+            expected_bytes: bytes of saved storages that could be offloaded in the last micro-batch, without a window;
+                0: unknown.
         """
         limit, allocated = self.meter.limit() - self._withheld, self.meter.allocated()
         # Without hooks, growth beyond the expected peak would be noticed only when memory has run out.
@@ -135,7 +139,7 @@ class ResidentLimit:
         if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
             self.meter.reset_peak()
         self._level = allocated
-        self.expected_bytes = expected_bytes
+        self.expected_bytes = self.placed_bytes = expected_bytes
         self._limit_room()
         self._peak = 0
         self._without_hooks = False
@@ -167,7 +171,7 @@ class ResidentLimit:
         peaks = self._common if peaks is None else peaks
         if peaks is not self._peaks:
             self._peaks = peaks
-            self.expected_bytes = peaks.largest_bytes
+            self.expected_bytes = self.placed_bytes = peaks.largest_bytes
             self.measuring = self.scarce = peaks.unfinished
             self._room = float("inf")
             self._limit_room()
@@ -244,16 +248,30 @@ class ResidentLimit:
         """Reduces the room of the present micro-batch by `nbytes`, or to nothing."""
         self._room = max(0.0, self._room - nbytes)
 
-    def reserve_window(self, nbytes: int) -> int:
-        """Returns a window of up to `nbytes` for which the present micro-batch has room, and reduces the room by it.
+    def use_window(self, window_bytes: int, early_bytes: Callable[[int], int]) -> int:
+        """Makes room for the window of the present micro-batch, which has begun and saved nothing yet.
 
-        If all saved storages may be kept, no room is needed for a window.
+        A measured micro-batch has no window, and needs the least memory. If storages of another one have no room, its
+        window reduces the room: by the bytes in flight, and by storages that are kept because backward needs them soon.
+
+        Args:
+            window_bytes: the window.
+            early_bytes: returns the bytes of storages that are kept because backward needs them within a window,
+                besides the very first one.
+
+        Returns:
+            The window, or a smaller one for which there is room.
         """
-        if self.fits:
-            return nbytes
-        window = int(min(nbytes, self._room))
-        self.reserve(window)
-        return window
+        if self.measuring:
+            return 0
+        if not self.known or self._room >= self.SPARE * self.expected_bytes:
+            return window_bytes
+        while window_bytes and window_bytes + early_bytes(window_bytes) > self._room:
+            window_bytes //= 2
+        early = early_bytes(window_bytes)
+        self.reserve(window_bytes + early)
+        self.placed_bytes = max(0, self.expected_bytes - early)
+        return window_bytes
 
     def keep(self, nbytes: int) -> bool:
         """Returns whether a saved storage of `nbytes` may be kept on the device, and if so, counts it as kept."""

@@ -142,8 +142,6 @@ class AutoPlanner(pl.Callback):
         """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
-        self._limits_window = False
-        """Whether the window has to fit into the limit, as a micro-batch without a plan has run out of memory."""
 
     @override
     def __getstate__(self) -> Mapping[str, Any]:
@@ -320,10 +318,7 @@ class AutoPlanner(pl.Callback):
             guard.limit.measure()  # model states that were moved may have left no room to keep saved tensors
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
-        if self._limits_window and self.regions is None:
-            # Micro-batches that ran out of memory were measured without a window.
-            window = offloader.policy.window_bytes
-            offloader.run(replace(offloader.policy, window_bytes=guard.limit.reserve_window(window)))
+        offloader.limit_window()
         self._enable_hooks(trainer, offloader, not (decided and guard.fits))
         if decided and guard.limit.fits and self.outcome != "keep" and self.regions is None:
             self.outcome = "keep"
@@ -486,7 +481,6 @@ class AutoPlanner(pl.Callback):
         self._guard.limit.lower()
         self._guard.limit.measure()
         offloader.run(policy)
-        self._limits_window = True
 
     def _plan_smaller(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, planner: SwapPlanner

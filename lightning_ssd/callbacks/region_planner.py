@@ -210,17 +210,16 @@ class RegionPlanner:
     def _follow(self, found: PlannedShape[RegionProgress] | None) -> None:
         """Puts the rule of a shape in force for the present micro-batch, or that of micro-batches without a plan."""
         self._followed = found
-        if found is None:
-            self._placement.follow(None, None)
-        else:
-            progress = found.state
-            plan = None if progress.applied is None else progress.applied.plan
-            reserved = 0 if plan is None else plan.window_bytes - progress.window_bytes
-            self._placement.follow(progress.peaks, plan, reserved)
-            if progress.room_bytes is None and self._limit.known:
-                progress.room_bytes = self._limit.room_bytes
+        progress = None if found is None else found.state
+        trial = None if progress is None else progress.applied
+        plan = None if trial is None else trial.plan
+        self._limit.select(None if progress is None else progress.peaks)
+        if progress is not None and progress.room_bytes is None and self._limit.known:
+            progress.room_bytes = self._limit.room_bytes
         if not self._limit.known:
             self._limit.measure()
+        self._offloader.limit_window()
+        self._placement.follow(plan)
 
     def _needs_plan(self, found: PlannedShape[RegionProgress] | None, shape: BatchShape) -> bool:
         """Returns whether there are so many micro-batches without a plan of their size that one should be made."""
@@ -269,8 +268,10 @@ class RegionPlanner:
         window, peaks = self._offloader.policy.window_bytes, MeasuredPeaks()
         self._progress = replace(self._progress, timeline=None, room_bytes=None, peaks=peaks, window_bytes=window)
         self._timed = self._planned = self._followed = self._plans.make(shape, trained, self._progress)
-        self._placement.follow(self._progress.peaks, None)
+        self._limit.select(peaks)
         self._limit.measure()
+        self._offloader.limit_window()
+        self._placement.follow(None)
         recorder = self._recorder
         recorder.begin()
         self._offloader.run(
@@ -353,8 +354,10 @@ class RegionPlanner:
             self._timed.state.timer.resume()
 
     def close(self) -> None:
-        """Restores the user's `activation_memory_budget`; the training is over."""
+        """Restores the user's `activation_memory_budget` and window; the training is over, or is planned anew."""
         self._budget.close()
+        for scheduler in self._schedulers:
+            scheduler.override_window(None)
 
     # ---- trials ----
 
@@ -394,7 +397,7 @@ class RegionPlanner:
 
     @property
     def _has_fixed_window(self) -> bool:
-        """Whether plans must have the window of the recorded micro-batch."""
+        """Whether plans must have the window of micro-batches without a plan."""
         fixed = not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
         return fixed or not self._is_only
 
@@ -428,10 +431,10 @@ class RegionPlanner:
         progress.timer.reset()
         if not self._is_only:
             return
-        if plan is not None and plan.window_bytes > progress.window_bytes:
-            self._guard.restart()  # the memory of other micro-batches was measured with a smaller window
+        # Without a plan, too: a window that grew later would need memory that no trial has shown.
+        window = progress.window_bytes if plan is None else plan.window_bytes
         for scheduler in self._schedulers:
-            scheduler.override_window(None if plan is None else plan.window_bytes)
+            scheduler.override_window(window)
 
     def _time_step(self, planned: PlannedShape[RegionProgress] | None) -> None:
         """Times the present step under the rule of a shape; `None`: it is not timed."""
@@ -544,16 +547,16 @@ class RegionPlanner:
             warn_unused("compiled code saves other tensors")
             self._search_again()
             return
-        if plan is not None and (plan.movable != timeline.movable or not self._can_apply(plan)):
+        if plan is not None and (plan.movable != timeline.movable or not self._can_apply(plan, timeline)):
             plan = self._plan(timeline)
         self._begin_trial(plan)
 
-    def _can_apply(self, plan: StoragePlan) -> bool:
+    def _can_apply(self, plan: StoragePlan, timeline: SavedTimeline) -> bool:
         """Returns whether the device and the tiers have room for a plan, with its window."""
         room, window = self._progress.room_bytes, self._progress.window_bytes
         if room is None or (self._has_fixed_window and plan.window_bytes != window):
             return False
-        room -= plan.window_bytes - window
+        room -= plan.window_bytes + timeline.early_bytes(plan.window_bytes)
         return set(plan.choices) <= {"keep", *self._offloader.tiers} and plan.kept_bytes <= room
 
     def _check_cached(self, cached: CachedRegions, seconds: float) -> None:
@@ -591,7 +594,6 @@ class RegionPlanner:
             self._change_budget(chosen.memory_budget)
             assert self._planned is not None
             progress = self._progress = replace(progress, peaks=MeasuredPeaks())
-            progress.window_bytes = progress.window_bytes if chosen.plan is None else chosen.plan.window_bytes
             self._planned.state = progress
             self._plans.add(self._planned)
         if chosen is not progress.applied:

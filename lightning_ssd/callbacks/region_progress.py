@@ -40,8 +40,8 @@ class RegionProgress:
         applied: the trial in force, or being timed; `None` before the first one.
         trials: the trials that have ended, in their order.
         timeline: the recorded storages; `None`: the device has not passed them yet.
-        window_bytes: window of the recorded micro-batch, in which `peaks` were measured.
-        room_bytes: bytes of storages for which a micro-batch has room; `None`: not known.
+        window_bytes: window of micro-batches without a plan.
+        room_bytes: bytes of storages, and of the window, for which a micro-batch has room; `None`: not known.
         peaks: memory of such micro-batches, with which alone they are compared.
         key: key of the plan in the cache; "" before storages were recorded.
         cached: the rule of an earlier training, before its trial has ended.

@@ -47,6 +47,10 @@ class SavedTimeline:
         """Returns the storages that are kept because backward needs them first: one, and the next `window_bytes`."""
         return needed_early(self.sizes, self.order, window_bytes)
 
+    def early_bytes(self, window_bytes: int) -> int:
+        """Returns the bytes of `early` storages that could be offloaded, besides the one that backward needs first."""
+        return sum(self.sizes[index] for index in self.movable & (self.early(window_bytes) - self.early(0)))
+
 
 @dataclass(frozen=True)
 class StoragePlan:
@@ -142,18 +146,20 @@ def plan_storages(
 
     Args:
         timeline: storages of a micro-batch.
-        room_bytes: bytes of storages that may be kept, besides those that can't be offloaded or are needed first.
+        room_bytes: bytes for the window and for storages that may be kept, besides those that can't be offloaded, and
+            the one that backward needs first.
         tiers: speed and capacity of each tier, in the order in which tiers are filled.
-        window_bytes: window in which `room_bytes` was measured. Larger windows reduce the room.
+        window_bytes: the smallest window.
         fixed_window: whether the plan must have that window.
     """
     best: StoragePlan | None = None
     for doublings in range(1 if fixed_window else WINDOWS):
         largest = max(window_bytes, *timeline.sizes)
         window = largest << doublings if doublings else window_bytes
-        room = room_bytes - (window - window_bytes)
+        room = room_bytes - window - timeline.early_bytes(window)
         if best is not None and room < 0:
             break
+        room = max(0.0, room)  # micro-batches have a smaller window if there is no room for this one
         early = timeline.early(window)
         free = sorted(timeline.movable - early)
         excess = sum(timeline.sizes[index] for index in free) - room

@@ -13,6 +13,7 @@ from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
 from tests.support.allocator import TRAININGS, Allocator, Training
+from tests.support.meter import Meter
 from tests.support.offloader import change_policy, open_cache
 
 
@@ -78,6 +79,36 @@ def test_memory_is_withheld_after_a_failure_only_where_the_room_was_known() -> N
         limit.begin(1000)
         rooms.append(limit.room_bytes)
     assert rooms == [650.0, 650.0, pytest.approx(650 - ResidentLimit.WITHHELD * most)]
+
+
+def known_limit(expected: int = 1000) -> ResidentLimit:
+    """Returns the limit in a micro-batch after a measured one, which saves `expected` bytes and has room for 400."""
+    limit = ResidentLimit(Meter(most=1000.0, highest=600))
+    limit.begin(1000)
+    limit.measure()
+    assert limit.use_window(50, lambda window: 0) == 0  # a measured micro-batch needs the least memory
+    limit.end()
+    limit.begin(expected)
+    assert limit.known and limit.room_bytes == 400
+    return limit
+
+
+@given(st.integers(0, 2000), st.integers(0, 3))
+def test_the_window_and_storages_kept_within_it_have_room_beside_kept_ones(window: int, share: int) -> None:
+    limit = known_limit()
+    found = limit.use_window(window, lambda window: share * window)
+    early = share * found
+    assert found <= window and found + early <= 400
+    assert found == window or 2 * (1 + share) * (found + 1) > 400
+    assert limit.placed_bytes == 1000 - early
+    assert limit.keep(400 - found - early) and not limit.keep(1)
+
+
+@given(st.integers(0, 2000))
+def test_where_all_storages_have_room_a_window_needs_none(window: int) -> None:
+    limit = known_limit(expected=300)
+    assert limit.use_window(window, lambda window: window) == window
+    assert limit.keep(400)
 
 
 def test_a_larger_batch_keeps_no_more() -> None:

@@ -11,7 +11,7 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
 from lightning_ssd.callbacks import auto_planner, recompilation, region_planner
 from tests.support.compare import assert_same
@@ -73,6 +73,33 @@ def test_validations_and_checkpoints_are_not_part_of_a_step(
     trainer.fit(Validated("aot_eager"), loader, DataLoader(data[:16], batch_size=16))
     assert see.regions.decided and len(see.regions.trials) == 2
     assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_window_stays_that_of_the_fastest_trial(
+    planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a plan, too: the memory of a larger one was not measured, although backward waits for loads."""
+    windows: list[int] = []
+
+    class Windows(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            windows.append(trainer.strategy.offloader.policy.window_bytes)
+
+    class Growing(PrefetchScheduler):
+        PATIENCE, TOLERATED_STALL = 3, -1.0
+
+        def _grow(self, smallest: int, share: float) -> None:
+            assert self._window is not None
+            self._window += 1
+
+    see = See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9 if planned else 1.0)
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 30, callbacks=[see, Windows(), Growing()])
+    assert see.regions.decided and (see.regions.applied.plan is not None) == planned
+    assert len(see.regions.trials) == 2
+    assert windows[13:] == [windows[12 if planned else 4]] * 17  # of the trial without a plan, or with one
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
