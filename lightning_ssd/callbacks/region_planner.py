@@ -85,7 +85,7 @@ class RegionPlanner:
         offloader: activation offloader of the training.
         guard: compares micro-batches without a plan; its limit is that of bytes that may be kept on the device.
         batches: batches of the whole training.
-        schedulers: callbacks that set the window; plans override it.
+        schedulers: callbacks that set the window, which does not grow any more once a micro-batch was recorded.
         recompiles: whether code may be compiled again with another `activation_memory_budget`.
         make_key: returns the key of a plan in the cache, given the recorded storages, the shape of their batch, and the
             `activation_memory_budget` of their code.
@@ -133,7 +133,7 @@ class RegionPlanner:
         self._num_abandoned = 0
         """Shapes that did not occur again."""
         self._is_only = True
-        """Whether no other shape was planned: the budget and the window are chosen for the first one."""
+        """Whether no other shape was planned: the budget is chosen for the first one."""
         self._timed: PlannedShape[RegionProgress] | None = None
         """The shape of all micro-batches of the present step, or almost so; `None`: there are several."""
         self._number = 0
@@ -218,6 +218,9 @@ class RegionPlanner:
             progress.room_bytes = self._limit.room_bytes
         if not self._limit.known:
             self._limit.measure()
+        if progress is not None and trial is not None:
+            window = progress.window_bytes if plan is None else plan.window_bytes
+            self._offloader.run(replace(self._offloader.policy, window_bytes=window))
         self._offloader.limit_window()
         self._placement.follow(plan)
 
@@ -235,8 +238,6 @@ class RegionPlanner:
             "offload='auto': batches differ from those that were planned: planning for them, too."
         )
         self._unplanned.restart()
-        for scheduler in self._schedulers:  # the windows of all plans are the same
-            scheduler.override_window(self._offloader.policy.window_bytes)
         self._is_only = False
         self._search(shape)
 
@@ -266,6 +267,8 @@ class RegionPlanner:
     def _record(self, shape: BatchShape, trained: tuple[bool, ...]) -> None:
         """Records the present micro-batch, with all storages offloaded."""
         window, peaks = self._offloader.policy.window_bytes, MeasuredPeaks()
+        for scheduler in self._schedulers:  # plans have windows of their own, and rules without a plan keep this one
+            scheduler.override_window(window)
         self._progress = replace(self._progress, timeline=None, room_bytes=None, peaks=peaks, window_bytes=window)
         self._timed = self._planned = self._followed = self._plans.make(shape, trained, self._progress)
         self._limit.select(peaks)
@@ -398,8 +401,7 @@ class RegionPlanner:
     @property
     def _has_fixed_window(self) -> bool:
         """Whether plans must have the window of micro-batches without a plan."""
-        fixed = not self._schedulers or any(scheduler.is_fixed for scheduler in self._schedulers)
-        return fixed or not self._is_only
+        return any(scheduler.is_fixed for scheduler in self._schedulers)
 
     def _speeds(self) -> dict[InputChoice, TierSpeed]:
         """Returns the speeds of the tiers, as measured in the training so far."""
@@ -424,17 +426,11 @@ class RegionPlanner:
         self._before = self._offloader.stats()
 
     def _apply(self, trial: Trial) -> None:
-        progress, plan = self._progress, trial.plan
+        progress = self._progress
         self._number += 1
         progress.applied, progress.number = trial, self._number
         progress.wait, progress.drift = WARM_UP, StepDrift()
         progress.timer.reset()
-        if not self._is_only:
-            return
-        # Without a plan, too: a window that grew later would need memory that no trial has shown.
-        window = progress.window_bytes if plan is None else plan.window_bytes
-        for scheduler in self._schedulers:
-            scheduler.override_window(window)
 
     def _time_step(self, planned: PlannedShape[RegionProgress] | None) -> None:
         """Times the present step under the rule of a shape; `None`: it is not timed."""

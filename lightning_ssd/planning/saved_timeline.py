@@ -9,8 +9,11 @@ from lightning_ssd.planning.ssdtrain import TierSpeed
 from lightning_ssd.planning.validation import as_list, as_whole_numbers, check_not_negative, from_mapping
 from lightning_ssd.types import INPUT_CHOICES, InputChoice
 
-WINDOWS = 4
-"""Windows that are tried: the present one, and doublings of it."""
+DOUBLINGS = 3
+"""Larger windows that are tried, each twice the one before."""
+
+HALVINGS = 2
+"""Smaller windows that are tried, each half of the one before."""
 
 STRETCHES = 8
 """Parts of the forward, from the shortest to all of it, over which offloaded storages are spread."""
@@ -142,20 +145,19 @@ def plan_storages(
     """Returns the plan with the shortest stalls among those that fit.
 
     Offloaded storages are spread over a part of the forward that begins with it: the shorter this part is, the longer
-    are the times between copies and uses, and the more copies are in flight at once.
+    are the times between copies and uses, and the more copies are in flight at once. If nothing has to be offloaded, no
+    window is needed.
 
     Args:
         timeline: storages of a micro-batch.
         room_bytes: bytes for the window and for storages that may be kept, besides those that can't be offloaded, and
             the one that backward needs first.
         tiers: speed and capacity of each tier, in the order in which tiers are filled.
-        window_bytes: the smallest window.
+        window_bytes: window of micro-batches without a plan.
         fixed_window: whether the plan must have that window.
     """
     best: StoragePlan | None = None
-    for doublings in range(1 if fixed_window else WINDOWS):
-        largest = max(window_bytes, *timeline.sizes)
-        window = largest << doublings if doublings else window_bytes
+    for window in (window_bytes,) if fixed_window else _windows(timeline, room_bytes, window_bytes):
         room = room_bytes - window - timeline.early_bytes(window)
         if best is not None and room < 0:
             break
@@ -172,6 +174,20 @@ def plan_storages(
                 best = plan
     assert best is not None
     return best
+
+
+def _windows(timeline: SavedTimeline, room_bytes: float, window_bytes: int) -> Iterator[int]:
+    """Yields windows to try, ascending: 0 if all storages have room, and those of at least one storage else."""
+    offloadable = timeline.movable - timeline.early(0)
+    if sum(timeline.sizes[index] for index in offloadable) <= room_bytes:
+        yield 0
+    largest = max((timeline.sizes[index] for index in offloadable), default=0)
+    for halvings in range(HALVINGS, 0, -1):
+        if window_bytes >> halvings >= largest:
+            yield window_bytes >> halvings
+    yield window_bytes
+    for doublings in range(1, DOUBLINGS + 1):
+        yield max(window_bytes, *timeline.sizes) << doublings
 
 
 def free_bytes(timeline: SavedTimeline, tiers: dict[InputChoice, TierSpeed], tolerance: float) -> float:
