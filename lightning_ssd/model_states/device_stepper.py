@@ -1,4 +1,8 @@
-"""Optimizer steps on the device of offloaded flat parameters, whose values migrate there and back in pieces."""
+"""Optimizer steps on the device of offloaded flat parameters, whose values are copied there and back in pieces.
+
+The file is large because one thread runs the three stages of all pieces (copy in, step, copy out) in a shared amount of
+device memory: their order, their priorities and the release of memory after an error depend on each other.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,8 @@
-"""The user's optimizer on flat parameters in host memory: same class, same options, states of the same names."""
+"""The user's optimizer on flat parameters in host memory: same class, same options, states of the same names.
+
+The file is large because it has every kind of optimizer, one class each, which differ in a few methods: Adam, SGD,
+optimizers that step each parameter alone, and optimizers that couple parameters.
+"""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict

@@ -20,7 +20,7 @@ IN_FLIGHT = 2**25
 """Bytes whose writes are running when backward needs them: only queued writes are cancelled."""
 
 PIECES = 192
-"""Largest number of transfers to the GPU in a backward, unless it has more stages."""
+"""Largest number of transfers to the GPU in a backward with fewer stages than this."""
 
 FULL_WIDTH = 4
 """Bytes of a compute weight that is its own master weight."""

@@ -16,7 +16,7 @@ from lightning_ssd.planning.validation import as_mapping, load_json
 from lightning_ssd.sizes import format_bytes
 
 DIRECTIONS = ("copy out", "SSD write", "copy in", "SSD read")
-"""Directions of transfers: the first two carry tensors away from the GPU, the others back. Names as in a timeline."""
+"""Directions of transfers: the first two are from the GPU, the others to it. The names are those of a timeline."""
 
 
 class Transfer(NamedTuple):

@@ -1,4 +1,4 @@
-"""Scratch directories: one per path, run and rank, removed when the run ends, or by the next run if it was killed.
+"""Scratch directories: one per path, run and rank, removed when the run ends; the next run removes a killed run's.
 
 A kept directory is the other kind: its name is known, and the run after a killed one resumes from its files.
 """
