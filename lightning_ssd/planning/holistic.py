@@ -50,7 +50,7 @@ SIMULATED_STAGES = 8000
 """Largest number of simulated stages over all plans, steps and micro-batches: it bounds the planning time."""
 
 MARGIN = 0.005
-"""Share of a tier's budget that stays unused after a plan exceeded the budget and was reduced."""
+"""Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
 
 MAX_TRIES = 3
 """Most simulations of a search point that exceeds the budgets, each with less memory."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_ssd.planning.events import COPY_IN, COPY_OUT, SSD
+from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.migration import HOST
 from lightning_ssd.planning.migration_simulator import MigrationPrediction

@@ -20,8 +20,8 @@ MAX_PLANS = 6
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
 
-    A part of a unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, or the GPU, as in
-    Teraio, if that is faster for those in host memory, or for all.
+    A part of a unit is kept on the GPU unless its weights or states migrate. A migrating part is stepped by the CPU, or
+    by the GPU, as in Teraio, if that is faster for the parts in host memory, or for all.
 
     Args:
         model: profile of the model.
