@@ -53,7 +53,7 @@ class TraceMode(UnitDispatchMode):
     Args:
         units: as in `UnitDispatchMode`.
         device: device of the model.
-        lifetimes: recorder of all tensors' lifetimes, which is told of every operation, too.
+        lifetimes: recorder of all tensors' lifetimes, to which every operation is passed, too.
 
     Attributes:
         graph: graph of the last forward, complete after `finish`.

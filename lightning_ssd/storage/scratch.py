@@ -40,7 +40,7 @@ class ScratchDirectory:
     free as soon as its process is killed, because forked processes close their copies of it.
 
     Other users may be able to write to `path`. Everything in it is opened by descriptor and checked (see
-    `PrivateDirectory`), used and removed through its descriptor. The lock file carries the name of its directory, so
+    `PrivateDirectory`), used and removed through its descriptor. The lock file contains the name of its directory, so
     that another private directory of this user, moved here by another user, is not mistaken for a scratch directory.
 
     Args:

@@ -67,7 +67,7 @@ class StoreManifest:
     """The state of a store whose process was killed, from which another store resumes with its files.
 
     Attributes:
-        blobs: blobs in the files, which stay allocated.
+        blobs: blobs in the files, which remain allocated.
         hashes: checksums of the blobs' pieces; empty if the store had none.
         calibration: measured bandwidths of the drives.
         run: name of the run in the manifest of every scratch directory.
@@ -174,7 +174,7 @@ class BlobStore:
                 self._check_manifest(resumed, directories)
             if keep and resumed is None:
                 # The first directory's manifest is written first and removed last. Whenever this process is killed,
-                # it therefore equals the manifests of the other directories, as far as they have one (see
+                # it therefore equals the manifests of those other directories that have one (see
                 # `read_record`).
                 for directory in reversed(directories):
                     directory.clear()
