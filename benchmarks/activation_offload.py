@@ -164,18 +164,18 @@ class Probe(pl.Callback):
         self.result["peak"] = torch.cuda.max_memory_allocated() - states
         self.result["states"] = states
         self.result["loss"] = float(trainer.callback_metrics["train/loss"])
-        if (cache := find_offloader(trainer)) is not None:
-            self.result["window"] = cache.policy.window_bytes
+        if (offloader := find_offloader(trainer)) is not None:
+            self.result["window"] = offloader.policy.window_bytes
 
     @staticmethod
     def _totals(trainer: Any) -> dict[str, float]:
-        cache = find_offloader(trainer)
-        if cache is None:
+        offloader = find_offloader(trainer)
+        if offloader is None:
             return {}
-        stats = cache.stats()
+        stats = offloader.stats()
         totals = {"saved": stats.saved, "stored": stats.stored, "store_stall": stats.store_stall}
         totals["load_stall"] = stats.load_stall
-        totals |= {f"{name}_out": tier.bytes_out for name, tier in cache.tiers.items()}
+        totals |= {f"{name}_out": tier.bytes_out for name, tier in offloader.tiers.items()}
         return totals
 
 

@@ -43,8 +43,8 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
     print(f"  ours, whole masters   {rate(numel, adam_step(numel)) / 1e9:.2f}")
     print(f"  ours, split masters   {rate(numel, adam_step(numel, split=True)) / 1e9:.2f}")
-    print(f"  its compute weights   {rate(numel, adam_step(numel, part='weights')) / 1e9:.2f}")
-    print(f"  the rest, later       {rate(numel, adam_step(numel, part='opt_state')) / 1e9:.2f}")
+    print(f"  its compute weights   {rate(numel, adam_step(numel, half='weights')) / 1e9:.2f}")
+    print(f"  the rest, later       {rate(numel, adam_step(numel, half='opt_state')) / 1e9:.2f}")
     for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):
         STORE_TRIAL.choose = lambda past=past_caches: past  # type: ignore[method-assign]
         measured = rate(numel, adam_step(numel, two_versions=True))

@@ -169,11 +169,11 @@ def _totals(trainer: Any) -> dict[str, float]:
     frames = torch._dynamo.utils.counters["frames"]
     totals = {"frames": frames["total"], "frames_ok": frames["ok"]}
     totals["alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    if (cache := find_offloader(trainer)) is not None:
-        stats = cache.stats()
+    if (offloader := find_offloader(trainer)) is not None:
+        stats = offloader.stats()
         for name in ("saved", "stored", "forwarded", "loaded", "store_stall", "load_stall"):
             totals[name] = getattr(stats, name)
-        totals["sending_seconds"] = cache.offload_seconds
+        totals["sending_seconds"] = offloader.offload_seconds
     return totals
 
 

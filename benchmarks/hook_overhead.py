@@ -74,21 +74,21 @@ def main() -> None:
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         for name, config in CASES.items():
-            cache = make_offloader(OffloadConfig(**config), device, default_path=Path(directory))
-            cache.run(replace(cache.policy, window_bytes=2**22))
+            offloader = make_offloader(OffloadConfig(**config), device, default_path=Path(directory))
+            offloader.run(replace(offloader.policy, window_bytes=2**22))
 
-            def cached(cache: Any = cache) -> None:
-                cache.begin_micro_batch()
-                with cache.hooks():
+            def offloaded(offloader: Any = offloader) -> None:
+                offloader.begin_micro_batch()
+                with offloader.hooks():
                     step()
-                cache.end_backward()
+                offloader.end_backward()
 
             for _ in range(6):
-                seconds(cached)
-            before = cache.stats()
-            added = sorted(seconds(cached) - seconds(step) for _ in range(arguments.rounds))
-            stored = (cache.stats().stored - before.stored) / arguments.rounds
-            cache.close()
+                seconds(offloaded)
+            before = offloader.stats()
+            added = sorted(seconds(offloaded) - seconds(step) for _ in range(arguments.rounds))
+            stored = (offloader.stats().stored - before.stored) / arguments.rounds
+            offloader.close()
             low, middle, high = (value * 1e6 for value in statistics.quantiles(added, n=4))
             print(
                 f"| {name} | {stored / 2**20:.1f} MiB | {middle / len(counted):.1f} ({low / len(counted):.1f} to "

@@ -46,9 +46,9 @@ register()
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {
+    modules = {
         "SSDOffloadStrategy": "lightning_ssd.strategy",
         "register_optimizer": "lightning_ssd.model_states",
         "tensor_locations": "lightning_ssd.locations",
     }
-    return getattr(import_module(homes.get(name, "lightning_ssd.callbacks")), name)
+    return getattr(import_module(modules.get(name, "lightning_ssd.callbacks")), name)

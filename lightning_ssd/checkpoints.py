@@ -18,7 +18,7 @@ _save_checkpoint = fabric.plugins.TorchCheckpointIO.save_checkpoint  # as Lightn
 def can_write(plugin: fabric.plugins.CheckpointIO, path: str | Path) -> bool:
     """Returns whether a checkpoint with lazy tensors may be written to `path` without the Trainer's plugin.
 
-    It may not if other code has replaced a saving function, which must have ordinary tensors then.
+    It may not if other code has replaced a saving function, because that code needs ordinary tensors.
     """
     method = getattr(plugin.save_checkpoint, "__func__", None)
     return is_local(plugin, path) and method is _save_checkpoint and torch.save is torch.serialization.save

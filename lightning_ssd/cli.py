@@ -427,7 +427,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--prefix",
         default="",
-        help="write only weights whose names begin with it, and remove it: `model.` for `self.model` of a module",
+        help="prefix of the names of weights to write, which is removed: `model.` for `self.model` of a module",
     )
     parser.add_argument(
         "--shard", type=_size("--shard"), default="4GiB", help="most bytes of a file (default: %(default)s)"

@@ -8,12 +8,12 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     """Returns a module of a package that not every installation has.
 
     Args:
-        module: Qualified name of the module.
-        extra: The extra of lightning_ssd that installs it.
-        purpose: Subject of the error: the feature that needs it.
+        module: qualified name of the module.
+        extra: extra of lightning_ssd that installs the package.
+        purpose: feature that needs the package, as the subject of the error's sentence.
 
     Raises:
-        ModuleNotFoundError: If its package is not installed; names the extra.
+        ModuleNotFoundError: the package is not installed; the message names the extra.
     """
     try:
         return import_module(module)

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function: a Ctrl-C that comes while it runs takes effect when it returns, a second one at once.
+    """Decorates a function: a first Ctrl-C during its call takes effect when it returns, a second Ctrl-C at once.
 
-    Futures have callbacks on the training thread: if one ended halfway, jobs would never begin, and the end of training
-    would wait for them. If the end of training ended halfway, parameters would have no memory.
+    Callbacks of futures run on the training thread, too. If a callback ended halfway, jobs would never begin, and the
+    end of training would wait for them forever. If the end of training ended halfway, parameters would have no memory.
 
     Threads: any. Python delivers signals to the main thread; on others, the function is called as it is.
     """

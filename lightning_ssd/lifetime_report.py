@@ -36,7 +36,7 @@ COLORS = {
 
 
 def active_share(lifetimes: LifetimeProfile, gpu_bytes: int) -> tuple[float, float]:
-    """Returns the mean over operators and the largest share of GPU memory that an operator's tensors have."""
+    """Returns the mean and the maximum over operators of the share of GPU memory that an operator's tensors have."""
     active = lifetimes.active
     return sum(active) / len(active) / gpu_bytes, max(active) / gpu_bytes
 
@@ -188,7 +188,7 @@ def draw_traffic(axes: Any, traffic: Traffic, title: str) -> None:
 
 
 def save_traffic(path: Path, traffic: Mapping[str, Traffic]) -> None:
-    """Writes a picture (PNG) with the bandwidth over time of several simulated or recorded steps, below each other.
+    """Writes a picture (PNG) with the bandwidth over time of several simulated or recorded steps, in one column.
 
     Args:
         path: the file.

@@ -21,7 +21,7 @@ from lightning_ssd.uncopied import Uncopied
 __all__ = ["NamedOperators", "explain_out_of_memory"]
 
 FRAGMENTED = 0.1
-"""Share of the allowed memory that is reserved and not allocated, from which the note advises on fragmentation."""
+"""Reserved and unallocated share of the allowed memory, from which on the note advises on fragmentation."""
 
 
 def explain_out_of_memory(
@@ -70,10 +70,10 @@ def explain_out_of_memory(
 
 
 class NamedOperators(Uncopied, TorchDispatchMode):
-    """Leaves the operator that raises an error in the error's traceback, where `_describe_failure` finds it.
+    """Adds the operator that raises an error to the error's traceback, which `_describe_failure` reads.
 
-    Operators of a backward are called without Python code, and a traceback has no trace of them otherwise. The mode has
-    no effect on results. Code must not be compiled inside it.
+    Autograd calls the operators of a backward from C++, so that a traceback does not contain them otherwise. The mode
+    has no effect on results. Code must not be compiled inside it.
     """
 
     supports_higher_order_operators = True

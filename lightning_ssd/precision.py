@@ -13,13 +13,13 @@ from lightning_ssd.model_states import ModelStates
 
 
 def scales_only(precision: pl.plugins.Precision) -> bool:
-    """Returns whether a plugin does nothing to a loss but `scale`, besides the hooks before a backward."""
+    """Returns whether the plugin's `pre_backward` is Lightning's own: it calls hooks, and at most scales the loss."""
     base, mixed = pl.plugins.Precision.pre_backward, pl.plugins.MixedPrecision.pre_backward
     return type(precision).pre_backward in (base, mixed)
 
 
 def scale(precision: pl.plugins.Precision, loss: Tensor) -> Tensor:
-    """Returns the loss as `pre_backward` of the plugin does, without the hooks."""
+    """Returns the loss that `pre_backward` of the plugin returns, without a call of its hooks."""
     scaler = getattr(precision, "scaler", None)
     return loss if scaler is None else scaler.scale(loss)
 

@@ -126,7 +126,7 @@ def refused_input(error: BaseException) -> str | None:
 
     from lightning_ssd.storage import StorageError
 
-    # jsonargparse wraps a constructor's error in errors about type hints; of several types, it keeps the first one's.
+    # jsonargparse wraps a constructor's error in errors about type hints. For a union it keeps the first type's error.
     cause: BaseException | None = error
     while cause is not None and _raised_by(cause).startswith("jsonargparse."):
         cause = cause.__cause__

@@ -8,8 +8,8 @@ A record is made when the next batch is fetched: all hooks of the batch before, 
 
 A record belongs to one `fit`: to a model, settings, data, and the number of the `fit` in its script, or among those
 with the same `path`. Another `fit` does not resume from it, and raises an error with the reason. When a script is run
-again, it may repeat its first `fit` calls or skip them, and the package can't tell which. So the first `fit` neither
-resumes from a record of the second one nor keeps that record: several `fit` calls need different paths.
+again, it may repeat its first `fit` calls or skip them, and the package can't distinguish both. So the first `fit`
+neither resumes from a record of the second one nor keeps that record: several `fit` calls need different paths.
 """
 
 import inspect

@@ -33,7 +33,7 @@ class span:
 
     Args:
         name: name of the work.
-        nbytes: bytes of a transfer; None: the work is none.
+        nbytes: bytes of a transfer; None: the work is no transfer.
     """
 
     __slots__ = ("_name", "_nbytes", "_record")

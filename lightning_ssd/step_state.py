@@ -216,7 +216,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     fabric.utilities.seed._set_rng_states(dict(states))
 
 
-# Questions about classes are answered once: models have thousands of objects of a few classes.
+# These functions are cached by class: models have thousands of objects of a few classes.
 
 
 @functools.lru_cache(maxsize=1024)

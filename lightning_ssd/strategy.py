@@ -112,15 +112,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             that is measured in the first two or three steps. If all fit, they are kept and saved-tensor hooks are
             disabled. Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
             kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
-            Micro-batches that may need more memory than the measured ones offload all saved tensors. One of the first
-            ones that runs out of memory is run again like that, with the same numbers. In trainings with compiled code,
-            each saved tensor is kept or offloaded, and code may be compiled again with a lower
-            `activation_memory_budget` of torch, which a log line names, as it may change last digits. On a CPU device
-            all saved tensors are kept.
+            Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the
+            first micro-batches runs out of memory, it is run again with all saved tensors offloaded, with the same
+            numbers. In trainings with compiled code, each saved tensor is kept or offloaded, and code may be compiled
+            again with a lower `activation_memory_budget` of torch. That may change last digits, so that a log line
+            names the budget. On a CPU device all saved tensors are kept.
             `"ssdtrain"`: as many bytes as the measured bandwidth transfers while the device computes (SSDTrain's rule),
             and more if the device has no room for the others. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
             everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
-        host_memory: budget of host memory for model states, and for activations in the rest: `"32GiB"`, or `"50%"` of
+        host_memory: budget of host memory, for model states first and then for activations: `"32GiB"`, or `"50%"` of
             the memory that is free when training starts. `"auto"`: half of the memory that is free when training
             starts, for activations; on a CPU device with `tier="ssd"` none, because activations are in host memory
             already. The default for model states is named at `states`.
@@ -512,8 +512,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Returns the tiers of offloaded model states, for `move_states_to`.
 
         Args:
-            resident_bytes: bytes of the device for states that are off it: those of the first units in the order of
-                the forward that fit are on it in the result, the others are where they are.
+            resident_bytes: device bytes for states that are offloaded now. In the result, the first units in the order
+                of the forward have their states on the device, as many as fit; tiers of other units do not change.
         """
         assert self.model_states is not None and self._setup is not None and self.model is not None
         return present_tiers(self.model_states, self.model, self.optimizers, self._setup, resident_bytes=resident_bytes)
@@ -669,7 +669,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return self.model_states is not None and self.model_states.state_dicts.protected
 
     def _without_offloaded(self) -> contextlib.AbstractContextManager[None]:
-        """While a killed run is resumed, state dicts are without offloaded states within the context."""
+        """Leaves offloaded states out of state dicts within the context, if a killed run is being resumed."""
         if not self._resumes_killed_run or self.model_states is None:
             return contextlib.nullcontext()
         return self.model_states.state_dicts.without()
@@ -735,7 +735,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().training_step(*args, **kwargs)
 
     def _prepare_retry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatchRetry | None:
-        """Returns an object that runs the present micro-batch again if it runs out of memory; `None`: it can't be."""
+        """Returns an object that can run the present micro-batch a second time; `None` if no object can."""
         module = self.lightning_module
         assert module is not None
         auto = next((one for one in trainer_callbacks(module.trainer) if isinstance(one, AutoPlanner)), None)

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Tier = Literal["gpu", "host", "ssd"]
-"""Memory in which weights and optimizer states are stored."""
+"""Memory in which weights and optimizer states are stored, the fastest first."""
 
 Processor = Literal["cpu", "gpu"]
 """Processor that steps a unit whose states are in host memory."""

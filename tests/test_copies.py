@@ -26,7 +26,7 @@ from tests.support.trainings import (
 HOOKS = [name for name in dir(pl.Callback) if name.startswith("on_") and not name.endswith(("checkpoint", "exception"))]
 
 
-class Copies(pl.Callback):
+class TrainerCopies(pl.Callback):
     """Copies the Trainer at every hook, and keeps the module of each last copy."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Copies(pl.Callback):
 
 
 def _copy_at(hook: str) -> Callable[..., None]:
-    def run(self: Copies, trainer: pl.Trainer, *_: Any) -> None:
+    def run(self: TrainerCopies, trainer: pl.Trainer, *_: Any) -> None:
         kept, self.modules = self.modules, {}
         kept[hook] = copy.deepcopy(trainer).lightning_module
         self.modules = kept
@@ -43,12 +43,12 @@ def _copy_at(hook: str) -> Callable[..., None]:
 
 
 for _hook in HOOKS:
-    setattr(Copies, _hook, _copy_at(_hook))
+    setattr(TrainerCopies, _hook, _copy_at(_hook))
 
 
 def train(root: Path, strategy: Any, *callbacks: pl.Callback, num_batches: int = 2) -> Any:
     """Returns the module, and the modules of the copied Trainers by hook."""
-    copies, module = Copies(), small_model()
+    copies, module = TrainerCopies(), small_model()
     make_trainer(root, strategy, callbacks=[*callbacks, copies]).fit(module, batches(num_batches), batches(1))
     assert len(copies.modules) > 15
     return module, copies.modules

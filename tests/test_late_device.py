@@ -37,7 +37,7 @@ def test_numbers_are_plain_lightnings(
         engines.append(LateCopies(device))
         return engines[-1]
 
-    monkeypatch.setattr(budget, "GRADIENT_FLATS", 2)
+    monkeypatch.setattr(budget, "GRADIENT_FLAT_PARAMS", 2)
     arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit, precision=precision, max_epochs=1)
     expected = train(tmp_path, "auto", Model(), **arguments)
     for module in (build, config):

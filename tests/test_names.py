@@ -10,6 +10,7 @@ import lightning_ssd
 from lightning_ssd import storage_tags
 
 PACKAGE = Path(lightning_ssd.__file__).parent
+ROOT = Path(__file__).parents[1]
 
 STANDARD = {
     "AdamRule": "AdamOptimizer",
@@ -95,6 +96,7 @@ STANDARD = {
     "make_copies": "make_copy_engine",
     "make_program": "make_schedule",
     "measure_launches": "measure_host_overhead",
+    "open_cache": "open_offloader",
     "out_done": "on_d2h",
     "pace": "slowdown or seconds per unit",
     "place": "tiers_for, allocate or position",
@@ -181,6 +183,9 @@ OF_MODEL_STATES = {
 }
 """The same for `model_states` and the files that use it, where other folders have other meanings of these names."""
 
+ORDINARY = {"again", "chain", "correct", "director", "pace", "place", "published", "take", "turn", "want"}
+"""Names of `STANDARD` that tests and benchmarks may use for other things, such as a chain of operators."""
+
 MODEL_STATES = [*(PACKAGE / "model_states").glob("*.py"), *(PACKAGE / name for name in ("strategy.py", "precision.py"))]
 
 
@@ -194,6 +199,8 @@ def check_names(files: Iterable[Path], standard: Mapping[str, str]) -> None:
 def test_standard_names_are_used() -> None:
     check_names(PACKAGE.rglob("*.py"), STANDARD)
     check_names(MODEL_STATES, OF_MODEL_STATES)
+    others = {name: word for name, word in STANDARD.items() if name not in ORDINARY}
+    check_names([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")], others)
 
 
 def test_attributes_of_storages_are_named_in_one_file() -> None:

@@ -173,7 +173,7 @@ class MicroBatch:
         self._cursor = max(self._cursor, self._position.get(record.index, -1) + 1)
 
     def to_prefetch(self, window_bytes: int, window_depth: int | None) -> Iterator[SavedStorage]:
-        """Yields the records to prefetch now, as far as the window has room, and counts them as prefetched.
+        """Yields the records to prefetch now, within the room of the window, and counts them as prefetched.
 
         Records that are kept because backward needs them early count in the window until they are unpacked: memory
         peaks at the begin of backward, and prefetching more there would raise the peak.

@@ -42,7 +42,7 @@ def restore_offload_callbacks(trainer: pl.Trainer, callbacks: Sequence[pl.Callba
     """Adds the removed ones of `callbacks` to the Trainer again, and begins the training for them.
 
     Lightning's Tuner removes all callbacks while it searches for a batch size or a learning rate. Without them a batch
-    would be called too large although the training can offload enough of it. The Tuner's own callback stays the first.
+    would seem too large although the training can offload enough of it. The Tuner's own callback remains the first.
     """
     present = trainer_callbacks(trainer)
     missing = [callback for callback in callbacks if callback not in present]

@@ -35,7 +35,7 @@ SWITCH = "LIGHTNING_SSD_PLAN_CACHE"
 
 
 class CacheEntry(Protocol):
-    """A plan, with all that a later training needs to use it."""
+    """A plan with the measurements that a later training needs to use it."""
 
     @classmethod
     def from_content(cls, content: Mapping[Any, Any]) -> Self:
@@ -103,7 +103,7 @@ class PlanCache:
         """Keys of earlier calls of `load_once`."""
 
     def load_once(self, key: str, kind: type[EntryT]) -> EntryT | None:
-        """Returns what `load` returns; `None` from the second call for a key on, which a training makes to plan again.
+        """Returns the result of `load`; `None` from the second call for a key on, which a training makes to plan again.
 
         Args:
             key: as in `load`.

@@ -49,7 +49,7 @@ def plan_key(
         module: the module.
         device: the training device.
         shape: shape of the recorded batch.
-        recorded: the recorded micro-batch, as far as later ones repeat it, and the arguments of the planner.
+        recorded: those properties of the recorded micro-batch that later ones repeat, and the planner's arguments.
     """
     states = getattr(trainer.strategy, "states_config", None)
     parts = [

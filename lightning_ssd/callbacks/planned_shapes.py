@@ -52,8 +52,8 @@ class PlannedShapes(Generic[StateT]):
     COUNT = 8
     #: Growth of allocated bytes / limit, up to which steps begin like the recorded one.
     GROWTH = 0.01
-    #: Bytes of a batch / those of the recorded one, below which a plan is no good one for the batch, although it fits.
-    CLOSE = 0.8
+    #: Bytes of a batch / bytes of the planned one, below which the batch is planned itself, although the plan fits.
+    CLOSE_ENOUGH = 0.8
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self._meter = meter
@@ -94,7 +94,7 @@ class PlannedShapes(Generic[StateT]):
 
     def is_close(self, planned: PlannedShape[StateT], shape: BatchShape) -> bool:
         """Returns whether a plan was made for a batch of about the size of `shape`."""
-        return planned.shape is not None and shape.nbytes >= self.CLOSE * planned.shape.nbytes
+        return planned.shape is not None and shape.nbytes >= self.CLOSE_ENOUGH * planned.shape.nbytes
 
     def clear(self) -> list[PlannedShape[StateT]]:
         """Removes all plans, and returns them."""

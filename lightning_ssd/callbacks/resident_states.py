@@ -150,9 +150,9 @@ class ResidentStates:
     def _decide(self) -> None:
         before, fastest = format_seconds(self._seconds), format_seconds(self._fastest)
         if self._fastest < self._seconds:
-            text = f"model states of the first units stay on the device: a step takes {fastest}, and took {before}"
+            text = f"model states of the first units are kept on the device: a step takes {fastest}, and took {before}"
         else:
-            text = f"model states are where they were, as steps were no faster than {before} with others"
+            text = f"model states are in their first tiers again: no other tiers made a step faster than {before}"
         self._phase = "decided"
         pl.utilities.rank_zero_info(f"offload='auto': {text}.")
 

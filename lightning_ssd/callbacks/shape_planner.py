@@ -112,7 +112,7 @@ class ShapePlanner(SwapPlanner):
         """Puts the plan of the present micro-batch in force, or has the training profiled with it."""
         found = self._plans.find(shape, trained)
         if found is not self._planned:
-            self._leave()
+            self._offload_all()
             if found is not None:
                 self._enter(found)
         if shape is None:
@@ -128,7 +128,7 @@ class ShapePlanner(SwapPlanner):
         pl.utilities.rank_zero_info(
             "SwapPlanner: batches or allocated memory differ from those that were planned: planning for them, too."
         )
-        self._leave()
+        self._offload_all()
         self._progress = PlanProgress()
         self._profiling_budget = ProfilingBudget()
         self._unplanned.restart()
@@ -136,7 +136,7 @@ class ShapePlanner(SwapPlanner):
         self._recordable.add(shape)
         self._begin(trainer, pl_module, 1)
 
-    def _leave(self) -> None:
+    def _offload_all(self) -> None:
         """Offloads all saved tensors, until another plan is in force."""
         if self.runner is not None:
             self.runner.leave(in_step=not self._at_boundary)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PIECE_BYTES = 1 << 18  # bounds what a tokenizer holds for one call, which is a hundred times its text
+_PIECE_BYTES = 1 << 18  # bounds the memory of a tokenizer's call, which is a hundred times its text
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -67,7 +67,7 @@ def _files(path: Path | None, pattern: str) -> list[Path]:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    # Not a glob, which would walk through all that is installed in site-packages.
+    # Not a glob, which would walk through every installed package in site-packages.
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name not in _NOT_LIBRARY:
             yield from _sources(entry)

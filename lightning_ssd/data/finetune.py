@@ -29,10 +29,10 @@ class CompletionDataModule(RecipeDataModule):
     """Chats, or prompts with completions, of which only the answers are predicted.
 
     A batch has `input_ids`, `labels` (-100 where nothing is predicted) and `position_ids`, each int64
-    (batch_size, block_size). Samples are packed into rows: the positions begin at 0 with each, by which transformers
-    keeps attention within it, and the last token of one does not predict the first of the next; so a packed sample has
-    the loss that it has alone. Which samples share a row never changes, and training sees the rows in an order that
-    depends on `seed` and the epoch only.
+    (batch_size, block_size). Samples are packed into rows. Positions begin at 0 with each sample, by which transformers
+    restricts attention to the sample, and the last token of a sample does not predict the first one of the next; so a
+    packed sample has the loss that it has alone. The samples of a row are the same in each epoch, and the order of the
+    rows in training depends on `seed` and the epoch only.
 
     Args:
         path: A `.jsonl` file; each line has `messages` (of `role` and `content`), or `prompt` and `completion`. None
@@ -152,12 +152,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def pack(samples: list[Sample], length: int, open_rows: int) -> list[list[Sample]]:
-    """Returns rows of whole samples, at most `length` tokens each: a sample goes into the first row with room.
+    """Returns rows of whole samples, at most `length` tokens each: a sample is put into the first row with room.
 
     Args:
         samples: Samples, none longer than `length`.
         length: Tokens in a row.
-        open_rows: Rows that are looked at, the latest; with 0 every sample has a row of its own.
+        open_rows: Number of latest rows that are considered for a sample; with 0 each sample has a row of its own.
     """
     rows: list[list[Sample]] = []
     left: list[int] = []

@@ -38,8 +38,8 @@ class Objective(Protocol):
 
         Args:
             row: Token ids, (row_tokens,), not shared with other samples.
-            word_codes: How each token belongs to a word, (row_tokens,), see `Tokenizer.encode_words`; None unless
-                `whole_words`.
+            word_codes: Code of each token's place in its word, (row_tokens,), see `Tokenizer.encode_words`; None
+                unless `whole_words`.
             generator: Source of all randomness; depends on seed, epoch and sample only.
         """
         ...

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 NO_WORD, WORD_START, WORD_CONTINUED = range(3)
-"""How a token belongs to a word, see `Tokenizer.encode_words`."""
+"""Codes of a token's place in its word, see `Tokenizer.encode_words`."""
 
 _WHITESPACE = [code for code in range(0x3001) if chr(code).isspace()]
 
@@ -74,7 +74,7 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8)
 
     def encode_words(self, text: bytes, source: str) -> tuple[NDArray[np.integer], NDArray[np.uint8]]:
-        """Returns the bytes of `text`, and how each belongs to a word."""
+        """Returns the bytes of `text`, and the code of each byte's place in its word."""
         ids = np.frombuffer(text, dtype=np.uint8)
         word_of = _words(ids)
         return ids, _word_codes(word_of)
@@ -106,11 +106,11 @@ def read_tokenizer(folder: Path) -> Any:
 class LocalTokenizer:
     """A Hugging Face tokenizer in a local folder; its end-of-text token (or `sep_token`) separates documents.
 
-    Text must be UTF-8: a wrong character would be trained on for ever after, so it is an error and not
-    replaced.
+    Text must be UTF-8: a wrong character is an error and not replaced, because the model would be trained on the
+    replacement.
 
     Args:
-        folder: What `tokenizer.save_pretrained` wrote.
+        folder: Folder that `tokenizer.save_pretrained` has written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +143,7 @@ class LocalTokenizer:
         return np.asarray(ids, dtype=np.uint32)
 
     def encode_words(self, text: bytes, source: str) -> tuple[NDArray[np.integer], NDArray[np.uint8]]:
-        """Returns the ids of `text`, without special tokens, and how each belongs to a word."""
+        """Returns the ids of `text`, without special tokens, and the code of each token's place in its word."""
         if not self._tokenizer.is_fast:
             raise ValueError(
                 f"data.whole_words=True needs the place of each token in the text, and the tokenizer in"
@@ -155,7 +155,7 @@ class LocalTokenizer:
             decoded, add_special_tokens=False, verbose=False, return_offsets_mapping=True, return_token_type_ids=False
         )
         word_of = _words(np.frombuffer(decoded.encode("utf-32-le"), dtype=np.uint32))
-        # A token may include the whitespace before its word, so that its last character tells the word.
+        # A token may include the whitespace before its word, so that its last character determines the word.
         ends = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
         return np.asarray(encoded["input_ids"], dtype=np.uint32), _word_codes(word_of[np.maximum(ends - 1, 0)])
 

@@ -1,8 +1,8 @@
 """Streams, events, copies, threads, futures and memory sizes. Knows torch's devices and `storage`.
 
 `CopyEngine` copies bytes between the training device and host memory, `Clock` measures spans of the compute stream,
-`Worker` runs jobs when the futures that they depend on are done, and `StagedReader` reads from SSDs to host memory on
-the way to the device.
+`Worker` runs jobs when the futures that they depend on are done, and `StagedReader` reads from SSDs to the host memory
+from which bytes are copied to the device.
 """
 
 from lightning_ssd.device.clock import Clock, HostClock, Stopwatch, make_clock

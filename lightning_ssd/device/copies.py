@@ -58,7 +58,7 @@ class CopyEngine(ABC):
         return type(self)(self.device)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Returns a context in which the compute stream of this thread is one beside that of the training."""
+        """Returns a context in which this thread's compute stream is a side stream, not the training's."""
         return contextlib.nullcontext()
 
     @abstractmethod

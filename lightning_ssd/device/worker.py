@@ -61,7 +61,7 @@ class Worker:
             run: the job.
             after: futures that the job depends on. If one fails, the job fails with its error and does not run.
             priority: among queued jobs the lowest priority runs first, then the earliest submitted.
-            urgency: whether a thread or stream waits for the job: from then on, it goes before those of any priority.
+            urgency: tells when a thread or stream begins to wait for the job, which then precedes jobs of any priority.
 
         Returns:
             A future that is done when the job has run. Its callbacks run on this thread, or, for a job that fails
@@ -94,7 +94,7 @@ class Worker:
             self._ready.put(job, *job.order)
 
     def _promote(self, job: _Job) -> None:
-        """Has a job that is queued, or will be, run before all that no thread or stream waits for."""
+        """Runs a job, once it is queued, before all jobs that no thread or stream waits for."""
         with self._lock:
             job.order = (URGENT, job.order[1])
             self._ready.promote(job, *job.order)

@@ -19,7 +19,7 @@ from lightning_ssd.model_states.locations import (
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, present_tiers, regroup_model_states
-from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
+from lightning_ssd.model_states.optimizers import AdamOptimizer, StepHalf, StepInput
 from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
@@ -40,7 +40,6 @@ __all__ = [
     "MetaTensors",
     "ModelStates",
     "NotPlainError",
-    "Part",
     "PlainData",
     "PlanTiers",
     "Settings",
@@ -48,6 +47,7 @@ __all__ = [
     "StagedState",
     "StateClass",
     "StatesConfig",
+    "StepHalf",
     "StepInput",
     "TensorLocation",
     "Unit",

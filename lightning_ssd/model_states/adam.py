@@ -45,8 +45,8 @@ def implementation_of(options: Mapping[str, Any], device: torch.device) -> Imple
     return "foreach" if options["foreach"] else "for-loop"  # torch's default on a CPU
 
 
-class Parts(IntFlag):
-    """Arrays of a step, as in adam.c."""
+class KernelOutputs(IntFlag):
+    """Arrays that a step stores: the flags of `parts` in adam.c."""
 
     WEIGHTS = 1
     MASTERS = 2
@@ -123,7 +123,12 @@ class AdamKernel:
         return torch.tensor(rows, dtype=torch.int64)
 
     def step(
-        self, name: str, items: Tensor, arrays: Sequence[Tensor], settings: KernelSettings, parts: Parts | None = None
+        self,
+        name: str,
+        items: Tensor,
+        arrays: Sequence[Tensor],
+        settings: KernelSettings,
+        parts: KernelOutputs | None = None,
     ) -> None:
         """Makes a step.
 
@@ -135,7 +140,7 @@ class AdamKernel:
             parts: arrays that the step stores; None: all.
         """
         settings.root = self.root
-        settings.parts = Parts.ALL if parts is None else parts
+        settings.parts = KernelOutputs.ALL if parts is None else parts
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (items, *arrays)]
         function = getattr(self.library, name)
         numel = arrays[0].numel()

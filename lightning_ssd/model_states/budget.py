@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 AHEAD = 3
 """Flat parameters that staging memory holds at once: one is read, one is used, one is written."""
 
-GRADIENT_FLATS = 6
+GRADIENT_FLAT_PARAMS = 6
 """Gradients that shared memory holds at least: some arrive, some are stepped, some wait."""
 
 GRADIENT_SHARE = 16
@@ -143,6 +143,6 @@ def _plan(
     sizes = sorted((align_up(layout.gradient_bytes) for layout in layouts), reverse=True)
     gradients = sum(sizes)
     if shared and ssd:
-        gradients = min(gradients, max(gradients // GRADIENT_SHARE, sum(sizes[:GRADIENT_FLATS])))
+        gradients = min(gradients, max(gradients // GRADIENT_SHARE, sum(sizes[:GRADIENT_FLAT_PARAMS])))
     host += for_params + for_staging + gradients
     return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

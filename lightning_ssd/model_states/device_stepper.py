@@ -1,4 +1,8 @@
-"""Optimizer steps on the device of offloaded flat parameters, whose values migrate there and back in pieces."""
+"""Optimizer steps on the device of offloaded flat parameters, whose values are copied there and back in pieces.
+
+The file is large because one thread runs the three stages of all pieces (copy in, step, copy out) in a shared amount of
+device memory: their order, their priorities and the release of memory after an error depend on each other.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +52,7 @@ class DeviceStepper:
     """Steps flat parameters on the device, piece by piece: copied to it, stepped, and copied back.
 
     While one piece is stepped, the next ones are copied to the device and the ones before are copied back, so that
-    copies use both directions at once. Values may be prefetched before the step is known, as far as there is memory.
+    copies use both directions at once. Values may be prefetched before the step is known, if there is memory.
 
     The lowest priority goes first, piece by piece: a step before a prefetch, and each before less urgent ones that were
     submitted earlier. At most `COPIES_AHEAD` pieces are copied to the device at once, so that an urgent piece waits for
@@ -107,7 +111,7 @@ class DeviceStepper:
         return self._failure is not None
 
     def prefetch(self, store: StateStore, *, priority: int) -> None:
-        """Copies values to the device once the step that is announced has ended, as far as there is memory.
+        """Copies values to the device once the announced step has ended, if there is memory.
 
         Values that change before their step are copied again. The caller submits a step, or calls `drop`.
 

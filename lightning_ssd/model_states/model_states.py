@@ -82,7 +82,7 @@ class StateBytes:
 
 
 class ModelStates(Uncopied):
-    """Trains one model whose states are offloaded: the facade over all that moves and steps its flat parameters.
+    """Trains one model whose states are offloaded: the facade over the pieces that move and step its flat parameters.
 
     Duty: hooks the model and its optimizers, passes each event to the piece that has the state for it, and restores the
     model at the end. The pieces: `ParamPrefetcher` (weights on the device), `GradientOffloader` (gradients to the

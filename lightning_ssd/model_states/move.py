@@ -35,9 +35,7 @@ from lightning_ssd.model_states.state_storage import make_staging
 from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
 from lightning_ssd.model_states.units import Unit, UnitPart, find_units
 from lightning_ssd.model_states.user_optimizers import Groups, groups_of
-from lightning_ssd.types import Tier
-
-_SLOWNESS = ("gpu", "host", "ssd")
+from lightning_ssd.types import TIERS, Tier
 
 
 def move_model_states(
@@ -136,7 +134,7 @@ def present_tiers(
                 of_parts[part.name] = ("gpu", "gpu")
             else:
                 weights, opt_state = zip(*own, strict=True)
-                of_parts[part.name] = (max(weights, key=_SLOWNESS.index), max(opt_state, key=_SLOWNESS.index))
+                of_parts[part.name] = (max(weights, key=TIERS.index), max(opt_state, key=TIERS.index))
         tiers[unit.name] = UnitTiers(("gpu", "gpu"), of_parts)
     return tiers
 

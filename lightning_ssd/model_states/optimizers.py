@@ -1,4 +1,8 @@
-"""The user's optimizer on flat parameters in host memory: same class, same options, states of the same names."""
+"""The user's optimizer on flat parameters in host memory: same class, same options, states of the same names.
+
+The file is large because it has every kind of optimizer, one class each, which differ in a few methods: Adam, SGD,
+optimizers that step each parameter alone, and optimizers that couple parameters.
+"""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -13,7 +17,7 @@ from torch.optim.sgd import sgd
 
 from lightning_ssd.model_states.adam import (
     AdamKernel,
-    Parts,
+    KernelOutputs,
     any_kernel,
     exact_kernel,
     implementation_of,
@@ -29,8 +33,8 @@ from lightning_ssd.model_states.user_optimizers import registered_class
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
 
-Part = Literal["whole", "weights", "opt_state"]
-"""Part of a step: the compute weights, which the next forward needs; all other values; or both."""
+StepHalf = Literal["whole", "weights", "opt_state"]
+"""Half of a step: the compute weights, which the next forward needs; all other values; or "whole": both halves."""
 
 ElementSpan = tuple[int, int]
 """Start and number of neighbouring elements of one parameter. The start is in a flat parameter or in a piece of it."""
@@ -72,18 +76,18 @@ class FlatOptimizer(ABC):
     def state_names(self, options: Options) -> tuple[str, ...]:
         """Returns the names of optimizer states that have an fp32 element for each weight."""
 
-    def has_parts(self, given: StepInput, staged: StagedState) -> bool:
+    def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         """Returns whether a step of all parameters, in place, can be made as "weights" and then as "opt_state"."""
         return False
 
     @abstractmethod
-    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
+    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
         """Computes a step of the master weights, which counts from `commit` on, and rounds them to compute weights.
 
         Args:
             given: the input; neither it nor its gradient is changed, since a step may be made again.
             staged: values of the flat parameter; new values are written to `staged.out`.
-            part: "whole", or where `has_parts`, "weights" and then "opt_state", with the same input.
+            half: "whole", or where `has_halves`, "weights" and then "opt_state", with the same input.
         """
 
     def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
@@ -146,7 +150,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._steps_before = self._steps
         self._device = flat.device
 
-    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
+    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
         given = replace(given, options=self._on_cpu(given.options))
         if missing := [name for name in self.state_names(given.options) if name not in staged.states]:
             raise RuntimeError(
@@ -161,7 +165,7 @@ class ElementwiseOptimizer(FlatOptimizer):
                 indices.setdefault(steps, []).append(index)
         for steps, parameters in indices.items():
             views = (self.flat.param_views[index] for index in parameters)
-            self._step_spans(given, staged, [(view.start, view.numel) for view in views], steps, part)
+            self._step_spans(given, staged, [(view.start, view.numel) for view in views], steps, half)
         if not all(given.has_grad):
             staged.out.round()
 
@@ -208,14 +212,14 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
     def _step_spans(
-        self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, part: Part
+        self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
     ) -> None:
         """Steps elements of parameters that have made `steps` steps so far.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
         """
-        assert part == "whole", "torch's kernels make whole steps"
+        assert half == "whole", "torch's kernels make whole steps"
         options, gradient, scale, out = given.options, given.gradient, given.scale, staged.out
         for start, numel in spans:
             for low in range(start, start + numel, self.CHUNK):
@@ -265,22 +269,22 @@ class AdamOptimizer(ElementwiseOptimizer):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _step_spans(
-        self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, part: Part
+        self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
     ) -> None:
         options, gradient = given.options, given.gradient
         name = self._function(staged, gradient)
         settings = settings_of(options, implementation_of(options, self._device), steps + 1, given.scale)
         kernel = self._kernel(options)
         if kernel is None or name is None or settings is None:
-            super()._step_spans(given, staged, spans, steps, part)
+            super()._step_spans(given, staged, spans, steps, half)
             return
         key = kernel, tuple(spans)
         if key not in self._items:
             self._items = {key: kernel.items(spans)}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
-        kernel.step(name, self._items[key], (*values, gradient), settings, _parts(part, staged))
+        kernel.step(name, self._items[key], (*values, gradient), settings, _outputs(half, staged))
 
-    def has_parts(self, given: StepInput, staged: StagedState) -> bool:
+    def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         options = self._on_cpu(given.options)
         if staged.out is not staged or self._function(staged, given.gradient) is None or self._kernel(options) is None:
             return False
@@ -342,12 +346,12 @@ def _has_whole_masters(staged: StagedState) -> bool:
     return staged.master is not None and staged.master is not staged.weights
 
 
-def _parts(part: Part, staged: StagedState) -> Parts:
-    """Returns the arrays that a part of a step stores. Whole master weights can wait, others are the weights."""
-    if part == "whole":
-        return Parts.ALL
-    weights = Parts.WEIGHTS if _has_whole_masters(staged) else Parts.WEIGHTS | Parts.MASTERS
-    return weights if part == "weights" else Parts.ALL & ~weights
+def _outputs(half: StepHalf, staged: StagedState) -> KernelOutputs:
+    """Returns the arrays that a half of a step stores. Master weights that are the compute weights are in the first."""
+    if half == "whole":
+        return KernelOutputs.ALL
+    weights = KernelOutputs.WEIGHTS if _has_whole_masters(staged) else KernelOutputs.WEIGHTS | KernelOutputs.MASTERS
+    return weights if half == "weights" else KernelOutputs.ALL & ~weights
 
 
 class SGDOptimizer(ElementwiseOptimizer):
@@ -399,7 +403,7 @@ class GenericOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
+    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
         masters = staged.masters()
         for item, parameter, has_gradient in zip(self.flat.param_views, self._parameters, given.has_grad, strict=True):
             parameter.data = item.of(masters)
@@ -430,7 +434,7 @@ class WholeOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
+    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
         raise AssertionError("an optimizer that is stepped whole steps no flat parameter")
 
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:

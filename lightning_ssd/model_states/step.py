@@ -17,7 +17,7 @@ from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.layout import StagedState
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part, StepInput
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.spans import OPTIMIZER, span
 
@@ -56,7 +56,7 @@ class OptimizerStep:
         worker: runs the jobs.
         count: called after each job with the parameters stepped and the seconds that the CPU took.
         priority: priority of the jobs and their reads; the lowest goes first.
-        opt_state_priority: priority of the second job of a step in two parts.
+        opt_state_priority: priority of the second job of a step in two halves.
     """
 
     store: StateStore
@@ -113,10 +113,10 @@ class OptimizerStep:
 
         Args:
             after: further futures that the step depends on.
-            weights_first: whether a step of values in host memory is made in two parts if it can be: the compute
-                weights, which the next forward waits for, and later, under the next backward, master weights and
-                optimizer states. The first part moves about half of a step's bytes, and both together half more than a
-                whole step.
+            weights_first: whether a step of values in host memory is made in two halves where that is possible: the
+                compute weights, which the next forward waits for, and later, during the next backward, master weights
+                and optimizer states. The first half transfers about half of a step's bytes, and both halves transfer
+                half more than a whole step.
             drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
         if not self.store.in_memory:
@@ -275,23 +275,23 @@ class OptimizerStep:
 
     # ---- on the worker's thread ----
 
-    def _make_in_memory(self, scale: float | None, part: Part = "whole") -> None:
+    def _make_in_memory(self, scale: float | None, half: StepHalf = "whole") -> None:
         """Stages, makes and commits the step, or skips it if `scale` is None."""
         if scale is not None:
-            self._make(self.store.stage(step=True).result(), scale, part)
+            self._make(self.store.stage(step=True).result(), scale, half)
         self._end(committed=scale is not None)
 
     def _make_weights(self, scale: float) -> bool:
-        """Makes the first part of a step in two parts, and returns True; or does nothing and returns False."""
+        """Makes the first half of a step, and returns True; or does nothing and returns False."""
         given = self._input(scale)
         staged = self.store.stage(step=True).result()
-        if self.limit is not None or not all(given.has_grad) or not self.flat_optimizer.has_parts(given, staged):
+        if self.limit is not None or not all(given.has_grad) or not self.flat_optimizer.has_halves(given, staged):
             return False
         self._make(staged, scale, "weights")
         return True
 
-    def _make(self, staged: StagedState, scale: float, part: Part = "whole") -> None:
-        """Computes the step, or a part of it, and submits the writes of the new values."""
+    def _make(self, staged: StagedState, scale: float, half: StepHalf = "whole") -> None:
+        """Computes the step, or a half of it, and submits the writes of the new values."""
         begun = perf_counter()
         changed = False
         try:
@@ -300,12 +300,12 @@ class OptimizerStep:
                 clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
                 given = replace(given, gradient=clamped, scale=1.0)
             with span(OPTIMIZER + self.store.flat.name):
-                self.flat_optimizer.step(given, staged, part)
+                self.flat_optimizer.step(given, staged, half)
             changed = True
             seconds = perf_counter() - begun
         finally:
             self.store.unstage(staged, changed=changed, step=True)
-        if part != "weights":  # the second part moves about the bytes of a whole step: its rate is comparable
+        if half != "weights":  # the second half transfers about the bytes of a whole step: its rate is comparable
             views = zip(self.store.flat.param_views, given.has_grad, strict=True)
             self.count(sum(item.numel for item, stepped in views if stepped), seconds)
 

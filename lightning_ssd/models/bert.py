@@ -59,7 +59,7 @@ class BERT(LanguageModule):
                 num_hidden_layers=num_hidden_layers,
                 num_attention_heads=num_attention_heads,
                 intermediate_size=4 * hidden_size,
-                pad_token_id=None,  # nothing is padded, and its embedding would not be trained
+                pad_token_id=None,  # nothing is padded, and the embedding of a padding token would not be trained
             )
         super().__init__(
             config,

@@ -26,12 +26,12 @@ class DiT(RecipeModule):
     """The diffusion transformer of Peebles and Xie (2023), with adaLN-zero blocks.
 
     A batch is `{"images": (batch, in_channels, image_size, image_size), "labels": int64 (batch,)}`; a label of -1
-    stands for no class. The loss is the mean squared error of the predicted noise. The variance is DDPM's, while the
-    published model learns it; so the last projection has half as many outputs.
+    stands for no class. The loss is the mean squared error of the predicted noise. The variance is DDPM's. The
+    published model learns it, so that its last projection has twice as many outputs.
 
     The noise, timesteps and dropped labels of a micro-batch depend on `noise_seed`, on the number of images seen
-    before it and on the device's rank alone. So a run that resumes from a checkpoint draws those of the run that was
-    not interrupted, and the global random number generators are not used.
+    before it and on the device's rank alone. So a run that resumes from a checkpoint draws the same ones as an
+    uninterrupted run, and the global random number generators are not used.
 
     Args:
         image_size: Pixels of an image's side; of the latents' side, for latents.
@@ -43,7 +43,7 @@ class DiT(RecipeModule):
         num_classes: Labels are below it.
         label_dropout: Probability to train an image without its label, which classifier-free guidance needs.
         noise_schedule: Growth of the noise's variances: `linear`, as published, or `squaredcos_cap_v2`, which leaves
-            more of small images.
+            more of small images visible.
         clip_sample: Clips images to [-1, 1] while sampling. False for latents, which have other bounds.
         noise_seed: Seed of the training's noise, timesteps and dropped labels.
         gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
@@ -224,7 +224,8 @@ class DiT(RecipeModule):
 class _Network(nn.Module):
     """`diffusers`' DiT with one embedding of timesteps and labels for all blocks, as published.
 
-    `diffusers` has one in each block, which adds 11 % to the parameters of DiT-XL/2 and drops other labels in each.
+    `diffusers` has an embedding in each block, which adds 11 % to the parameters of DiT-XL/2, and drops other labels in
+    each block.
     """
 
     def __init__(self, sizes: DiT) -> None:

@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["chunked_cross_entropy"]
 
 CHUNK_BYTES = 2**29
-"""Bytes of the fp32 logits of a chunk, at most."""
+"""Largest bytes of the fp32 logits of a chunk."""
 
 
 def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, ignored: int) -> Tensor:
-    """Returns the mean cross entropy, fp32, of `head(hidden)`; its memory is that of a chunk's logits.
+    """Returns the mean cross entropy, fp32, of `head(hidden)`, in the memory of a chunk's logits.
 
-    By `torch.nn.functional.linear_cross_entropy` where torch has it (2.13) and autocast is off: it keeps the input
-    alone and computes the logits again in backward. Else chunk by chunk with a checkpoint around each.
+    If torch has `torch.nn.functional.linear_cross_entropy` (2.13) and autocast is off, that function computes the loss:
+    it keeps the input alone, and recomputes the logits in backward. Otherwise each chunk is computed in a checkpoint.
 
     Args:
         hidden: Input of the head, (tokens, width).

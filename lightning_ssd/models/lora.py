@@ -21,15 +21,15 @@ _ELSEWHERE = "offloaded_adapters"
 
 
 class LoRACausalLM(CausalLM):
-    """A causal language model of which low-rank adapters alone are trained.
+    """A causal language model whose low-rank adapters alone are trained.
 
-    The weights of the base are read and never written: they have no gradient, no optimizer states and no place in
-    checkpoints, which hold the adapters. With a mixed precision the base keeps the dtype of its files, and the adapters
-    are fp32; fp32 adapters smaller than the strategy's `min_bytes` are kept on the device.
+    The weights of the base are read and never written: they have no gradient and no optimizer states, and are not in
+    checkpoints, which have the adapters alone. With a mixed precision the base keeps the dtype of its files, and the
+    adapters are fp32; fp32 adapters smaller than the strategy's `min_bytes` are kept on the device.
 
     Args:
         pretrained: Folder of the base, as in `CausalLM`.
-        config: Sizes of a base with random weights, as in `CausalLM`; checkpoints hold the base, too, then.
+        config: Sizes of a base with random weights, as in `CausalLM`. Checkpoints then have the base, too.
         rank: Rank of the adapters.
         alpha: Scale of the adapters, times `rank`.
         adapter_dropout: Probability of dropout before each adapter.
@@ -92,7 +92,7 @@ class LoRACausalLM(CausalLM):
         return model.get_base_model()
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
-        """Returns `model`, frozen, with adapters, which are on the CPU wherever it is."""
+        """Returns `model`, frozen, with adapters, which are on the CPU whatever the device of the model."""
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
@@ -113,7 +113,7 @@ class LoRACausalLM(CausalLM):
                 f"model.targets={self.targets!r} names modules that take no adapters: set it to 'all-linear' or to a"
                 f" list of {', '.join(sorted(linear))} ({error})"
             ) from error
-        # peft has put them beside the base, which may be on `meta`; they are drawn alike wherever that is.
+        # peft makes adapters on the base's device, which may be `meta`. Drawn on the CPU, values do not depend on it.
         for module in adapted.modules():
             if isinstance(module, LoraLayer):
                 adapters: Any = module  # partly untyped
@@ -173,7 +173,7 @@ class LoRACausalLM(CausalLM):
             model.save_pretrained(part, state_dict=trained, save_embedding_layers=False)
 
     def _make(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        # Autocast would cast a base in fp32 at every use. The configuration says its files' dtype.
+        # Autocast would cast a base in fp32 at every use, so the base has the dtype of its files, by the configuration.
         mixed = self._trainer is not None and "mixed" in str(self._trainer.precision)
         if mixed and dtype is None and isinstance(self.config.dtype, torch.dtype):
             dtype = self.config.dtype

@@ -26,8 +26,8 @@ _FINAL_LR = 0.1  # final learning rate / highest learning rate
 class RecipeModule(pl.LightningModule):
     """Trains one model by one objective with AdamW and a cosine schedule.
 
-    A subclass implements `build_model`, `training_loss`, `evaluate`, `batch_size` and `count`; where published FLOP
-    counts exist, `forward_flops` too.
+    A subclass implements `build_model`, `training_loss`, `evaluate`, `batch_size` and `count`, and `forward_flops` if
+    there are published FLOP counts.
 
     Args:
         gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.

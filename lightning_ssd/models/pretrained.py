@@ -1,4 +1,4 @@
-"""Folders of safetensors that a Hugging Face model was saved to: read into a model on `meta`, and written alike.
+"""Folders of safetensors of a saved Hugging Face model: read into a model on `meta`, and written in the same layout.
 
 A tensor is copied once, from the mapped file to its place in the model: the weights are never in memory twice.
 """
@@ -97,7 +97,7 @@ class PretrainedFolder:
         the new one is whole.
 
         Args:
-            model: Model that `bind` was called with; its names count, not its values.
+            model: Model that `bind` was called with. Its names are used, not its values.
             value: Returns the value of a parameter, by its name in `model`.
             folder: Folder to write.
         """
@@ -109,7 +109,7 @@ class PretrainedFolder:
                 if file.is_file() and file not in weights and file.suffix != ".safetensors":
                     shutil.copy(file, part)
             for like in weights:
-                # With the header of the other file, every tensor has its dtype and place, too.
+                # The header of the original file determines dtype and offset of every tensor.
                 header, tensors = _header(like)
                 order = sorted(tensors, key=lambda stored: tensors[stored]["data_offsets"])
                 _write_tensors(
@@ -122,7 +122,7 @@ class PretrainedFolder:
                 )
 
     def _names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yields the folder's tensors and their names in `model`, which may have a prefix more or less."""
+        """Yields the folder's tensors and their names in `model`: `base_model_prefix` may be added or removed."""
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in model.named_buffers()}
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -150,7 +150,7 @@ def save_new(model: nn.Module, value: Callable[[str], Tensor], folder: Path) -> 
     """Writes a model without an original folder to a folder with its configuration and a file of weights.
 
     Args:
-        model: Model of transformers; of its parameters names, shapes and dtypes count, not the values.
+        model: Model of transformers. Names, shapes and dtypes of its parameters are used, not the values.
         value: Returns the value of a parameter, by its name in `model`.
         folder: Folder to write, which is replaced.
     """
@@ -202,7 +202,7 @@ class InitialValues(Mapping[nn.Parameter, Tensor]):
 
 
 def _write_tensors(file: Path, header: bytes, tensors: Iterable[tuple[Tensor, str]]) -> None:
-    """Writes a file of safetensors: its header, and tensors as the dtypes that it says, in its order."""
+    """Writes a file of safetensors: the header, and the tensors in the header's dtypes and order."""
     with file.open("wb") as out:
         out.write(header)
         for tensor, dtype in tensors:
@@ -211,7 +211,7 @@ def _write_tensors(file: Path, header: bytes, tensors: Iterable[tuple[Tensor, st
 
 
 def check_replaceable(folder: Path, source: Path | None) -> None:
-    """Checks that a folder can be replaced by a saved model, and that nothing else is lost with it; makes its parents.
+    """Checks that a folder can be replaced by a saved model without losing other files; makes its parents.
 
     Args:
         folder: Folder to replace, which may not exist.

@@ -73,7 +73,7 @@ class SampleGrid(pl.Callback):
 
 
 def write_grid(images: Tensor, columns: int, path: Path) -> None:
-    """Writes images within [-1, 1] as one PNG; of latents, the first channel, in gray.
+    """Writes images within [-1, 1] as one PNG. Latents are drawn by their first channel, in gray.
 
     Args:
         images: (rows * columns, channels, size, size), on any device.

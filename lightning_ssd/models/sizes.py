@@ -58,7 +58,7 @@ def check_data(data: Any, config: Any, vocabulary: str, lengthen: str) -> None:
         data: Data module, or None.
         config: Configuration of the model.
         vocabulary: Key of a recipe for the size of the model's vocabulary.
-        lengthen: What lets the model take longer sequences, for the message.
+        lengthen: Remedy by which the model accepts longer sequences, for the message.
 
     Raises:
         ValueError: If the data has more token ids, or longer sequences, than the model.

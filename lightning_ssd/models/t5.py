@@ -25,10 +25,10 @@ class T5(LanguageModule):
         d_kv: Width of an attention head.
         d_ff: Width inside of feed-forward layers.
         num_layers: Number of encoder blocks.
-        num_decoder_layers: Number of decoder blocks; None: as many.
+        num_decoder_layers: Number of decoder blocks; None: as many as encoder blocks.
         num_heads: Number of attention heads.
         feed_forward_proj: Feed-forward layers, `"relu"`, or `"gated-gelu"` as in T5 1.1.
-        tie_word_embeddings: The head's weight is the shared embedding; False: its own, as in T5 1.1.
+        tie_word_embeddings: Whether the head's weight is the shared embedding; False: one of its own, as in T5 1.1.
         pretrained: Local folder that a T5 was saved to with `save_pretrained`. The sizes above are then the folder's.
         dropout: Probability of every dropout in the model.
         gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.

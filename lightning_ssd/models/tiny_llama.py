@@ -1,4 +1,4 @@
-"""A tiny Llama in a folder, with a tokenizer and a chat template: the model to fine-tune where there is no other."""
+"""A tiny Llama in a folder, with a tokenizer and a chat template: the default model of the fine-tuning recipes."""
 
 import logging
 import os
@@ -41,8 +41,8 @@ def make_tiny_llama(folder: Path) -> None:
     """Writes a Llama of 1.3 million random parameters to a folder that `from_pretrained` loads.
 
     The tokenizer is a byte-level BPE of 2048 tokens, trained on the sources of Python's standard library. It has an
-    end-of-text, a padding and an unknown token and a chat template, which marks the tokens of the assistant. The
-    folder is there whole or not at all.
+    end-of-text, a padding and an unknown token and a chat template, which marks the tokens of the assistant. After an
+    error there is no folder.
 
     Args:
         folder: Folder to make, or an empty one.

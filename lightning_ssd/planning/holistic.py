@@ -1,4 +1,8 @@
-"""The default planner: plans activations and model states together, by simulated time within every tier's memory."""
+"""The default planner: plans activations and model states together, by simulated time within every tier's memory.
+
+The file is large because the search is one class: its steps improve the same best point, within one budget of
+simulations. The simulator, the papers' planners and the making of a plan are in files of their own.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +50,7 @@ SIMULATED_STAGES = 8000
 """Largest number of simulated stages over all plans, steps and micro-batches: it bounds the planning time."""
 
 MARGIN = 0.005
-"""Share of a tier's budget that stays unused after a plan exceeded the budget and was reduced."""
+"""Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
 
 MAX_TRIES = 3
 """Most simulations of a search point that exceeds the budgets, each with less memory."""
@@ -323,10 +327,10 @@ class _Search:
                 amount, parts = max(1, amount // 2), max(1, parts // 2)
 
     def share_steps(self) -> None:
-        """Has the GPU step parts in host memory, then parts on SSDs, as many as make the fastest plan the shortest.
+        """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.
 
-        The plan of the best point is tried, too, as it may be the faster one with steps on the GPU. It leaves memory
-        for them: without them, plans use all.
+        The fastest plan is tried, and the plan of the best point with room for steps on the GPU, because plans without
+        such steps use all memory.
         """
         plans = [self.fastest.plan]
         if self._best_point is not None:
@@ -337,7 +341,7 @@ class _Search:
                 plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
 
     def _with_room_for_steps(self, point: SearchPoint, unused: tuple[int, int]) -> Plan:
-        """Returns the plan of `point`, made with as much less GPU memory as steps on the GPU need.
+        """Returns the plan of `point` for less GPU memory: the rest is for optimizer steps on the GPU.
 
         Args:
             point: the point.
@@ -357,14 +361,14 @@ class _Search:
         return plan
 
     def _share_steps_of(self, plan: Plan, among: Sequence[int]) -> Plan:
-        """Considers `plan` with steps on the GPU of some of the parts `among`, by index, and returns the shortest."""
+        """Tries plans in which the GPU steps some of the parts `among`, by index, and returns the fastest one."""
         if not among:
             return plan
         parts = plan.parts(self.model)
         count = sum(parts[index].step == "gpu" for index in among)
         amount = len(among)
         best = _score(self.consider(plan), self.hardware)
-        # Where a CPU that takes no time would not make the step shorter, as with slow drives, the GPU does not, either.
+        # If an infinitely fast CPU would not shorten the step, as with slow drives, steps on the GPU do not, either.
         without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=NO_TIME), plan)
         if not count and best[1] <= CLOSE_ENOUGH * without_cpu.step_seconds:
             return plan
@@ -451,7 +455,7 @@ class _Search:
         return plan if self.fixed is None else self.fixed.apply(self.model, plan)
 
     def _keep(self, point: SearchPoint) -> tuple[list[SavedGroup], list[SavedGroup], int]:
-        """Returns the kept tensors of a point, those that are swapped, and the GPU bytes that are left.
+        """Returns the kept tensors of a point, the swapped tensors, and the remaining GPU bytes.
 
         The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
         """

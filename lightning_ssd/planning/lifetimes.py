@@ -24,8 +24,8 @@ VERSION = 1
 """Version of the JSON format."""
 
 TensorClass = Literal["weight", "gradient", "optimizer state", "saved tensor", "transient", "communication buffer"]
-"""Class of a tensor. A saved tensor is allocated before backward begins and read in backward; a transient is neither
-that nor one of the others."""
+"""Class of a tensor. A saved tensor is allocated before backward begins and read in backward. A transient is in none of
+the other classes."""
 
 Phase = Literal["forward", "backward", "optimizer"]
 """Part of a training step."""

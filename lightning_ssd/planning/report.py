@@ -111,7 +111,7 @@ def make_report(
         prediction=prediction,
         fits=excess == 0,
         excess_bytes=excess,
-        over=" is written to SSDs in a step, for what a day may have" if prediction.excess_written(hardware) else "",
+        over=" is written to SSDs in a step for the daily limit" if prediction.excess_written(hardware) else "",
         placed=placed,
         swap_coefficient=coefficient,
         tokens_per_second=throughput,

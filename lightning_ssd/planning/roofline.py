@@ -1,5 +1,5 @@
-"""Replays of a profiled step at other bandwidths, host memories and numbers of drives (Teraio, figures 3 and 9), and
-the costs of the machines (table 2)."""
+"""Replays a profiled step with other bandwidths, host memory and numbers of drives (Teraio, figures 3 and 9), and
+compares costs of machines (table 2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

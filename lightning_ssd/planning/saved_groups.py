@@ -135,7 +135,7 @@ class FixedPlacement:
 
 
 def offloaded_parts(model: ModelProfile, plan: Plan, *, in_host: bool) -> list[int]:
-    """Returns the offloaded parts, by index in `model.parts`, that are in host memory as a whole, or the others."""
+    """Returns indices in `model.parts` of offloaded parts: those entirely in host memory, or else the other ones."""
     parts = enumerate(plan.parts(model))
     return [index for index, part in parts if part.offloaded and part.in_host == in_host]
 
@@ -143,7 +143,7 @@ def offloaded_parts(model: ModelProfile, plan: Plan, *, in_host: bool) -> list[i
 def step_on_gpu(model: ModelProfile, plan: Plan, count: int, among: Sequence[int]) -> Plan:
     """Returns the plan in which the GPU makes the steps of `count` of the parts `among`, evenly spread.
 
-    The CPU makes those of the others among them at the same time. Further parts keep their processors.
+    The CPU steps the other parts `among` at the same time. Parts that are not `among` keep their processors.
 
     Args:
         model: the profile.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from lightning_ssd.planning.endurance import DAY
-from lightning_ssd.planning.events import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, Task, run
+from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, Task, run
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan, UnitPlan

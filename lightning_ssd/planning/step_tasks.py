@@ -1,4 +1,4 @@
-"""The tasks of simulated training steps: compute, transfers and optimizer jobs, and what each of them waits for.
+"""The tasks of simulated training steps, that is compute, transfers and optimizer jobs, and their dependencies.
 
 The file is large because it has every rule by which the runtime orders its work: windows and staging memory, prefetches
 and evictions, cancelled writes, deferred steps in halves, launches by the host.
@@ -8,7 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from math import ceil
 
-from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, NORMAL, RESOURCES, SSD, URGENT, Task
+from lightning_ssd.planning.event_simulation import (
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    CPU,
+    NORMAL,
+    RESOURCES,
+    SSD,
+    URGENT,
+    Task,
+)
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, PartProfile
 from lightning_ssd.planning.plan import PartPlan, Plan
@@ -20,7 +30,7 @@ IN_FLIGHT = 2**25
 """Bytes whose writes are running when backward needs them: only queued writes are cancelled."""
 
 PIECES = 192
-"""Largest number of transfers to the GPU in a backward, unless it has more stages."""
+"""Largest number of transfers to the GPU in a backward with fewer stages than this."""
 
 FULL_WIDTH = 4
 """Bytes of a compute weight that is its own master weight."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_ssd.planning.events import COPY_IN, COPY_OUT, SSD
+from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.migration import HOST
 from lightning_ssd.planning.migration_simulator import MigrationPrediction
@@ -16,7 +16,7 @@ from lightning_ssd.planning.validation import as_mapping, load_json
 from lightning_ssd.sizes import format_bytes
 
 DIRECTIONS = ("copy out", "SSD write", "copy in", "SSD read")
-"""Directions of transfers: the first two carry tensors away from the GPU, the others back. Names as in a timeline."""
+"""Directions of transfers: the first two are from the GPU, the others to it. The names are those of a timeline."""
 
 
 class Transfer(NamedTuple):

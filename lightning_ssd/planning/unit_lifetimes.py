@@ -13,15 +13,15 @@ from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
-TRIES = 6
-"""Most plans that are made, each for less memory: prefetching needs some, which the lifetimes lack."""
+MAX_PLANS = 6
+"""Limit of the plans that are made, each for less memory: the lifetimes lack the memory that prefetching needs."""
 
 
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
 
-    A part of a unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, or the GPU, as in
-    Teraio, if that is faster for those in host memory, or for all.
+    A part of a unit is kept on the GPU unless its weights or states migrate. A migrating part is stepped by the CPU, or
+    by the GPU, as in Teraio, if that is faster for the parts in host memory, or for all.
 
     Args:
         model: profile of the model.
@@ -47,15 +47,15 @@ def _add_plans(
     Args:
         plans: receives the plans.
         model: profile by which they are simulated.
-        planned: that profile, or the one in which units are placed as a whole, where migrations of large tensors may
-            fit better.
+        planned: that profile, or the same one with units placed as a whole: migrations of
+            its larger tensors may fit better.
         hardware: as in `plan_units`.
         fixed: as in `plan_units`.
     """
     steps = _Steps(planned, hardware, fixed)
     lifetimes = steps.profile()
     machine = _machine(hardware, fixed)
-    for tried in range(TRIES):
+    for tried in range(MAX_PLANS):
         made = steps.plan(plan_in_time(lifetimes, machine, min_bytes=1).migrations)
         plan = made if fixed is None else fixed.apply(model, made)
         found = simulate(model, hardware, plan)
@@ -74,7 +74,7 @@ def _add_plans(
 
 
 def _machine(hardware: HardwareProfile, fixed: FixedPlacement | None) -> MigrationMachine:
-    """Returns what carries and stores the tensors that may migrate."""
+    """Returns the link, the drives and the host memory for tensors that may migrate."""
     machine = MigrationMachine.of(hardware)
     if not hardware.ssd_bytes:
         machine = replace(machine, drives=())
@@ -94,7 +94,7 @@ class _Steps:
         self._bandwidth = hardware.gpu_memory_bandwidth
         self._fixed = fixed
         self.keys: list[tuple[str, int, int]] = []
-        """Class and unit of each tensor, and its operator, or its part among those of the unit."""
+        """Of each tensor: class, index of the unit, and index of its operator or part in the unit."""
         self._tensors: list[TensorLifetime] = []
 
     def profile(self) -> LifetimeProfile:
@@ -127,7 +127,7 @@ class _Steps:
         return LifetimeProfile(model.name, tuple(spans), tuple(self._tensors))
 
     def plan(self, migrations: Sequence[Migration]) -> Plan:
-        """Returns the plan in which the tensors of `migrations` leave the GPU."""
+        """Returns the plan in which the tensors of `migrations` are offloaded."""
         tiers: dict[tuple[str, int, int], InputChoice] = {}
         for migration in migrations:
             tiers[self.keys[migration.tensor]] = "host" if migration.drive == HOST else "ssd"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import usable_gpu_memory, usable_memory
-from lightning_ssd.model_states import AdamOptimizer, FlatParameter, Layout, Part, StagedState, StepInput
+from lightning_ssd.model_states import AdamOptimizer, FlatParameter, Layout, StagedState, StepHalf, StepInput
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore, Slab
@@ -165,7 +165,7 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
 
 
 def adam_step(
-    numel: int, *, split: bool = False, compiled: bool = True, two_versions: bool = False, part: Part = "whole"
+    numel: int, *, split: bool = False, compiled: bool = True, two_versions: bool = False, half: StepHalf = "whole"
 ) -> Callable[[], None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
@@ -175,7 +175,7 @@ def adam_step(
         compiled: whether to use our own kernel instead of torch's.
         two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
             in place.
-        part: part of a step that the function makes.
+        half: half of a step that the function makes.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
@@ -191,4 +191,4 @@ def adam_step(
     staged = make_version()
     staged.uncommitted = make_version() if two_versions else None
     gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
-    return lambda: flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged, part)
+    return lambda: flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged, half)

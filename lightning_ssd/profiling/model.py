@@ -1,4 +1,8 @@
-"""`Profiler` measures the units, operators and saved tensors of a training, and the tiers of its model states."""
+"""`Profiler` measures the units, operators and saved tensors of a training, and the tiers of its model states.
+
+The file is large because the phases of a profile (record, check, time) share the peaks, marks and hooks of the steps in
+which they run. `TraceMode` records operators, `unit_profiles` makes the units' profiles, and `limits` adds budgets.
+"""
 
 import statistics
 from collections import Counter, defaultdict
@@ -102,7 +106,7 @@ class Profiler(Uncopied):
         self._ended: Any = None
         """End of the last timed micro-batch, while none runs."""
         self._begun = self._ahead = 0
-        """Timed steps after the first one, and those of them that the host began before the device ended the previous.
+        """Timed steps after the first one; and those of them that the host began before the device ended the last one.
         """
         self._launches: dict[UnitCall, list[float]] = defaultdict(list)
         """Host seconds from each call of a unit to the next call, without the time that offloading took."""

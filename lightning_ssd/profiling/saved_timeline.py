@@ -1,4 +1,4 @@
-"""`SavedTimelineRecorder`: when a micro-batch saves and uses its saved storages, without looking into its operators."""
+"""`SavedTimelineRecorder`: the times at which a micro-batch saves and uses its storages, recorded by hooks alone."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["SavedTimelineRecorder"]
 
 
 class SavedTimelineRecorder:
-    """Records one micro-batch, which offloads all that it can, through the hooks of an `OffloadPolicy`.
+    """Records one micro-batch, in which all movable storages are offloaded, by the hooks of an `OffloadPolicy`.
 
     A compiled region saves its tensors when its forward ends, and unpacks them when its backward begins. So the times
     of saved storages are the times of regions, and no dispatch mode is needed, under which Dynamo would not compile.

@@ -33,13 +33,13 @@ from lightning_ssd.storage_tags import BUFFER
 from lightning_ssd.uncopied import ModuleHook
 
 HEAD_START = 0.5
-"""Seconds of work given to a GPU before timed operations, so that it runs at the clock rate that it can sustain."""
+"""Seconds of work that a GPU executes before timed operations, which lowers its clock to the sustained rate."""
 
 LEAD = 0.05
-"""Seconds of work given to a GPU after the host has waited for it: its clock rate is sustained, its queue empty."""
+"""Seconds of such work after the host has waited for the GPU, when the queue is empty but the clock rate sustained."""
 
 MOST_LEADS = 32
-"""Most times that `LEAD` is given in a forward, or in a backward."""
+"""Largest number of such pieces of work in a forward, or in a backward."""
 
 PRODUCT = 4096
 """Rows and columns of the matrices that are multiplied as that work."""
@@ -53,7 +53,7 @@ class TraceMode(UnitDispatchMode):
     Args:
         units: as in `UnitDispatchMode`.
         device: device of the model.
-        lifetimes: recorder of all tensors' lifetimes, which is told of every operation, too.
+        lifetimes: recorder of all tensors' lifetimes, to which every operation is passed, too.
 
     Attributes:
         graph: graph of the last forward, complete after `finish`.
@@ -146,7 +146,7 @@ class TraceMode(UnitDispatchMode):
     def _get_ahead(self, lead: float) -> None:
         """Gives a GPU work for `lead` seconds, so that the host launches ahead and launch times are not measured.
 
-        The work is matrix products, and not a wait: after a rest, a GPU runs at a higher clock rate than it can
+        The work consists of matrix products, not of a wait: an idle GPU would begin at a higher clock rate than it can
         sustain in training.
         """
         if self._device.type != "cuda":
@@ -337,7 +337,7 @@ def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: A
     name = func._schema.name
     if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
         return False
-    # Running statistics, whose updates no schema tells; and uninitialized memory.
+    # Updates of running statistics are in no schema, and uninitialized memory has other values each time.
     if "batch_norm" in name or "moving_avg" in name or "empty" in name:
         return False
     given = tensors_of((args, kwargs))

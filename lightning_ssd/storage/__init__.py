@@ -1,6 +1,6 @@
 """Bytes on SSDs and in pinned host memory. Knows no module, no autograd and no Lightning.
 
-Other rooms use `BlobStore` for the SSDs, `PinnedPool` for host memory, and the errors.
+Other folders use `BlobStore` for the SSDs, `PinnedPool` for host memory, and the errors.
 """
 
 from lightning_ssd.storage.backend import Backend, BackendFile

@@ -39,10 +39,10 @@ class Blob:
     pieces: tuple[Piece, ...]
 
     def overlaps(self, start: int, nbytes: int) -> Iterator[tuple[Piece, int, int]]:
-        """Yields each piece that has some of the `nbytes` bytes from offset `start`.
+        """Yields each piece that overlaps the `nbytes` bytes from offset `start`.
 
         Yields:
-            The piece, and the blob's offsets of its first one of these bytes and after its last one.
+            The piece, and the begin and end of the overlap as offsets in the blob.
         """
         for piece in self.pieces:
             low, high = max(start, piece.start), min(start + nbytes, piece.start + piece.nbytes)

@@ -60,8 +60,8 @@ class Engine:
 
     Each volume has its own queue and threads, so a slow volume does not delay the others. A thread serves one piece
     at a time: at most `threads` pieces of a volume are in flight. Within a volume urgent requests are served before
-    normal ones, also those that became urgent while they were queued; requests of equal priority are served in the
-    order of their submission.
+    normal ones, and a queued request may become urgent; requests of equal priority are served in the order of their
+    submission.
 
     The engine owns the buffer of a request from submission until the request's future is done or cancelled. Done
     callbacks run on the I/O thread, or, for a cancelled request, on the thread that cancels. No lock is held then.
@@ -105,7 +105,7 @@ class Engine:
             buffer: contiguous uint8, at least `piece.nbytes` long. If it extends to the next multiple of 4096, all
                 these bytes are transferred, so that O_DIRECT can be used: a read overwrites the padding, too.
             write: True: from the buffer to the file; False: from the file to the buffer.
-            urgency: whether a thread or stream waits for the transfer: from then on, it is served before normal ones.
+            urgency: tells when a thread or stream begins to wait for the transfer, which then precedes normal ones.
 
         Raises:
             StorageError: the engine is closed.

@@ -1,4 +1,4 @@
-"""Errors of the storage room: each names the file and the offset, and says what the user can do."""
+"""Errors of this folder: each names the file, the offset and the user's remedy."""
 
 from __future__ import annotations
 

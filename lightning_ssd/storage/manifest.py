@@ -62,7 +62,7 @@ def read_manifest(directory: PrivateDirectory) -> Manifest | None:
     length = len(_checksum(b""))
     if content[:length] != _checksum(content[length:]):
         raise StorageError(
-            f"{directory.path / _FILE}, which a run that was killed left, is damaged: its run can't be told. Remove "
+            f"{directory.path / _FILE}, which a run that was killed left, is damaged: its run is unknown. Remove "
             f"{directory.path} and what it holds, and start from a checkpoint or anew."
         )
     return Manifest(**json.loads(content[length:]))

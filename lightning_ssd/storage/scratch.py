@@ -1,4 +1,4 @@
-"""Scratch directories: one per path, run and rank, removed when the run ends, or by the next run if it was killed.
+"""Scratch directories: one per path, run and rank, removed when the run ends; the next run removes a killed run's.
 
 A kept directory is the other kind: its name is known, and the run after a killed one resumes from its files.
 """
@@ -40,7 +40,7 @@ class ScratchDirectory:
     free as soon as its process is killed, because forked processes close their copies of it.
 
     Other users may be able to write to `path`. Everything in it is opened by descriptor and checked (see
-    `PrivateDirectory`), used and removed through its descriptor. The lock file carries the name of its directory, so
+    `PrivateDirectory`), used and removed through its descriptor. The lock file contains the name of its directory, so
     that another private directory of this user, moved here by another user, is not mistaken for a scratch directory.
 
     Args:

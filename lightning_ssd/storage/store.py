@@ -1,4 +1,8 @@
-"""The blob store, through which the other rooms keep bytes on SSDs."""
+"""The blob store, in which the other folders store bytes on SSDs.
+
+The file is large because `BlobStore` is the folder's only entry for transfers: it has the documentation of buffers,
+futures and errors that callers rely on. Slots, striping, I/O threads and checksums are in files of their own.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class StoreManifest:
     """The state of a store whose process was killed, from which another store resumes with its files.
 
     Attributes:
-        blobs: blobs in the files, which stay allocated.
+        blobs: blobs in the files, which remain allocated.
         hashes: checksums of the blobs' pieces; empty if the store had none.
         calibration: measured bandwidths of the drives.
         run: name of the run in the manifest of every scratch directory.
@@ -91,7 +95,7 @@ class BlobStore:
         checksum: hash written pieces and compare the hashes at reads, on the I/O threads. Buffers must be in host
             memory then.
         piece_bytes: bytes of the largest piece, a multiple of 4096.
-        threads: I/O threads per SSD, which is also the most pieces in flight to it.
+        threads: I/O threads per SSD, and so the largest number of its pieces in flight.
         rank: rank of this process in its run.
         keep: use kept directories, from whose files the next run resumes if this one is killed. One store at a time
             can use those of a path.
@@ -169,8 +173,8 @@ class BlobStore:
             if resumed is not None:
                 self._check_manifest(resumed, directories)
             if keep and resumed is None:
-                # The first directory's manifest is removed last and written first. Whenever this process is killed,
-                # it therefore equals the manifests of the other directories, as far as they have one (see
+                # The first directory's manifest is written first and removed last. Whenever this process is killed,
+                # it therefore equals the manifests of those other directories that have one (see
                 # `read_record`).
                 for directory in reversed(directories):
                     directory.clear()
@@ -227,7 +231,7 @@ class BlobStore:
             shares = [
                 align_up(int(left * weight / sum(self._calibration.weights))) for weight in self._calibration.weights
             ]
-            # First each volume's share by its bandwidth, then the rest that volumes without room left over.
+            # First each volume's share by its bandwidth, then the bytes for which some volumes had no room.
             for volume, share in zip(self._volumes * 2, shares + [left] * len(shares), strict=True):
                 extent = min(share, left, align_down(volume.disk_free()))
                 if extent > 0:
@@ -285,7 +289,7 @@ class BlobStore:
             buffer: contiguous one-dimensional uint8, at least `piece.nbytes` long. If it is page-aligned and extends
                 to the next multiple of 4096, the write bypasses the page cache. The request keeps the buffer alive
                 until the future is done; the caller does not change its bytes until then.
-            urgency: whether a thread or stream waits for the write: from then on, it is served before normal requests.
+            urgency: tells when a thread or stream begins to wait for the write, which then precedes normal requests.
 
         Returns:
             A future whose result is None, or whose error is a StorageError that names file, offset and remedy.
@@ -305,7 +309,7 @@ class BlobStore:
             piece: a piece that was written.
             buffer: as for `write`. If the buffer extends beyond the piece, its bytes up to the next multiple of 4096
                 may be overwritten, too. The caller does not use the buffer until the future is done.
-            urgency: whether a thread or stream waits for the read: from then on, it is served before normal requests.
+            urgency: tells when a thread or stream begins to wait for the read, which then precedes normal requests.
 
         Returns:
             A future, as `write` does.

@@ -1,4 +1,4 @@
-"""`Urgency`: whether a thread or stream waits for a transfer, for all queues through which the transfer passes."""
+"""`Urgency`: tells all queues of a transfer whether a thread or stream waits for it."""
 
 import threading
 import weakref
@@ -25,8 +25,8 @@ class Urgency:
         """Guards the next two. Not held while a callback runs."""
         self._urgent = urgent
         self._waiting: list[tuple[weakref.ref[Any], Callable[[Any], object]]] = []
-        """Requests and their callbacks. A transfer owns its `Urgency`, and a request's future owns the transfer: strong
-        references would be a cycle, in which the transfer's device memory stayed until a garbage collection."""
+        """Requests, referenced weakly, and their callbacks. A transfer owns its `Urgency`, and a request's future owns
+        the transfer: a strong reference would close a cycle, which keeps device memory until a garbage collection."""
 
     @property
     def urgent(self) -> bool:

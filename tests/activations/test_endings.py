@@ -13,7 +13,7 @@ from lightning_ssd.activations import config
 from lightning_ssd.activations.in_flight import InFlight
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.storage import BackendFile, PosixBackend
-from tests.support.offloader import change_policy, open_cache, wait_for_writes
+from tests.support.offloader import change_policy, open_offloader, wait_for_writes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,11 +52,11 @@ class LateCopies(CPUCopyEngine):
 def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an exception in forward: d2h copies that are still queued do not write to a closed store."""
     monkeypatch.setattr(config, "make_copy_engine", LateCopies)
-    with open_cache(tmp_path) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
+    with open_offloader(tmp_path) as offloader:
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             loss = torch.ones(64, 64, requires_grad=True).exp().exp().sum()
-        assert cache.stats().stored > 0
+        assert offloader.stats().stored > 0
         assert loss.requires_grad
     assert list(tmp_path.iterdir()) == []
 
@@ -72,11 +72,11 @@ class LostDevice(CPUCopyEngine):
 
 def test_an_error_on_an_io_thread_reaches_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "make_copy_engine", LostDevice)
-    with open_cache(tmp_path) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
+    with open_offloader(tmp_path) as offloader:
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             loss = torch.ones(64, 64, requires_grad=True).sin().sin().sum()
-        wait_for_writes(cache)  # backward needs a storage that an I/O thread reads
+        wait_for_writes(offloader)  # backward needs a storage that an I/O thread reads
         with pytest.raises(RuntimeError, match="the device is lost"):
             loss.backward()
 
@@ -113,20 +113,20 @@ class GatedDeviceBackend(PosixBackend):
 def test_bytes_that_the_direct_path_still_stores_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queued writes of storages that backward needs, or that are freed, are cancelled without an error."""
     backend = GatedDeviceBackend()
-    with open_cache(tmp_path, backend=backend) as cache:
-        change_policy(cache, window_bytes=2**30)
+    with open_offloader(tmp_path, backend=backend) as offloader:
+        change_policy(offloader, window_bytes=2**30)
         # As on a GPU, where a copy is done later than it is issued, copies stay in flight.
         monkeypatch.setattr(InFlight, "evict_copied", lambda self: None)
         for _ in range(3):
             backend.gate.clear()
-            cache.begin_micro_batch()
+            offloader.begin_micro_batch()
             x = torch.randn(64, 64, requires_grad=True)
-            with cache.hooks():
+            with offloader.hooks():
                 y = x
                 for _ in range(12):
                     y = y.sin()
             threading.Timer(0.05, backend.gate.set).start()  # the drive serves requests again while backward runs
             y.sum().backward()
             assert x.grad is not None and x.grad.isfinite().all()
-            cache.end_backward()
-        assert cache.stats().forwarded > 0
+            offloader.end_backward()
+        assert offloader.stats().forwarded > 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.activations import mark_weights
-from tests.support.offloader import open_cache
+from tests.support.offloader import open_offloader
 
 COUNT = 50
 
@@ -26,11 +26,11 @@ def test_a_kept_tensor_costs_few_python_calls(tmp_path: Path, saved: str) -> Non
         calls += event == "call"
 
     tensors: list[Tensor] = [layer.weight] * COUNT if saved == "weights" else [layer.weight.sin() for _ in range(COUNT)]
-    with open_cache(tmp_path, min_bytes=2**20) as cache:
-        cache.begin_micro_batch()
+    with open_offloader(tmp_path, min_bytes=2**20) as offloader:
+        offloader.begin_micro_batch()
         sys.setprofile(count)
         try:
-            unpacked = [cache.unpack(cache.pack(tensor)) for tensor in tensors]
+            unpacked = [offloader.unpack(offloader.pack(tensor)) for tensor in tensors]
         finally:
             sys.setprofile(None)
         assert all(torch.equal(one, other) for one, other in zip(unpacked, tensors, strict=True))

@@ -10,7 +10,7 @@ from lightning_ssd.activations import ActivationOffloader, config
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.in_flight import InFlight
 from tests.support.late_device import LateCopies
-from tests.support.offloader import MIB, change_policy, eventually, open_cache
+from tests.support.offloader import MIB, change_policy, eventually, open_offloader
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,7 +21,7 @@ def offloader(
 ) -> Iterator[ActivationOffloader]:
     """An offloader with late copies; afterwards, no buffer was released before its copy was done."""
     monkeypatch.setattr(config, "make_copy_engine", LateCopies)
-    with open_cache(tmp_path, tier=request.param) as made:
+    with open_offloader(tmp_path, tier=request.param) as made:
         yield made
     assert isinstance(made.copies, LateCopies) and made.copies.violations == []
 
@@ -85,7 +85,7 @@ def test_tensors_that_a_double_backward_saves_are_not_offloaded(offloader: Activ
 
 def test_a_window_that_is_set_in_a_micro_batch_is_its_own(tmp_path: Path) -> None:
     """Storages that the last backward unpacked within the window's first bytes are kept on the device."""
-    with open_cache(tmp_path, tier="host") as offloader:
+    with open_offloader(tmp_path, tier="host") as offloader:
         stored = []
         for window_bytes in (0, 0, MIB, MIB):
             offloader.begin_micro_batch()

@@ -1,5 +1,6 @@
 """Restored bytes are released after the last view was unpacked, whenever other views are freed."""
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.record import SavedHandle, SavedStorage, State
+from lightning_ssd.activations import record as records
+from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, SavedStorage, State
 from lightning_ssd.activations.tier import Load, StoredCopy
+from tests.support.locks import WatchedLock
 
 EMPTY = torch.empty(0)
 
@@ -73,3 +76,48 @@ def test_a_view_that_is_freed_while_bytes_are_restored(attribute: str, shown_bef
         assert record.data is not None
         assert torch.equal(views.pop().materialize(), saved)
     assert record.data is None and record.views == 0
+
+
+@pytest.mark.parametrize("change", ["add", "drop", "consume"])
+def test_two_threads_count_views_one_after_the_other(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view is freed on another thread while this one has read a counter and not written it yet."""
+    other_is_done = threading.Event()  # or waits for this thread
+    monkeypatch.setattr(records, "_counting", WatchedLock(other_is_done))
+    freeing: list[threading.Thread] = []
+
+    class Counted(RefCountedBytes):
+        count = 0
+
+        @property
+        def num_pending(self) -> int:  # type: ignore[override]
+            read = self.count
+            if freeing and not freeing[0].is_alive() and not other_is_done.is_set():
+                freeing[0].start()
+                assert other_is_done.wait(60)
+            return read
+
+        @num_pending.setter
+        def num_pending(self, value: int) -> None:
+            self.count = value
+
+        def release(self) -> None:
+            return None
+
+    counted = Counted()
+    for _ in range(4):
+        counted.add_view()
+
+    def free() -> None:
+        counted.drop_view(last_restore=-1)
+        other_is_done.set()
+
+    freeing.append(threading.Thread(target=free))
+    changes = {
+        "add": (counted.add_view, 4),
+        "drop": (lambda: counted.drop_view(-1), 2),
+        "consume": (counted.consumed, 2),
+    }
+    run, expected = changes[change]
+    run()
+    freeing[0].join()
+    assert counted.count == expected

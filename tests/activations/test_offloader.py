@@ -34,7 +34,7 @@ from tests.support.offloader import (
     change_policy,
     eventually,
     gradients,
-    open_cache,
+    open_offloader,
     ssd,
     wait_for_writes,
 )
@@ -43,64 +43,64 @@ pytestmark = pytest.mark.timeout(60)  # a deadlock fails fast
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[ActivationOffloader]:
+def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
     """An offloader over real files, with checksums."""
-    with open_cache(tmp_path, checksum=True) as cache:
-        yield cache
+    with open_offloader(tmp_path, checksum=True) as offloader:
+        yield offloader
 
 
 def randn(*size: int, seed: int = 0, **arguments: Any) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), **arguments)
 
 
-def allocated(cache: ActivationOffloader) -> int:
-    return ssd(cache).blobs.stats().allocated_bytes
+def allocated(offloader: ActivationOffloader) -> int:
+    return ssd(offloader).blobs.stats().allocated_bytes
 
 
 # ---- restored numbers ----
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_gradients_are_plain_autograds(cache: ActivationOffloader, forward: Forward) -> None:
+def test_gradients_are_plain_autograds(offloader: ActivationOffloader, forward: Forward) -> None:
     """Every kind of saved tensor is restored exactly, in a first micro-batch and in one with a known order."""
     for _ in range(3):
-        assert assert_same_gradients(cache, forward, randn(32, 32) / 4, randn(32, 32, seed=1) / 4) > 0
-    assert cache.stats().loaded > 0
+        assert assert_same_gradients(offloader, forward, randn(32, 32) / 4, randn(32, 32, seed=1) / 4) > 0
+    assert offloader.stats().loaded > 0
 
 
 @pytest.mark.parametrize("tier", ["ssd", "host"])
 def test_empty_storages_are_kept(tmp_path: Path, tier: str) -> None:
     """With `min_bytes=0` all storages are offloaded except those without bytes."""
-    with open_cache(tmp_path, min_bytes=0, tier=tier, host_memory="64MiB") as cache:
-        cache.begin_micro_batch()
+    with open_offloader(tmp_path, min_bytes=0, tier=tier, host_memory="64MiB") as offloader:
+        offloader.begin_micro_batch()
         x = torch.zeros(0, 4, requires_grad=True)
-        with cache.hooks():
+        with offloader.hooks():
             loss = (x.exp() * x).sum()
-        cache.end_backward()  # storages in flight are evicted now
+        offloader.end_backward()  # storages in flight are evicted now
         loss.backward()
         assert x.grad is not None and x.grad.shape == (0, 4)
-        assert cache.stats().saved == 0
+        assert offloader.stats().saved == 0
 
 
-def test_memory_that_is_not_torchs_is_kept(cache: ActivationOffloader) -> None:
+def test_memory_that_is_not_torchs_is_kept(offloader: ActivationOffloader) -> None:
     """NumPy may write to its memory at any time, and backward sees it, as in plain autograd."""
     weight = torch.ones(64, 64, requires_grad=True)
     array = randn(64, 64).numpy()
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = (torch.from_numpy(array) * weight).sum()
     array[:] = 3
     loss.backward()
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((64, 64), 3.0))
 
 
-def test_a_storage_that_grew_is_saved_again(cache: ActivationOffloader) -> None:
+def test_a_storage_that_grew_is_saved_again(offloader: ActivationOffloader) -> None:
     """Resizing changes no version counter: a view beyond the stored bytes needs a record of its own."""
     weight = torch.ones(64, requires_grad=True)
     x = randn(16)
     expected = torch.cat((x, x, x, x)) + torch.cat((x, torch.zeros(48)))
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = (x * weight[:16]).sum()
         x.untyped_storage().resize_(64 * 4)
         grown = x.as_strided((64,), (1,))
@@ -110,7 +110,7 @@ def test_a_storage_that_grew_is_saved_again(cache: ActivationOffloader) -> None:
     assert weight.grad is not None and torch.equal(weight.grad, expected)
 
 
-def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: ActivationOffloader) -> None:
+def test_a_storage_that_is_changed_between_two_saves_is_stored_once(offloader: ActivationOffloader) -> None:
     """The last bytes are stored: a backward that needs earlier ones fails, as in plain autograd."""
     alive = []
 
@@ -119,17 +119,17 @@ def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: Activ
         alive.append(hidden.sin())
         return hidden.add_(1).cos().sum()
 
-    assert assert_same_gradients(cache, forward, randn(32, 32)) == 32 * 32 * 4
+    assert assert_same_gradients(offloader, forward, randn(32, 32)) == 32 * 32 * 4
 
 
-def test_a_storage_that_its_owner_has_freed_is_an_error(cache: ActivationOffloader) -> None:
+def test_a_storage_that_its_owner_has_freed_is_an_error(offloader: ActivationOffloader) -> None:
     """Plain autograd would read freed memory. A storage that is refilled before backward (FSDP) is restored."""
     weight = torch.ones(64, requires_grad=True)
     x = randn(64)
     expected = x.clone()
     for refilled in (False, True):
-        cache.begin_micro_batch()
-        with cache.hooks():
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             loss = (x * weight).sum()
         x.untyped_storage().resize_(0)
         if refilled:
@@ -153,24 +153,24 @@ def test_a_storage_that_its_owner_has_freed_is_an_error(cache: ActivationOffload
         ),
     ],
 )
-def test_compiled_submodule(cache: ActivationOffloader, backend: str) -> None:
+def test_compiled_submodule(offloader: ActivationOffloader, backend: str) -> None:
     """Tensors that a compiled graph saves are offloaded like all others."""
     layer = nn.Sequential(nn.Linear(32, 32), nn.GELU())
     compiled = torch.compile(layer, backend=backend)
     expected = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)])
     for _ in range(2):
-        cache.begin_micro_batch()
-        actual = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)], cache.hooks)
+        offloader.begin_micro_batch()
+        actual = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)], offloader.hooks)
         assert torch.equal(actual[0], expected[0])
-    assert cache.stats().loaded > 0
+    assert offloader.stats().loaded > 0
 
 
-def test_torch_func_grad_is_refused_by_pytorch(cache: ActivationOffloader) -> None:
+def test_torch_func_grad_is_refused_by_pytorch(offloader: ActivationOffloader) -> None:
     """PyTorch refuses `torch.func.grad` under saved-tensor hooks, and training can continue after the error."""
-    cache.begin_micro_batch()
-    with cache.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+    offloader.begin_micro_batch()
+    with offloader.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
         torch.func.grad(lambda x: (x**2).sum())(randn(4))
-    assert assert_same_gradients(cache, lambda x: x.exp().sum(), randn(4, 4)) > 0
+    assert assert_same_gradients(offloader, lambda x: x.exp().sum(), randn(4, 4)) > 0
 
 
 # ---- micro-batches that repeat an earlier one ----
@@ -186,22 +186,22 @@ def _product_chain(*leaves: Tensor) -> Tensor:
 def test_storages_that_are_kept_again_have_no_record(tmp_path: Path) -> None:
     """A repeated micro-batch stores the same storages as the first one, and makes no other records."""
     leaves = [randn(64, 64, seed=seed) for seed in range(40)]
-    with open_cache(tmp_path, offload=0.1) as cache:
+    with open_offloader(tmp_path, offload=0.1) as offloader:
         stored, records = [], []
         for _ in range(4):
-            cache.begin_micro_batch()
-            before = cache.stats()
+            offloader.begin_micro_batch()
+            before = offloader.stats()
             expected = gradients(_product_chain, leaves)
             fresh = [leaf.clone().requires_grad_() for leaf in leaves]
-            with cache.hooks():
+            with offloader.hooks():
                 loss = _product_chain(*fresh)
             records.append(sum(type(item) is SavedStorage for item in gc.get_objects()))
             loss.backward()
-            cache.end_backward()
+            offloader.end_backward()
             for leaf, gradient in zip(fresh, expected, strict=True):
                 assert torch.equal(leaf.grad, gradient)  # type: ignore[arg-type]
-            stored.append(cache.stats().stored - before.stored)
-            assert cache.stats().saved - before.saved == 39 * 3 * 64 * 64 * 4
+            stored.append(offloader.stats().stored - before.stored)
+            assert offloader.stats().saved - before.saved == 39 * 3 * 64 * 64 * 4
             del loss
         assert len(set(stored[1:])) == 1 and stored[1] > 0
         assert len(set(records[1:])) == 1 and records[1] < records[0] / 2
@@ -218,47 +218,47 @@ def test_micro_batches_in_any_sequence_of_shapes(
     tmp_path: Path, shapes: list[list[int]], sequence: list[int], share: float, window: int
 ) -> None:
     """Gradients are plain autograd's, whichever earlier micro-batch the next one begins like."""
-    with open_cache(tmp_path, offload=share) as cache:
-        change_policy(cache, window_bytes=window)
+    with open_offloader(tmp_path, offload=share) as offloader:
+        change_policy(offloader, window_bytes=window)
         for number in sequence:
             sizes = shapes[number % len(shapes)]
 
             def forward(*leaves: Tensor) -> Tensor:
                 return torch.stack([(leaf * leaf.sigmoid()).exp().sum() for leaf in leaves]).prod()
 
-            assert_same_gradients(cache, forward, *(randn(size, seed=size) * 0.1 for size in sizes))
+            assert_same_gradients(offloader, forward, *(randn(size, seed=size) * 0.1 for size in sizes))
 
 
 # ---- how often, and in what order, backward runs ----
 
 
-def test_retain_graph(cache: ActivationOffloader) -> None:
+def test_retain_graph(offloader: ActivationOffloader) -> None:
     """Backward runs twice over one graph, which restores the bytes twice."""
     x = randn(32, 32).requires_grad_()
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = x.exp().sin().sum()
     loss.backward(retain_graph=True)
     assert x.grad is not None
-    first, x.grad, loaded = x.grad, None, cache.stats().loaded
+    first, x.grad, loaded = x.grad, None, offloader.stats().loaded
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, first)
     assert torch.equal(first, gradients(lambda x: x.exp().sin().sum(), [x])[0])
-    assert cache.stats().loaded == 2 * loaded > 0
+    assert offloader.stats().loaded == 2 * loaded > 0
 
 
-def test_backward_through_a_freed_graph_is_refused(cache: ActivationOffloader) -> None:
+def test_backward_through_a_freed_graph_is_refused(offloader: ActivationOffloader) -> None:
     """Without `retain_graph`, PyTorch's own error for a second backward."""
     x = randn(32, 32).requires_grad_()
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = x.exp().sin().sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
 
-def test_double_backward(cache: ActivationOffloader) -> None:
+def test_double_backward(offloader: ActivationOffloader) -> None:
     """A gradient penalty: gradients of gradients, inside and outside of the hooks."""
 
     def penalty(x: Tensor, y: Tensor) -> Tensor:
@@ -267,11 +267,11 @@ def test_double_backward(cache: ActivationOffloader) -> None:
         return loss + slope.square().sum()
 
     for _ in range(2):
-        assert assert_same_gradients(cache, penalty, randn(16, 16) / 4, randn(16, 16, seed=1) / 4) > 0
+        assert assert_same_gradients(offloader, penalty, randn(16, 16) / 4, randn(16, 16, seed=1) / 4) > 0
     # As in Lightning: the graph is made under the hooks, and all backwards run after them.
     x, plain = (randn(16, 16).requires_grad_() for _ in range(2))
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = x.exp().sin().sum()
     for leaf, value in ((x, loss), (plain, plain.exp().sin().sum())):
         (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
@@ -279,10 +279,10 @@ def test_double_backward(cache: ActivationOffloader) -> None:
     assert x.grad is not None and plain.grad is not None and torch.equal(x.grad, plain.grad)
 
 
-def test_interleaved_graphs(cache: ActivationOffloader) -> None:
+def test_interleaved_graphs(offloader: ActivationOffloader) -> None:
     """As in a GAN: two losses share a graph, and backward of one runs before the other's forward."""
 
-    def step(cache: ActivationOffloader | None) -> list[Tensor]:
+    def step(offloader: ActivationOffloader | None) -> list[Tensor]:
         torch.manual_seed(0)
         generator, critic = nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 1))
         noise, real = randn(8, 32), randn(8, 32, seed=1)
@@ -296,28 +296,28 @@ def test_interleaved_graphs(cache: ActivationOffloader) -> None:
             (generator_loss + late).backward()
             critic_loss.backward()
 
-        if cache is None:
+        if offloader is None:
             run()
         else:
-            cache.begin_micro_batch()
-            with cache.hooks():
+            offloader.begin_micro_batch()
+            with offloader.hooks():
                 run()
         return [parameter.grad for parameter in (*generator.parameters(), *critic.parameters())]
 
     expected = step(None)
     for _ in range(3):
-        assert all(torch.equal(one, other) for one, other in zip(step(cache), expected, strict=True))
-    assert cache.stats().loaded > 0
+        assert all(torch.equal(one, other) for one, other in zip(step(offloader), expected, strict=True))
+    assert offloader.stats().loaded > 0
 
 
-def test_out_of_order_backwards(cache: ActivationOffloader) -> None:
+def test_out_of_order_backwards(offloader: ActivationOffloader) -> None:
     """Backwards of several losses run in another order in each micro-batch: each predicted order is wrong once."""
     x = randn(4, 64)
-    change_policy(cache, window_bytes=300)  # keeps one row, and fetches one ahead
+    change_policy(offloader, window_bytes=300)  # keeps one row, and fetches one ahead
     for order in ([0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0], [1, 3, 2, 0]):
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         leaves = [row.clone().requires_grad_() for row in x]
-        with cache.hooks():
+        with offloader.hooks():
             losses = [leaf.exp().sin().sum() for leaf in leaves]
         for index in order:
             losses[index].backward()
@@ -326,14 +326,14 @@ def test_out_of_order_backwards(cache: ActivationOffloader) -> None:
             assert torch.equal(leaf.grad, gradients(lambda x: x.exp().sin().sum(), [row])[0])
 
 
-def test_graph_of_an_earlier_micro_batch(cache: ActivationOffloader) -> None:
+def test_graph_of_an_earlier_micro_batch(offloader: ActivationOffloader) -> None:
     """Backward of a loss runs in a later micro-batch (truncated BPTT, manual optimization)."""
     early = randn(32, 32).requires_grad_()
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = early.exp().sin().sum()
-    assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32, seed=1)) > 0
-    with cache.hooks():
+    assert assert_same_gradients(offloader, lambda x: x.exp().sin().sum(), randn(32, 32, seed=1)) > 0
+    with offloader.hooks():
         loss = loss + early.cos().sum()
     loss.backward()
     expected = gradients(lambda x: x.exp().sin().sum() + x.cos().sum(), [early])[0]
@@ -343,38 +343,38 @@ def test_graph_of_an_earlier_micro_batch(cache: ActivationOffloader) -> None:
 # ---- freed memory ----
 
 
-def test_graph_never_run_backward_gives_its_slots_back(cache: ActivationOffloader) -> None:
+def test_graph_never_run_backward_gives_its_slots_back(offloader: ActivationOffloader) -> None:
     """A dropped graph frees its slots on the SSD, without a garbage collection."""
     gc.disable()
     try:
-        cache.begin_micro_batch()
-        with cache.hooks():
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             loss = randn(32, 32).requires_grad_().exp().sin().sum()
-        assert allocated(cache) > 0
+        assert allocated(offloader) > 0
         del loss
-        wait_for_writes(cache)
-        cache.begin_micro_batch()
-        eventually(lambda: allocated(cache) == 0)
+        wait_for_writes(offloader)
+        offloader.begin_micro_batch()
+        eventually(lambda: allocated(offloader) == 0)
     finally:
         gc.enable()
 
 
-def test_graph_dropped_while_it_is_prefetched(cache: ActivationOffloader) -> None:
+def test_graph_dropped_while_it_is_prefetched(offloader: ActivationOffloader) -> None:
     """The slots of a load that no thread waits for are freed after the load has ended."""
-    cache.begin_micro_batch()
+    offloader.begin_micro_batch()
     leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
-    with cache.hooks():
+    with offloader.hooks():
         losses = [leaf.exp().sum() for leaf in leaves]
-    wait_for_writes(cache)
-    change_policy(cache, window_bytes=MIB)
+    wait_for_writes(offloader)
+    change_policy(offloader, window_bytes=MIB)
     losses.pop().backward()  # also prefetches the bytes of the others
-    assert cache.stats().loaded < sum(tier.bytes_in for tier in cache.tiers.values())
+    assert offloader.stats().loaded < sum(tier.bytes_in for tier in offloader.tiers.values())
     del losses
-    wait_for_writes(cache)  # reads take the same memory
+    wait_for_writes(offloader)  # reads take the same memory
 
     def is_empty() -> bool:
-        cache.end_backward()
-        return allocated(cache) == 0
+        offloader.end_backward()
+        return allocated(offloader) == 0
 
     eventually(is_empty)
 
@@ -383,13 +383,13 @@ def test_graph_dropped_while_it_is_prefetched(cache: ActivationOffloader) -> Non
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, torch.tanh, lambda x: x.softmax(-1)])
 def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> None:
     """A node that saves its own output does not own itself: the graph is freed with its last reference."""
-    with open_cache(tmp_path, min_bytes=min_bytes) as cache:
+    with open_offloader(tmp_path, min_bytes=min_bytes) as offloader:
         gc.collect()
         gc.disable()
         try:
-            cache.begin_micro_batch()
+            offloader.begin_micro_batch()
             leaf = randn(8, 8).requires_grad_()
-            with cache.hooks():
+            with offloader.hooks():
                 out = function(leaf)
             record = find_saved_storage(out.untyped_storage())
             assert (record is None) == (min_bytes == MIB)
@@ -402,11 +402,11 @@ def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> N
             gc.enable()
 
 
-def test_device_memory_is_freed(cache: ActivationOffloader) -> None:
+def test_device_memory_is_freed(offloader: ActivationOffloader) -> None:
     """Stored bytes have no device memory between forward and backward, nor after the last view was unpacked."""
     x = randn(64, 64).requires_grad_()
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         hidden = x.exp()
         storage = weakref.ref(hidden.untyped_storage())
         record = find_saved_storage(hidden.untyped_storage())
@@ -424,54 +424,54 @@ def test_device_memory_is_freed(cache: ActivationOffloader) -> None:
 def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, tier: str, used: bool) -> None:
     """Loads that have ended before a thread waits for them, and loads for which no thread waits."""
     host_memory = "64MiB" if tier == "host" else 0
-    with open_cache(tmp_path, host_memory=host_memory) as cache, pytest.MonkeyPatch.context() as patch:
+    with open_offloader(tmp_path, host_memory=host_memory) as offloader, pytest.MonkeyPatch.context() as patch:
         destinations: list[weakref.ref[torch.UntypedStorage]] = []
-        empty = cache.copies.empty
+        empty = offloader.copies.empty
 
         def told(nbytes: int) -> Tensor:
             data = empty(nbytes)
             destinations.append(weakref.ref(data.untyped_storage()))
             return data
 
-        patch.setattr(cache.copies, "empty", told)
-        cache.begin_micro_batch()
+        patch.setattr(offloader.copies, "empty", told)
+        offloader.begin_micro_batch()
         leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
-        with cache.hooks():
+        with offloader.hooks():
             losses = [leaf.exp().sum() for leaf in leaves]
         if tier == "ssd":
-            wait_for_writes(cache)
-        change_policy(cache, window_bytes=MIB)
+            wait_for_writes(offloader)
+        change_policy(offloader, window_bytes=MIB)
         gc.collect()
         gc.disable()
         try:
             losses.pop().backward()  # also prefetches the bytes of the others
             if tier == "ssd":
-                wait_for_writes(cache)  # reads take the same memory
+                wait_for_writes(offloader)  # reads take the same memory
             assert len(destinations) == 4
             while losses and used:
                 losses.pop().backward()
             losses.clear()
-            cache.end_backward()
-            cache.free_discarded()
+            offloader.end_backward()
+            offloader.free_discarded()
             eventually(lambda: all(reference() is None for reference in destinations))
         finally:
             gc.enable()
 
 
-def test_exception_in_forward(cache: ActivationOffloader) -> None:
+def test_exception_in_forward(offloader: ActivationOffloader) -> None:
     """After a forward that fails the tiers are empty, and the next micro-batch works."""
-    cache.begin_micro_batch()
-    with pytest.raises(ZeroDivisionError), cache.hooks():
+    offloader.begin_micro_batch()
+    with pytest.raises(ZeroDivisionError), offloader.hooks():
         loss = randn(32, 32).requires_grad_().exp()
         loss = loss.sin() / (1 // 0)
     loss = None  # noqa: F841
-    assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
-    wait_for_writes(cache)
-    cache.end_backward()
-    eventually(lambda: allocated(cache) == 0)
+    assert assert_same_gradients(offloader, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
+    wait_for_writes(offloader)
+    offloader.end_backward()
+    eventually(lambda: allocated(offloader) == 0)
 
 
-def test_exception_in_backward(cache: ActivationOffloader) -> None:
+def test_exception_in_backward(offloader: ActivationOffloader) -> None:
     """After a backward that fails half-way, backward of the same graph runs again, whole."""
 
     class Fails(torch.autograd.Function):
@@ -487,10 +487,10 @@ def test_exception_in_backward(cache: ActivationOffloader) -> None:
                 raise ZeroDivisionError
             return grad
 
-    change_policy(cache, window_bytes=3 * 32 * 32 * 4)
+    change_policy(offloader, window_bytes=3 * 32 * 32 * 4)
     x = randn(32, 32).requires_grad_()
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = Fails.apply(x.exp().sin().tanh()).sigmoid().square().sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward(retain_graph=True)
@@ -500,18 +500,18 @@ def test_exception_in_backward(cache: ActivationOffloader) -> None:
     expected = gradients(lambda x: x.exp().sin().tanh().sigmoid().square().sum(), [x])[0]
     assert x.grad is not None and torch.equal(x.grad, expected)
     del loss
-    change_policy(cache, window_bytes=0)
-    assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
+    change_policy(offloader, window_bytes=0)
+    assert assert_same_gradients(offloader, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
 
 
-def test_one_cache_after_another(tmp_path: Path) -> None:
+def test_one_offloader_after_another(tmp_path: Path) -> None:
     """Backward of a closed offloader's graph raises a clear error, and a new offloader handles its tensors."""
     x = randn(32, 32).requires_grad_()
-    with open_cache(tmp_path) as first:
+    with open_offloader(tmp_path) as first:
         first.begin_micro_batch()
         with first.hooks():
             old = x.exp().sin().sum()
-    with open_cache(tmp_path) as second:
+    with open_offloader(tmp_path) as second:
         second.begin_micro_batch()
         with second.hooks():
             new = x.exp().sin().sum()
@@ -526,17 +526,17 @@ def test_one_cache_after_another(tmp_path: Path) -> None:
 # ---- stored and kept storages ----
 
 
-def test_qkv_chunks_are_one_blob(cache: ActivationOffloader) -> None:
+def test_qkv_chunks_are_one_blob(offloader: ActivationOffloader) -> None:
     """Views of one storage are stored once, with all bytes of the storage."""
-    tier, storage = ssd(cache), 3 * 16 * 32 * 4
+    tier, storage = ssd(offloader), 3 * 16 * 32 * 4
     x = randn(16, 96).requires_grad_()
-    cache.begin_micro_batch()
+    offloader.begin_micro_batch()
 
     def attention(x: Tensor) -> Tensor:
         q, k, v = (x * 1).chunk(3, dim=-1)
         return (q * k).sum() + (k * v).sum() + (v.t() @ q).sum() + q[:1, :1].square().sum()
 
-    with cache.hooks():
+    with offloader.hooks():
         loss = attention(x)
     assert tier.bytes_out == storage
     loss.backward()
@@ -546,14 +546,14 @@ def test_qkv_chunks_are_one_blob(cache: ActivationOffloader) -> None:
 
 def test_the_storage_counts_and_not_the_view(tmp_path: Path) -> None:
     """`min_bytes` and the stored bytes are the storage's: a small view keeps all of a large storage alive."""
-    with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
+    with open_offloader(tmp_path, min_bytes=4 * KIB) as offloader:
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             x = (randn(64, 64).requires_grad_() * 1)[:1]
             small = randn(16).requires_grad_().exp()
             loss = x.square().sum() + small.sum()
             del x
-        assert cache.stats().saved == ssd(cache).bytes_out == 64 * 64 * 4
+        assert offloader.stats().saved == ssd(offloader).bytes_out == 64 * 64 * 4
         loss.backward()
 
 
@@ -573,28 +573,28 @@ def _autocast_cast(weight: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("forward", [_parameter, _tied, _autocast_cast])
 def test_weights_are_never_offloaded_as_activations(tmp_path: Path, forward: Forward) -> None:
     """Parameters, their views and transposes, tied uses and autocast's casts are kept, also if they are not marked."""
-    with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
+    with open_offloader(tmp_path, min_bytes=4 * KIB) as offloader:
         weight = nn.Parameter(randn(64, 64))
-        assert_same_gradients(cache, forward, weight, randn(2, 64))
-        assert cache.stats().saved == 0
+        assert_same_gradients(offloader, forward, weight, randn(2, 64))
+        assert offloader.stats().saved == 0
 
 
 def test_marked_weights_are_never_offloaded(tmp_path: Path) -> None:
     """Frozen parameters and buffers, too, are on the device anyway."""
-    with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
+    with open_offloader(tmp_path, min_bytes=4 * KIB) as offloader:
         module = nn.Linear(64, 64).requires_grad_(False)
         module.register_buffer("table", randn(64, 64))
         mark_weights(module)
-        assert_same_gradients(cache, lambda x: (module(x) @ module.table.t()).sum(), randn(2, 64))
-        assert cache.stats().saved == 0
+        assert_same_gradients(offloader, lambda x: (module(x) @ module.table.t()).sum(), randn(2, 64))
+        assert offloader.stats().saved == 0
 
 
 @pytest.mark.parametrize(("offload", "stored"), [("none", 0), (0.0, 0), (0.5, 2), ("8KiB", 2), ("8191B", 1), (1.0, 4)])
 def test_amount(tmp_path: Path, offload: Any, stored: int) -> None:
     """`offload` bytes of four storages of 4 KiB are stored."""
-    with open_cache(tmp_path, offload=offload) as cache:
-        assert assert_same_gradients(cache, _chain(4), randn(32, 32)) == stored * 4 * KIB
-        assert cache.stats().saved == 4 * 4 * KIB
+    with open_offloader(tmp_path, offload=offload) as offloader:
+        assert assert_same_gradients(offloader, _chain(4), randn(32, 32)) == stored * 4 * KIB
+        assert offloader.stats().saved == 4 * 4 * KIB
 
 
 def _chain(length: int) -> Forward:
@@ -609,40 +609,40 @@ def _chain(length: int) -> Forward:
     return forward
 
 
-def test_the_storage_that_backward_needs_first_is_kept(cache: ActivationOffloader) -> None:
+def test_the_storage_that_backward_needs_first_is_kept(offloader: ActivationOffloader) -> None:
     """From the second micro-batch on, the storage that backward needs first is kept, and the window after it."""
     storage = 32 * 32 * 4
-    change_policy(cache, window_bytes=2 * storage)
-    stored = [assert_same_gradients(cache, _chain(6), randn(32, 32)) for _ in range(3)]
+    change_policy(offloader, window_bytes=2 * storage)
+    stored = [assert_same_gradients(offloader, _chain(6), randn(32, 32)) for _ in range(3)]
     assert stored == [6 * storage, 3 * storage, 3 * storage]
-    assert cache.last_pattern is not None and cache.last_pattern.order == (5, 4, 3, 2, 1, 0)
+    assert offloader.last_pattern is not None and offloader.last_pattern.order == (5, 4, 3, 2, 1, 0)
 
 
-def test_kept_storages_follow_the_order_and_not_the_position(cache: ActivationOffloader) -> None:
+def test_kept_storages_follow_the_order_and_not_the_position(offloader: ActivationOffloader) -> None:
     """If backward begins with the first loss, the first storage is kept."""
     records: list[SavedStorage] = []
-    change_policy(cache, on_saved=lambda _, record: records.append(record))
+    change_policy(offloader, on_saved=lambda _, record: records.append(record))
     for micro_batch in range(2):
         records.clear()
-        cache.begin_micro_batch()
-        with cache.hooks():
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             losses = [randn(32, 32, seed=seed).requires_grad_().exp().sum() for seed in range(3)]
         kept = [record.data is not None for record in records]
         assert kept == ([False, False, False] if micro_batch == 0 else [True, False, False])
         for index in (0, 2, 1):
             losses[index].backward()
-        assert cache.last_pattern is None or cache.last_pattern.order == (0, 2, 1)
+        assert offloader.last_pattern is None or offloader.last_pattern.order == (0, 2, 1)
 
 
 # ---- in-place changes ----
 
 
-def _outcome(forward: Forward, leaf: Tensor, cache: ActivationOffloader | None) -> Tensor | str:
+def _outcome(forward: Forward, leaf: Tensor, offloader: ActivationOffloader | None) -> Tensor | str:
     try:
-        if cache is None:
+        if offloader is None:
             return gradients(forward, [leaf])[0]
-        cache.begin_micro_batch()
-        return gradients(forward, [leaf], cache.hooks)[0]
+        offloader.begin_micro_batch()
+        return gradients(forward, [leaf], offloader.hooks)[0]
     except RuntimeError as error:
         return "in place" if "modified by an inplace operation" in str(error) else str(error)
 
@@ -724,17 +724,17 @@ def test_in_place_changes_fail_where_pytorch_fails(
     tmp_path: Path, forward: Forward, fails: bool, min_bytes: int
 ) -> None:
     """A saved tensor that was changed raises PyTorch's error; otherwise there is no error, and numbers are the same."""
-    with open_cache(tmp_path, min_bytes=min_bytes) as cache:
-        expected, actual = (_outcome(forward, randn(32, 32), used) for used in (None, cache))
+    with open_offloader(tmp_path, min_bytes=min_bytes) as offloader:
+        expected, actual = (_outcome(forward, randn(32, 32), used) for used in (None, offloader))
         assert (expected == "in place") if fails else isinstance(expected, Tensor)
         assert actual == expected if fails else torch.equal(actual, expected)
-        assert (cache.stats().stored > 0) == (min_bytes == 1 and forward is not _changed_where_nobody_looks)
+        assert (offloader.stats().stored > 0) == (min_bytes == 1 and forward is not _changed_where_nobody_looks)
 
 
-def test_changed_weight_fails(cache: ActivationOffloader) -> None:
+def test_changed_weight_fails(offloader: ActivationOffloader) -> None:
     """A weight that was stepped between forward and backward raises PyTorch's error, although it was kept."""
     weight = nn.Parameter(randn(32, 32))
-    for hooks in (None, cache):
+    for hooks in (None, offloader):
         if hooks is not None:
             hooks.begin_micro_batch()
             with hooks.hooks():
@@ -753,14 +753,14 @@ def test_changed_weight_fails(cache: ActivationOffloader) -> None:
 def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
     """Storages are prefetched in the recorded order."""
     backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time: transfers keep their order
-    with open_cache(tmp_path, backend=backend, ssd_capacity="64MiB") as cache:
+    with open_offloader(tmp_path, backend=backend, ssd_capacity="64MiB") as offloader:
 
         def forward() -> list[Tensor]:
-            change_policy(cache, window_bytes=0)  # nothing is kept
-            cache.begin_micro_batch()
-            with cache.hooks():
+            change_policy(offloader, window_bytes=0)  # nothing is kept
+            offloader.begin_micro_batch()
+            with offloader.hooks():
                 losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(4)]
-            wait_for_writes(cache)
+            wait_for_writes(offloader)
             return losses
 
         order = [1, 3, 0, 2]
@@ -775,7 +775,7 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
         # The storage that backward needs first was kept.
         offsets = {index: next(written) for index in range(4) if index != order[0]}
         assert next(written, None) is None
-        change_policy(cache, window_bytes=4 * size)
+        change_policy(offloader, window_bytes=4 * size)
         losses[order[0]].backward()
 
         def reads() -> list[int]:
@@ -793,14 +793,14 @@ def test_a_prefetch_overtakes_others_once_backward_waits_for_it(
 ) -> None:
     """Backward has another order than the recorded one: it unpacks the storage whose read was queued last."""
     backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time
-    with open_cache(tmp_path, backend=backend, ssd_capacity="64MiB") as cache:
+    with open_offloader(tmp_path, backend=backend, ssd_capacity="64MiB") as offloader:
 
         def forward() -> list[Tensor]:
-            change_policy(cache, window_bytes=0)
-            cache.begin_micro_batch()
-            with cache.hooks():
+            change_policy(offloader, window_bytes=0)
+            offloader.begin_micro_batch()
+            with offloader.hooks():
                 losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(6)]
-            wait_for_writes(cache)
+            wait_for_writes(offloader)
             return losses
 
         losses = forward()
@@ -810,7 +810,7 @@ def test_a_prefetch_overtakes_others_once_backward_waits_for_it(
         backend.release()
         losses = forward()
         offsets = [offset for _, offset in backend.served]  # of all but the last, which is kept
-        change_policy(cache, window_bytes=6 * size)
+        change_policy(offloader, window_bytes=6 * size)
         backend.hold()
         losses.pop().backward()
         backend.wait_for_arrival()
@@ -827,10 +827,10 @@ def test_a_prefetch_overtakes_others_once_backward_waits_for_it(
         assert order in ([4, 3, 0, 2, 1], [4, 0, 3, 2, 1])
 
 
-def saved_losses(cache: ActivationOffloader, count: int) -> list[Tensor]:
+def saved_losses(offloader: ActivationOffloader, count: int) -> list[Tensor]:
     """Returns losses of a new micro-batch, each of which has saved one storage of 4 KiB."""
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         return [randn(32, 32).requires_grad_().exp().sum() for _ in range(count)]
 
 
@@ -838,102 +838,102 @@ def saved_losses(cache: ActivationOffloader, count: int) -> list[Tensor]:
 def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: int) -> None:
     """The window's bytes, or the depth, limit the storages that are prefetched at once."""
     storage = 32 * 32 * 4
-    with open_cache(tmp_path) as cache:
-        losses = saved_losses(cache, 6)
-        change_policy(cache, window_bytes=window * storage, window_depth=depth)
+    with open_offloader(tmp_path) as offloader:
+        losses = saved_losses(offloader, 6)
+        change_policy(offloader, window_bytes=window * storage, window_depth=depth)
         losses.pop().backward()
-        assert ssd(cache).bytes_in == (1 + ahead) * storage
+        assert ssd(offloader).bytes_in == (1 + ahead) * storage
 
 
 def test_the_prefetch_window_moves_on_with_backward(tmp_path: Path) -> None:
     """Each storage that has arrived makes room for one more, and none is read again that backward has unpacked."""
     storage, count = 32 * 32 * 4, 8
-    with open_cache(tmp_path) as cache:
-        losses = saved_losses(cache, count)
-        change_policy(cache, window_bytes=2 * storage)
+    with open_offloader(tmp_path) as offloader:
+        losses = saved_losses(offloader, count)
+        change_policy(offloader, window_bytes=2 * storage)
         for done, loaded in enumerate([3, 3, 4, 5, 6, 7, 8, 8], start=1):
             losses[-done].backward(retain_graph=True)
-            assert ssd(cache).bytes_in == loaded * storage
+            assert ssd(offloader).bytes_in == loaded * storage
 
 
 def test_storages_that_backward_has_skipped_are_not_prefetched(tmp_path: Path) -> None:
     """The window is for the storages that follow in the expected order, which is that of saving in reverse here."""
     storage = 32 * 32 * 4
-    with open_cache(tmp_path) as cache:
-        losses = saved_losses(cache, 6)
-        change_policy(cache, window_bytes=2 * storage)
+    with open_offloader(tmp_path) as offloader:
+        losses = saved_losses(offloader, 6)
+        change_policy(offloader, window_bytes=2 * storage)
         for index in (2, 1, 0):
             losses[index].backward()
-            assert ssd(cache).bytes_in == 3 * storage
+            assert ssd(offloader).bytes_in == 3 * storage
 
 
 def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: Path) -> None:
     """As long as backward has not unpacked them, so much less is prefetched."""
     storage, count = 32 * 32 * 4, 8
-    with open_cache(tmp_path) as cache:
-        change_policy(cache, window_bytes=2 * storage)
+    with open_offloader(tmp_path) as offloader:
+        change_policy(offloader, window_bytes=2 * storage)
         # The second micro-batch keeps the first one and two more: the first has shown the order of backward.
         for expected in ([3, 3, 4, 5, 6, 7, 8, 8], [0, 1, 2, 2, 3, 4, 5, 5]):
-            losses = saved_losses(cache, count)
-            wait_for_writes(cache)
-            before = ssd(cache).bytes_in
+            losses = saved_losses(offloader, count)
+            wait_for_writes(offloader)
+            before = ssd(offloader).bytes_in
             for loaded in expected:
                 losses.pop().backward()
-                assert ssd(cache).bytes_in - before == loaded * storage
-            cache.end_backward()
+                assert ssd(offloader).bytes_in - before == loaded * storage
+            offloader.end_backward()
 
 
 def test_storages_saved_after_backward_began_are_prefetched(tmp_path: Path) -> None:
     storage = 32 * 32 * 4
-    with open_cache(tmp_path) as cache:
-        first = saved_losses(cache, 4)
+    with open_offloader(tmp_path) as offloader:
+        first = saved_losses(offloader, 4)
         for _ in range(3):
             first.pop().backward()
-        with cache.hooks():
+        with offloader.hooks():
             second = [randn(32, 32).requires_grad_().exp().sum() for _ in range(4)]
-        change_policy(cache, window_bytes=9 * storage)
-        before = ssd(cache).bytes_in
+        change_policy(offloader, window_bytes=9 * storage)
+        before = ssd(offloader).bytes_in
         second.pop().backward()
-        assert ssd(cache).bytes_in - before == 5 * storage
+        assert ssd(offloader).bytes_in - before == 5 * storage
 
 
 def test_forwarding_and_cancelling(tmp_path: Path) -> None:
     """While the drive serves no request, backward has its tensors from memory, and needless stores are cancelled."""
     backend, threads = GatedBackend(), 4
-    with open_cache(tmp_path, backend=backend) as cache:
+    with open_offloader(tmp_path, backend=backend) as offloader:
         x, chain = randn(32, 32), _chain(12)
 
         @contextmanager
         def hooks() -> Iterator[None]:
-            with cache.hooks():
+            with offloader.hooks():
                 yield
             for _ in range(threads):
                 backend.wait_for_arrival()  # running requests can't be cancelled
 
         backend.hold()
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         assert torch.equal(gradients(chain, [x], hooks)[0], gradients(chain, [x])[0])
-        assert cache.stats().stored == 12 * x.nbytes
-        assert cache.stats().loaded == 12 * x.nbytes  # nothing was read or written
+        assert offloader.stats().stored == 12 * x.nbytes
+        assert offloader.stats().loaded == 12 * x.nbytes  # nothing was read or written
         assert backend.served == []
-        cache.end_backward()
-        assert allocated(cache) == threads * x.nbytes
+        offloader.end_backward()
+        assert allocated(offloader) == threads * x.nbytes
         backend.release()
-        wait_for_writes(cache)
-        eventually(lambda: allocated(cache) == 0)
+        wait_for_writes(offloader)
+        eventually(lambda: allocated(offloader) == 0)
         assert [operation for operation, _ in backend.served] == ["write"] * threads
 
 
 @pytest.mark.parametrize("sizes", [[20, 1, 33, 16, 2], [16, 16, 16], [1, 40, 1]], ids=str)
 def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
     """One piece of staging memory serves larger and smaller storages, with stores and loads mixed."""
-    with open_cache(tmp_path, staging_memory="16MiB", ssd_capacity="256MiB") as cache:
+    with open_offloader(tmp_path, staging_memory="16MiB", ssd_capacity="256MiB") as offloader:
         # Every size but one, so that pieces are not all full.
         leaves = [torch.arange(mib * MIB // 4 - 5, dtype=torch.float32) for mib in sizes]
-        change_policy(cache, window_bytes=24 * MIB)
+        change_policy(offloader, window_bytes=24 * MIB)
         for micro_batch in range(2):
-            cache.begin_micro_batch()
-            with cache.hooks():
+            offloader.begin_micro_batch()
+            with offloader.hooks():
                 fresh = [leaf.clone().requires_grad_() for leaf in leaves]
                 losses = [leaf.square().sum() for leaf in fresh]
                 losses[0].backward()  # loads and prefetches during the stores below
@@ -944,7 +944,7 @@ def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
             for index, (leaf, value) in enumerate(zip(fresh, leaves, strict=True)):
                 assert leaf.grad is not None
                 assert torch.equal(leaf.grad, value * (2 if index else 10))
-        assert cache.peak_pinned_bytes() <= 16 * MIB
+        assert offloader.peak_pinned_bytes() <= 16 * MIB
 
 
 # ---- errors ----
@@ -954,14 +954,14 @@ def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
 def test_write_error(tmp_path: Path, code: int) -> None:
     """A failed write is raised on the training thread with file and offset; until then every gradient is right."""
     backend = FaultyBackend()
-    with open_cache(tmp_path, backend=backend) as cache:
-        assert_same_gradients(cache, _chain(3), randn(32, 32))
-        wait_for_writes(cache)
+    with open_offloader(tmp_path, backend=backend) as offloader:
+        assert_same_gradients(offloader, _chain(3), randn(32, 32))
+        wait_for_writes(offloader)
         backend.error["write"] = OSError(code, "injected")
         expected = StorageFullError if code == errno.ENOSPC else StorageError
         with pytest.raises(expected, match=r"write 4096 bytes at offset \d+ in .*lightning_ssd") as caught:
             for _ in range(1000):
-                assert_same_gradients(cache, _chain(3), randn(32, 32))
+                assert_same_gradients(offloader, _chain(3), randn(32, 32))
         assert str(tmp_path) in str(caught.value) and errno.errorcode[code] in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -969,13 +969,13 @@ def test_write_error(tmp_path: Path, code: int) -> None:
 def test_bytes_whose_write_failed_are_never_read(tmp_path: Path) -> None:
     """Backward raises the write's error instead of reading the file."""
     backend = FaultyBackend()
-    with open_cache(tmp_path, backend=backend) as cache:
+    with open_offloader(tmp_path, backend=backend) as offloader:
         backend.error["write"] = OSError(errno.EIO, "injected")
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         x = randn(32, 32).requires_grad_()
-        with cache.hooks():
+        with offloader.hooks():
             loss = x.exp().sum()
-        wait_for_writes(cache)
+        wait_for_writes(offloader)
         with pytest.raises(StorageError, match=r"write 4096 bytes at offset \d+"):
             loss.backward()
         assert x.grad is None
@@ -993,15 +993,15 @@ def test_bytes_whose_write_failed_are_never_read(tmp_path: Path) -> None:
 def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], message: str, prefetched: bool) -> None:
     """EIO, a short read and a flipped bit stop backward before the bytes are used, and name file and offset."""
     backend = FaultyBackend()
-    with open_cache(tmp_path, backend=backend, checksum=True) as cache:
+    with open_offloader(tmp_path, backend=backend, checksum=True) as offloader:
         backend.flip = fault == "flip"
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         leaves = [randn(32, 32).requires_grad_() for _ in range(2)]
-        with cache.hooks():
+        with offloader.hooks():
             losses = [leaf.exp().sum() for leaf in leaves]
-        wait_for_writes(cache)
+        wait_for_writes(offloader)
         if prefetched:  # the first backward's prefetch fails
-            change_policy(cache, window_bytes=MIB)
+            change_policy(offloader, window_bytes=MIB)
         if fault == "eio":
             backend.error["read"] = OSError(errno.EIO, "injected")
         elif fault == "short":
@@ -1017,39 +1017,39 @@ def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], messa
 
 def test_full_scratch_space_spills(tmp_path: Path) -> None:
     """`ssd_first`: storages for which the SSD has no room are offloaded to host memory."""
-    with open_cache(tmp_path, spill="ssd_first", ssd_capacity="12KiB", host_memory="64MiB") as cache:
-        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
-        assert {name: tier.bytes_out for name, tier in cache.tiers.items()} == {"ssd": 12 * KIB, "host": 8 * KIB}
+    with open_offloader(tmp_path, spill="ssd_first", ssd_capacity="12KiB", host_memory="64MiB") as offloader:
+        assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 5 * 4 * KIB
+        assert {name: tier.bytes_out for name, tier in offloader.tiers.items()} == {"ssd": 12 * KIB, "host": 8 * KIB}
 
 
 def test_host_memory_spills(tmp_path: Path) -> None:
     """`host_first`: storages for which host memory has no room are offloaded to the SSD."""
-    with open_cache(tmp_path, host_memory="64MiB") as cache:
-        pool = cache.tiers["host"].pool  # type: ignore[attr-defined]
+    with open_offloader(tmp_path, host_memory="64MiB") as offloader:
+        pool = offloader.tiers["host"].pool  # type: ignore[attr-defined]
         held = pool.acquire(64 * MIB - 12 * KIB)
-        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
-        assert {name: tier.bytes_out for name, tier in cache.tiers.items()} == {"host": 12 * KIB, "ssd": 8 * KIB}
+        assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 5 * 4 * KIB
+        assert {name: tier.bytes_out for name, tier in offloader.tiers.items()} == {"host": 12 * KIB, "ssd": 8 * KIB}
         held.release()
 
 
 def test_full_scratch_space(tmp_path: Path) -> None:
     """If all tiers are full, a fixed amount raises an error that names the path, and `ssdtrain` keeps the rest."""
-    with open_cache(tmp_path, ssd_capacity="12KiB") as cache:
+    with open_offloader(tmp_path, ssd_capacity="12KiB") as offloader:
         with pytest.raises(BudgetError, match=f"{tmp_path}.*ssd_capacity.*offload='auto'"):
-            assert_same_gradients(cache, _chain(5), randn(32, 32))
-        wait_for_writes(cache)
-        cache.end_backward()
-        eventually(lambda: allocated(cache) == 0)
-        assert assert_same_gradients(cache, _chain(3), randn(32, 32)) == 3 * 4 * KIB
-    with open_cache(tmp_path, ssd_capacity="12KiB", offload="ssdtrain") as cache:
-        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 3 * 4 * KIB
+            assert_same_gradients(offloader, _chain(5), randn(32, 32))
+        wait_for_writes(offloader)
+        offloader.end_backward()
+        eventually(lambda: allocated(offloader) == 0)
+        assert assert_same_gradients(offloader, _chain(3), randn(32, 32)) == 3 * 4 * KIB
+    with open_offloader(tmp_path, ssd_capacity="12KiB", offload="ssdtrain") as offloader:
+        assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 3 * 4 * KIB
 
 
 def test_room_that_is_still_written_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed amount may fill the scratch space exactly, although freed space is usable only after its writes."""
     backend = GatedBackend()
-    with open_cache(tmp_path, backend=backend, ssd_capacity="12KiB") as cache:
-        store = ssd(cache).blobs
+    with open_offloader(tmp_path, backend=backend, ssd_capacity="12KiB") as offloader:
+        store = ssd(offloader).blobs
         allocate = store.allocate
 
         def watched(nbytes: int) -> Blob:
@@ -1064,28 +1064,30 @@ def test_room_that_is_still_written_to_is_waited_for(tmp_path: Path, monkeypatch
 
         @contextmanager
         def hooks() -> Iterator[None]:
-            with cache.hooks():
+            with offloader.hooks():
                 yield
             for _ in range(3):
                 backend.wait_for_arrival()
 
         backend.hold()
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         assert torch.equal(gradients(chain, [x], hooks)[0], gradients(chain, [x])[0])
-        assert cache.stats().stored == 3 * x.nbytes
-        cache.end_backward()
-        assert allocated(cache) == 3 * x.nbytes
-        assert assert_same_gradients(cache, chain, x) == 2 * x.nbytes  # the storage that backward needs first is kept
+        assert offloader.stats().stored == 3 * x.nbytes
+        offloader.end_backward()
+        assert allocated(offloader) == 3 * x.nbytes
+        assert (
+            assert_same_gradients(offloader, chain, x) == 2 * x.nbytes
+        )  # the storage that backward needs first is kept
 
 
 def test_full_host_memory(tmp_path: Path) -> None:
     """With the host tier alone, a fixed amount that does not fit raises an error with a remedy."""
-    with open_cache(tmp_path, tier="host", host_memory="64MiB") as cache:
-        held = cache.tiers["host"].pool.acquire(64 * MIB - 12 * KIB)  # type: ignore[attr-defined]
+    with open_offloader(tmp_path, tier="host", host_memory="64MiB") as offloader:
+        held = offloader.tiers["host"].pool.acquire(64 * MIB - 12 * KIB)  # type: ignore[attr-defined]
         with pytest.raises(BudgetError, match="host tier: 64.00 MiB of 64.00 MiB in use.*host_memory"):
-            assert_same_gradients(cache, _chain(5), randn(32, 32))
+            assert_same_gradients(offloader, _chain(5), randn(32, 32))
         held.release()
-        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
+        assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 5 * 4 * KIB
 
 
 def test_a_failed_start_leaves_no_files(tmp_path: Path) -> None:
@@ -1100,13 +1102,13 @@ def test_a_failed_start_leaves_no_files(tmp_path: Path) -> None:
 def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> None:
     """It needs few small tensors, which are kept. Offloaded storages are prefetched by the forward's own backward."""
     value, weight = torch.randn(4096, requires_grad=True), torch.randn(4, requires_grad=True)
-    with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
-        change_policy(cache, window_bytes=4 * value.nbytes)
-        host = cache.tiers["host"]
+    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=1024) as offloader:
+        change_policy(offloader, window_bytes=4 * value.nbytes)
+        host = offloader.tiers["host"]
         for _ in range(3):
-            cache.begin_micro_batch()
+            offloader.begin_micro_batch()
             fetched = host.bytes_in
-            with cache.hooks():
+            with offloader.hooks():
                 result = value
                 for _ in range(10):
                     result = result.sin()
@@ -1115,44 +1117,44 @@ def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> No
                     result = result.sin()
             assert host.bytes_in == fetched
             result.sum().backward()
-            cache.end_backward()
+            offloader.end_backward()
             assert host.bytes_in > fetched
 
 
 def test_kept_storages_are_kept_when_memory_gets_short(tmp_path: Path) -> None:
     """A storage that is saved again while others are offloaded is on the device anyway."""
     value = torch.randn(4096, requires_grad=True)
-    with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
+    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=1024) as offloader:
         answers = iter((False, True))
-        change_policy(cache, placement=OffloadOnPressure(("host",), lambda: next(answers)))
-        cache.policy.placement.ASKED_EVERY = value.nbytes
-        cache.begin_micro_batch()
-        with cache.hooks():
+        change_policy(offloader, placement=OffloadOnPressure(("host",), lambda: next(answers)))
+        offloader.policy.placement.ASKED_EVERY = value.nbytes
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             kept = value.exp()  # which saves it
             loss = (kept.sin() * 2).sin().sum()
-        assert cache.tiers["host"].bytes_out == value.nbytes  # of the second sine
+        assert offloader.tiers["host"].bytes_out == value.nbytes  # of the second sine
         loss.backward()
         expected = torch.autograd.grad((value.exp().sin() * 2).sin().sum(), value)
         assert value.grad is not None and torch.equal(value.grad, expected[0])
-        cache.end_backward()
+        offloader.end_backward()
 
 
-def test_each_micro_batch_records_its_saved_storages(cache: ActivationOffloader) -> None:
+def test_each_micro_batch_records_its_saved_storages(offloader: ActivationOffloader) -> None:
     """A storage that two live micro-batches save counts in the order of both."""
     x, weight = randn(8, 8), randn(8, 8).requires_grad_()
     losses = []
     for _ in range(2):
-        cache.begin_micro_batch()
-        with cache.hooks():
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             losses.append((x * weight).sum())
-    assert cache.stats().saved == 2 * x.nbytes
+    assert offloader.stats().saved == 2 * x.nbytes
 
 
-def test_a_storage_object_can_change_saved_bytes(cache: ActivationOffloader) -> None:
+def test_a_storage_object_can_change_saved_bytes(offloader: ActivationOffloader) -> None:
     """User code that holds only the storage object can still change its bytes."""
     x, weight = randn(8, 8), torch.ones(8, 8, requires_grad=True)
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = (x * weight).sum()
         storage = x.untyped_storage()
         del x
@@ -1161,7 +1163,7 @@ def test_a_storage_object_can_change_saved_bytes(cache: ActivationOffloader) -> 
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_loads_are_urgent_where_backward_waits(cache: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_are_urgent_where_backward_waits(offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that backward waits for are read before prefetched ones."""
     urgencies: list[bool] = []
     prefetch = SavedStorage.prefetch
@@ -1171,17 +1173,17 @@ def test_loads_are_urgent_where_backward_waits(cache: ActivationOffloader, monke
         prefetch(record, urgent=urgent)
 
     monkeypatch.setattr(SavedStorage, "prefetch", watched)
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         losses = [randn(8, 8).requires_grad_().exp().sum() for _ in range(3)]
-    change_policy(cache, window_bytes=MIB)
+    change_policy(offloader, window_bytes=MIB)
     losses.pop().backward()
     assert urgencies == [True, False, False]
 
 
 @pytest.mark.parametrize("function", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
 def test_functions_that_refuse_hooks_name_a_remedy(function: Any, tmp_path: Path) -> None:
-    with open_cache(tmp_path) as cache:
-        with pytest.raises(RuntimeError, match="saved tensor hooks") as failure, cache.hooks():
+    with open_offloader(tmp_path) as offloader:
+        with pytest.raises(RuntimeError, match="saved tensor hooks") as failure, offloader.hooks():
             function(torch.sin)(torch.tensor(1.0))
         assert "`offload='none'` and `states='gpu'`" in failure.value.__notes__[0]

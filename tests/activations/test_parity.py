@@ -24,20 +24,20 @@ class Moved(pl.Callback):
     """Statistics of the activation offloader at the end of training.
 
     Args:
-        host_room: bytes that are left of 64 MiB of host memory, so that a tiny model fills it; `None`: all.
+        host_left: bytes that are left of 64 MiB of host memory, so that a tiny model fills it; `None`: all.
     """
 
-    def __init__(self, host_room: int | None = None) -> None:
-        self._host_room = host_room
+    def __init__(self, host_left: int | None = None) -> None:
+        self._host_left = host_left
         self.out: dict[str, int] = {}
         self.back: dict[str, int] = {}
         self.stored = self.saved = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._host_room is not None:
+        if self._host_left is not None:
             offloader = find_offloader(trainer)
             assert offloader is not None
-            offloader.tiers["host"].pool.acquire(64 * MIB - self._host_room)  # type: ignore[attr-defined]
+            offloader.tiers["host"].pool.acquire(64 * MIB - self._host_left)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         offloader = find_offloader(trainer)
@@ -114,7 +114,7 @@ def test_host(model: str, precision: str, accumulate: int, checkpointing: Checkp
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "accumulate", "arguments", "host_room"),
+    ("model", "precision", "accumulate", "arguments", "host_left"),
     [
         ("gpt", "32-true", 1, {}, 64 * KIB),
         ("shared", "bf16-mixed", 3, {"checksum": True}, 32 * KIB),
@@ -122,9 +122,9 @@ def test_host(model: str, precision: str, accumulate: int, checkpointing: Checkp
         ("shared", "32-true", 1, {"spill": "ssd_first", "ssd_capacity": "64KiB"}, None),
     ],
 )
-def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str, Any], host_room: int | None) -> None:
+def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str, Any], host_left: int | None) -> None:
     """Two tiers, where the first is too small: both are used."""
-    moved = Moved(host_room)
+    moved = Moved(host_left)
     run = offloaded(model, precision, accumulate, "none", moved, host_memory="64MiB", **arguments)
     assert_same(plain(model, precision, accumulate, "none"), run)
     assert set(moved.out) == {"host", "ssd"}

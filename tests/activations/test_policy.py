@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.activations import ActivationOffloader, OffloadAll, OffloadPolicy
 from lightning_ssd.activations.placement import FixedAmount, KeepAll
-from tests.support.offloader import CPU, open_cache
+from tests.support.offloader import CPU, open_offloader
 
 NBYTES = 32 * 32 * 4
 PLACEMENTS = {
@@ -36,7 +36,7 @@ def _chain(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    with open_cache(tmp_path, host_memory="64MiB") as offloader:
+    with open_offloader(tmp_path, host_memory="64MiB") as offloader:
         yield offloader
 
 

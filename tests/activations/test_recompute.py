@@ -17,17 +17,17 @@ from lightning_ssd.activations import ActivationOffloader, Saved
 from lightning_ssd.types import Choice
 from tests.support.compare import assert_same
 from tests.support.forwards import FORWARDS
-from tests.support.offloader import Directed, Forward, change_policy, gradients, open_cache
+from tests.support.offloader import Directed, Forward, change_policy, gradients, open_offloader
 from tests.support.programs import STEPS, run
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
+def offloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
     path: Path = tmp_path_factory.mktemp("scratch")
-    with open_cache(path, host_memory="64MiB") as cache:
-        yield cache
+    with open_offloader(path, host_memory="64MiB") as offloader:
+        yield offloader
 
 
 def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choice]:
@@ -43,10 +43,10 @@ def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choic
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, losses=st.integers(1, 3), seed=st.integers(0, 9), recompute=st.sampled_from([0.4, 1.0]))
 def test_random_programs(
-    cache: ActivationOffloader, steps: list[tuple[str, int, int]], losses: int, seed: int, recompute: float
+    offloader: ActivationOffloader, steps: list[tuple[str, int, int]], losses: int, seed: int, recompute: float
 ) -> None:
     expected, error, _ = run(steps, losses, nullcontext)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     run(steps, losses, directed.record)
     choices = draw(directed.end_record(), seed, recompute)
     for _ in range(2):
@@ -60,9 +60,9 @@ def test_random_programs(
 
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("recompute", [0.5, 1.0])
-def test_hard_forwards(cache: ActivationOffloader, forward: Forward, recompute: float) -> None:
+def test_hard_forwards(offloader: ActivationOffloader, forward: Forward, recompute: float) -> None:
     leaves = [torch.randn(32, 32), torch.randn(32, 32)]
-    directed = Directed(cache)
+    directed = Directed(offloader)
     torch.manual_seed(0)
     expected = gradients(forward, leaves)
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def everything(saved: Sequence[Saved]) -> dict[int, Choice]:
     return draw(saved, 0, 1.0)
 
 
-def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
+def test_random_numbers_are_drawn_once(offloader: ActivationOffloader) -> None:
     """A recomputed operation draws the same random numbers again, and does not change those of later operations."""
     x = torch.randn(64, requires_grad=True)
 
@@ -94,7 +94,7 @@ def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
 
     torch.manual_seed(0)
     expected = backward(forward())
-    directed = Directed(cache)
+    directed = Directed(offloader)
     torch.manual_seed(0)
     with directed.record():
         loss = forward()
@@ -109,10 +109,10 @@ def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
     assert_same(actual, expected)
 
 
-def test_tensors_that_are_changed_in_place_are_not_recomputed(cache: ActivationOffloader) -> None:
+def test_tensors_that_are_changed_in_place_are_not_recomputed(offloader: ActivationOffloader) -> None:
     """Neither the changed tensor is recomputed, nor results that are computed from it."""
     x = torch.randn(100, requires_grad=True)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     with directed.record():
         changed = x * 2
         read = changed + 1
@@ -124,7 +124,7 @@ def test_tensors_that_are_changed_in_place_are_not_recomputed(cache: ActivationO
     assert found == {"mul": False, "add": False, "sin": False, "cos": True}
 
 
-def test_each_value_is_recomputed_once_and_released(cache: ActivationOffloader) -> None:
+def test_each_value_is_recomputed_once_and_released(offloader: ActivationOffloader) -> None:
     """A chain of saved results is recomputed once, and all its memory is freed."""
     x = torch.randn(1000, requires_grad=True)
     ran: list[str] = []
@@ -137,16 +137,16 @@ def test_each_value_is_recomputed_once_and_released(cache: ActivationOffloader) 
     def forward() -> Tensor:
         return (x * 2).sin().exp().tanh().sum()
 
-    directed = Directed(cache)
+    directed = Directed(offloader)
     with directed.record():
         loss = forward()
     loss.backward()
     saved = directed.end_record()
     assert [(item.name, len(item.recompute_ops)) for item in saved] == [("mul", 1), ("exp", 2), ("tanh", 1)]
-    before = cache.stats()
+    before = offloader.stats()
     with directed.direct(everything(saved)):
         loss = forward()
-    assert cache.stats().recomputed - before.recomputed == 4 * 4000  # including the input of `exp`
+    assert offloader.stats().recomputed - before.recomputed == 4 * 4000  # including the input of `exp`
     with Watching():
         loss.backward()
     directed.end_direct()
@@ -170,10 +170,10 @@ class Blocks(nn.Module):
         return self.blocks[0](x)  # a second call, as with tied weights
 
 
-def test_a_graph_assigns_operations_to_segments_and_unit_calls(cache: ActivationOffloader) -> None:
+def test_a_graph_assigns_operations_to_segments_and_unit_calls(offloader: ActivationOffloader) -> None:
     module = Blocks()
     x = torch.randn(8, 16)
-    directed = Directed(cache, list(module.blocks))
+    directed = Directed(offloader, list(module.blocks))
     with directed.record():
         loss = module(x).sum()
     directed.recorder.begin_backward()
@@ -191,10 +191,10 @@ def test_a_graph_assigns_operations_to_segments_and_unit_calls(cache: Activation
     assert all((operation.seconds > 0) != operation.func.is_view for operation in directed.graph.operations)
 
 
-def test_retained_graphs(cache: ActivationOffloader) -> None:
+def test_retained_graphs(offloader: ActivationOffloader) -> None:
     """A second backward recomputes the same buffers again."""
     x = torch.randn(100, requires_grad=True)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     with directed.record():
         loss = (x * 2).sin().exp().sum()
     (expected,) = torch.autograd.grad(loss, x)
@@ -207,7 +207,7 @@ def test_retained_graphs(cache: ActivationOffloader) -> None:
     directed.end_direct()
 
 
-def test_backward_prefetches_while_it_uses_kept_storages(cache: ActivationOffloader) -> None:
+def test_backward_prefetches_while_it_uses_kept_storages(offloader: ActivationOffloader) -> None:
     """Offloaded storages are prefetched when backward begins, although it begins with kept ones."""
     value = torch.randn(1024, requires_grad=True)
 
@@ -217,7 +217,7 @@ def test_backward_prefetches_while_it_uses_kept_storages(cache: ActivationOffloa
             values.append(values[-1].sin())
         return values[-2:]  # other references are dropped: a storage that is in use is not offloaded
 
-    directed = Directed(cache)
+    directed = Directed(offloader)
     with directed.record():
         values = forward()
     torch.autograd.grad(values[-1].sum(), value)
@@ -227,16 +227,16 @@ def test_backward_prefetches_while_it_uses_kept_storages(cache: ActivationOffloa
     }
     with directed.direct(choices):
         values = forward()
-    before = cache.tiers["host"].bytes_in
-    change_policy(cache, window_bytes=2 * value.nbytes)
+    before = offloader.tiers["host"].bytes_in
+    change_policy(offloader, window_bytes=2 * value.nbytes)
     torch.autograd.grad(values[-1].sum(), values[-2])
-    change_policy(cache, window_bytes=0)
-    assert cache.tiers["host"].bytes_in == before + 2 * value.nbytes
+    change_policy(offloader, window_bytes=0)
+    assert offloader.tiers["host"].bytes_in == before + 2 * value.nbytes
     del values
     directed.end_direct()
 
 
-def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(cache: ActivationOffloader) -> None:
+def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(offloader: ActivationOffloader) -> None:
     """Backward sees a change through an alias with its own version counter, as in plain autograd."""
 
     def forward(x: Tensor, changes: bool) -> Tensor:
@@ -247,7 +247,7 @@ def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(cache: 
         return (out * hidden.cos()).sum()
 
     leaves = [torch.randn(100)]
-    directed = Directed(cache)
+    directed = Directed(offloader)
     gradients(lambda x: forward(x, False), leaves, directed.record)
     choices = everything(directed.end_record())
     for changes in (True, False):
@@ -257,7 +257,7 @@ def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(cache: 
         assert torch.equal(actual, expected)
 
 
-def test_a_second_backward_after_an_argument_was_changed(cache: ActivationOffloader) -> None:
+def test_a_second_backward_after_an_argument_was_changed(offloader: ActivationOffloader) -> None:
     """Values that can't be recomputed any more are kept for it."""
 
     offset = torch.ones(100)
@@ -269,7 +269,7 @@ def test_a_second_backward_after_an_argument_was_changed(cache: ActivationOffloa
         return out
 
     values = torch.randn(100)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     gradients(lambda x: forward(x, False), [values], directed.record)
     choices = everything(directed.end_record())
     assert "recompute" in choices.values()
@@ -286,12 +286,12 @@ def test_a_second_backward_after_an_argument_was_changed(cache: ActivationOffloa
     assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
 
 
-def test_a_backward_under_autocast_recomputes_what_the_forward_computed(cache: ActivationOffloader) -> None:
+def test_a_backward_under_autocast_recomputes_what_the_forward_computed(offloader: ActivationOffloader) -> None:
     def forward(x: Tensor) -> Tensor:
         return (x @ x).sin().sum()
 
     values = torch.randn(16, 16)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     gradients(forward, [values], directed.record)
     choices = everything(directed.end_record())
     found = []
@@ -306,13 +306,13 @@ def test_a_backward_under_autocast_recomputes_what_the_forward_computed(cache: A
     assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
 
 
-def test_an_operation_that_returns_another_dtype_in_backward_is_refused(cache: ActivationOffloader) -> None:
+def test_an_operation_that_returns_another_dtype_in_backward_is_refused(offloader: ActivationOffloader) -> None:
     counts = torch.arange(100)
 
     def forward(x: Tensor) -> Tensor:
         return (x * counts.sqrt()).sum()  # the root of integers has the default dtype
 
-    directed = Directed(cache)
+    directed = Directed(offloader)
     gradients(forward, [torch.randn(100)], directed.record)
     choices = everything(directed.end_record())
     assert "recompute" in choices.values()
@@ -328,7 +328,7 @@ def test_an_operation_that_returns_another_dtype_in_backward_is_refused(cache: A
     directed.end_direct()
 
 
-def test_recomputation_ignores_data_that_is_assigned_after_the_operation(cache: ActivationOffloader) -> None:
+def test_recomputation_ignores_data_that_is_assigned_after_the_operation(offloader: ActivationOffloader) -> None:
     """The operation is recomputed from its argument as it was."""
     alive = []
 
@@ -341,11 +341,11 @@ def test_recomputation_ignores_data_that_is_assigned_after_the_operation(cache: 
 
     leaves = [torch.randn(100)]
     (expected,) = gradients(forward, leaves)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     gradients(forward, leaves, directed.record)
     choices = everything(directed.end_record())
-    before = cache.stats().recomputed
+    before = offloader.stats().recomputed
     (actual,) = gradients(forward, leaves, lambda: directed.direct(choices))
     directed.end_direct()
-    assert cache.stats().recomputed > before
+    assert offloader.stats().recomputed > before
     assert torch.equal(actual, expected)

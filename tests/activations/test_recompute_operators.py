@@ -14,16 +14,16 @@ from torch.nn import functional
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.types import Choice
 from tests.support.aliases import MODULES, PROGRAMS, Program, input_of, run, same
-from tests.support.offloader import Directed, Hooks, gradients, open_cache
+from tests.support.offloader import Directed, Hooks, gradients, open_offloader
 
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
+def offloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
     path: Path = tmp_path_factory.mktemp("scratch")
-    with open_cache(path, host_memory="64MiB") as cache:
-        yield cache
+    with open_offloader(path, host_memory="64MiB") as offloader:
+        yield offloader
 
 
 def planned(directed: Directed, forward: Callable[[Hooks], object], *, tried: bool) -> dict[int, Choice]:
@@ -226,7 +226,7 @@ def _autocast(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
-def test_operators(cache: ActivationOffloader, name: str) -> None:
+def test_operators(offloader: ActivationOffloader, name: str) -> None:
     """All buffers that the graph declares recomputable are restored exactly, checked or not, twice in a row."""
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -242,19 +242,19 @@ def test_operators(cache: ActivationOffloader, name: str) -> None:
         return gradients(forward, leaves, hooks)
 
     expected = once(nullcontext)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     choices = planned(directed, once, tried=False)
     assert set(choices) and "recompute" in choices.values()
-    before = cache.stats().recomputed
+    before = offloader.stats().recomputed
     for _ in range(2):
         actual = once(lambda: directed.direct(choices))
         directed.end_direct()
         assert all(map(same, actual, expected))
-    assert cache.stats().recomputed > before
+    assert offloader.stats().recomputed > before
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(cache: ActivationOffloader, name: str) -> None:
+def test_modules(offloader: ActivationOffloader, name: str) -> None:
     """Recurrent modules write to chunks of a storage, and oneDNN's LSTM returns a workspace where gradients are on."""
     torch.manual_seed(0)
     forward, x = MODULES[name](), input_of(name)
@@ -264,16 +264,16 @@ def test_modules(cache: ActivationOffloader, name: str) -> None:
         return gradients(forward, [x], hooks)
 
     expected = once(nullcontext)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     choices = planned(directed, once, tried=False)
     for _ in range(2):
         assert all(map(torch.equal, once(lambda: directed.direct(choices)), expected))
         directed.end_direct()
 
 
-def check(cache: ActivationOffloader, program: Program, survivors: int) -> None:
+def check(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
     expected, told = run(program, nullcontext, survivors)
-    directed = Directed(cache)
+    directed = Directed(offloader)
     choices = planned(directed, lambda hooks: run(program, hooks, survivors), tried=True)
     for _ in range(2):
         actual, actually_told = run(program, lambda: directed.direct(choices), survivors)
@@ -284,13 +284,13 @@ def check(cache: ActivationOffloader, program: Program, survivors: int) -> None:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
-def test_random_programs(cache: ActivationOffloader, program: Program, survivors: int) -> None:
+def test_random_programs(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
     """Storages that are shared and changed in every way: buffers that the check has proved equal are recomputed."""
-    check(cache, program, survivors)
+    check(offloader, program, survivors)
 
 
 @pytest.mark.thorough
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
-def test_many_random_programs(cache: ActivationOffloader, program: Program, survivors: int) -> None:
-    check(cache, program, survivors)
+def test_many_random_programs(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
+    check(offloader, program, survivors)

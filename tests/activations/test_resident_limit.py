@@ -14,7 +14,7 @@ from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
 from tests.support.allocator import TRAININGS, Allocator, Training
 from tests.support.meter import Meter
-from tests.support.offloader import change_policy, open_cache
+from tests.support.offloader import change_policy, open_offloader
 
 
 def limited(memory: Allocator) -> SSDTrainAuto:
@@ -161,7 +161,7 @@ class _FirstOnly(PlacementPolicy):
 @pytest.mark.parametrize("scarce", [False, True])
 def test_storages_are_evicted_at_once_if_memory_is_scarce(tmp_path: Path, scarce: bool) -> None:
     """The forward references its first storage while it is saved; the next save, or a later one, offloads it."""
-    with open_cache(tmp_path) as offloader:
+    with open_offloader(tmp_path) as offloader:
         placement = _FirstOnly(scarce)
         change_policy(offloader, placement=placement)
         for _ in range(2):  # kept storages of the second micro-batch have no record

@@ -13,15 +13,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_ssd.activations import ActivationOffloader
-from tests.support.offloader import Hooks, open_cache
+from tests.support.offloader import Hooks, open_offloader
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    with open_cache(tmp_path, checksum=True) as cache:
-        yield cache
+def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
+    with open_offloader(tmp_path, checksum=True) as offloader:
+        yield offloader
 
 
 @pytest.fixture
@@ -69,23 +69,23 @@ def train(model: nn.Module, hooks: Hooks) -> list[Tensor]:
     return found
 
 
-def check_tensor_parallelism(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
+def check_tensor_parallelism(offloader: ActivationOffloader, mesh: DeviceMesh) -> None:
     model = parallel(mesh)
     expected = train(model, nullcontext)
     for _ in range(3):
-        cache.begin_micro_batch()
-        before = cache.stats()
-        assert all(map(torch.equal, train(model, cache.hooks), expected))
-        cache.end_backward()
-        after = cache.stats()
+        offloader.begin_micro_batch()
+        before = offloader.stats()
+        assert all(map(torch.equal, train(model, offloader.hooks), expected))
+        offloader.end_backward()
+        after = offloader.stats()
         saved, stored = after.saved - before.saved, after.stored - before.stored
         assert saved >= 8 * (16 + 2 * 2 * 64 // mesh.size()) * 4  # of both blocks, the activations of both layers
         assert saved - stored <= 8 * (16 + 64 // mesh.size()) * 4  # the batch, and the storage needed first
 
 
-def test_tensor_parallelism(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
+def test_tensor_parallelism(offloader: ActivationOffloader, mesh: DeviceMesh) -> None:
     """The local tensors of DTensors are offloaded, and gradients are plain PyTorch's, bit for bit."""
-    check_tensor_parallelism(cache, mesh)
+    check_tensor_parallelism(offloader, mesh)
 
 
 def _rank(rank: int, path: str) -> None:
@@ -94,8 +94,8 @@ def _rank(rank: int, path: str) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     scratch = Path(path) / str(rank)
     scratch.mkdir()
-    with open_cache(scratch) as cache:
-        check_tensor_parallelism(cache, init_device_mesh("cpu", (2,)))
+    with open_offloader(scratch) as offloader:
+        check_tensor_parallelism(offloader, init_device_mesh("cpu", (2,)))
     distributed.destroy_process_group()
 
 
@@ -104,7 +104,7 @@ def test_tensor_parallelism_of_two_ranks(tmp_path: Path) -> None:
     multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
 
 
-def test_every_kind_of_dtensor_is_rebuilt(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
+def test_every_kind_of_dtensor_is_rebuilt(offloader: ActivationOffloader, mesh: DeviceMesh) -> None:
     """Placement, shape, strides and dtype are those of the saved tensor."""
     for placement in (Shard(0), Shard(1), Replicate()):
         x = distribute_tensor(torch.randn(6, 8), mesh, [placement]).requires_grad_()
@@ -114,26 +114,26 @@ def test_every_kind_of_dtensor_is_rebuilt(cache: ActivationOffloader, mesh: Devi
             return (hidden * hidden).float().exp().full_tensor().sum()
 
         (expected,) = torch.autograd.grad(forward(x), x)
-        cache.begin_micro_batch()
-        before = cache.stats().stored
-        with cache.hooks():
+        offloader.begin_micro_batch()
+        before = offloader.stats().stored
+        with offloader.hooks():
             loss = forward(x)
-        assert cache.stats().stored > before
+        assert offloader.stats().stored > before
         (actual,) = torch.autograd.grad(loss, x)
         assert isinstance(actual, DTensor) and actual.placements == expected.placements
         assert torch.equal(actual.to_local(), expected.to_local())
-        cache.end_backward()
+        offloader.end_backward()
 
 
 @pytest.mark.parametrize("through", ["itself", "view", "detach"])
 def test_a_changed_wrapper_fails_where_pytorch_fails(
-    cache: ActivationOffloader, mesh: DeviceMesh, through: str
+    offloader: ActivationOffloader, mesh: DeviceMesh, through: str
 ) -> None:
     """The wrapper's version counter counts changes, and that of the wrapped tensor does not."""
-    for hooks in (nullcontext, cache.hooks):
+    for hooks in (nullcontext, offloader.hooks):
         x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
         if hooks is not nullcontext:
-            cache.begin_micro_batch()
+            offloader.begin_micro_batch()
         with hooks():
             hidden = x * 1
             loss = hidden.sin().sum()
@@ -146,39 +146,39 @@ def test_a_changed_wrapper_fails_where_pytorch_fails(
             loss.backward()
 
 
-def test_sharded_weights_are_kept(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
+def test_sharded_weights_are_kept(offloader: ActivationOffloader, mesh: DeviceMesh) -> None:
     weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
-    cache.begin_micro_batch()
-    with cache.hooks():
+    offloader.begin_micro_batch()
+    with offloader.hooks():
         loss = (weight.t() @ weight).full_tensor().sum()
-    assert cache.stats().stored == 0
+    assert offloader.stats().stored == 0
     loss.backward()
     assert weight.grad is not None
 
 
-def test_a_subclass_of_two_tensors(cache: ActivationOffloader) -> None:
+def test_a_subclass_of_two_tensors(offloader: ActivationOffloader) -> None:
     """Both are offloaded, and both have their gradient."""
     grads = []
-    for hooks in (nullcontext, cache.hooks):
+    for hooks in (nullcontext, offloader.hooks):
         torch.manual_seed(0)
         x = TwoTensor(torch.randn(8, 8), torch.randn(8, 8)).requires_grad_()
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         with hooks():
             loss = (x * 2).sin().exp().sum()
         loss.backward()
         assert isinstance(x.grad, TwoTensor)
         grads.append(x.grad)
-    assert cache.stats().stored == 2 * 2 * 8 * 8 * 4
+    assert offloader.stats().stored == 2 * 2 * 8 * 8 * 4
     assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
 
 
-def test_jagged_tensors_are_kept(cache: ActivationOffloader) -> None:
+def test_jagged_tensors_are_kept(offloader: ActivationOffloader) -> None:
     """Their sizes are tied to their offsets, which must be the same object in backward."""
     grads = []
-    for hooks in (nullcontext, cache.hooks):
+    for hooks in (nullcontext, offloader.hooks):
         torch.manual_seed(0)
         values = torch.randn(10, 4, requires_grad=True)
-        cache.begin_micro_batch()
+        offloader.begin_micro_batch()
         with hooks():
             jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 10]))
             loss = (jagged.sin() * jagged).values().sum()

@@ -25,9 +25,9 @@ class Saved(pl.Callback):
     """Bytes that a micro-batch saves."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        cache = find_offloader(trainer)
-        assert cache is not None
-        self.nbytes = cache.stats().saved / cache.stats().micro_batches
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self.nbytes = offloader.stats().saved / offloader.stats().micro_batches
 
 
 def test_a_training_without_hooks_is_profiled_and_has_none_afterwards(tmp_path: Path) -> None:

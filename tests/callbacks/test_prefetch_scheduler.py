@@ -31,11 +31,11 @@ class WindowRecorder(pl.Callback):
         self.bytes_out: list[int] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        cache = find_offloader(trainer)
-        assert cache is not None
-        self.windows.append(cache.policy.window_bytes)
-        self.depths.append(cache.policy.window_depth)
-        self.bytes_out.append(sum(tier.bytes_out for tier in cache.tiers.values()))
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self.windows.append(offloader.policy.window_bytes)
+        self.depths.append(offloader.policy.window_depth)
+        self.bytes_out.append(sum(tier.bytes_out for tier in offloader.tiers.values()))
 
 
 def _record(root: Path, scheduler: PrefetchScheduler, **offload: Any) -> WindowRecorder:

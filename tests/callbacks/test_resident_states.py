@@ -115,7 +115,7 @@ def test_states_are_moved_to_a_device_with_room(
         numbers, watch, see = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=1.0)
     assert_same(numbers, plain)
     assert watch.stores[0] > 0 == watch.stores[-1] and see.outcome == "keep"
-    assert "model states of the first units stay on the device: a step takes 1.000 s" in caplog.text
+    assert "model states of the first units are kept on the device: a step takes 1.000 s" in caplog.text
 
 
 class Functions(Blocks):
@@ -181,7 +181,7 @@ def test_states_are_moved_back_if_steps_are_slower(
         numbers, watch, see = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=-0.01)
     assert_same(numbers, plain)
     assert 0 in watch.stores and watch.tiers[-1] == watch.tiers[0] and see.outcome == "keep"
-    assert "model states are where they were" in caplog.text
+    assert "model states are in their first tiers again" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"states": "host"}, {"gpu_memory": "1MiB"}], ids=["states", "gpu_memory"])

@@ -42,16 +42,16 @@ def test_two_medians_in_a_row_are_a_drift(medians: Sequence[float], drifts: list
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("pace", [1.05, 2.0])
+@pytest.mark.parametrize("step_seconds", [1.05, 2.0])
 def test_compiled_code_whose_steps_drift_is_planned_again(
-    pace: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    step_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps take a second, and later `pace` seconds."""
+    """Steps take a second, and later `step_seconds`."""
     clock, see = Ticks(), See()
 
     class Slower(pl.Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-            clock.seconds += pace - 1 if trainer.global_step > 28 else 0
+            clock.seconds += step_seconds - 1 if trainer.global_step > 28 else 0
 
     use(Meter(1e6, 980_000), monkeypatch)
     monkeypatch.setattr(step_drift, "MEDIAN_STEPS", MEDIAN_STEPS)
@@ -59,8 +59,8 @@ def test_compiled_code_whose_steps_drift_is_planned_again(
     with caplog.at_level("INFO"):
         train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 64, callbacks=[see, Slower()])
     assert see.regions.decided
-    assert len([line for line in caplog.messages if "planning again" in line]) == (1 if pace == 2 else 0)
-    assert [trial.seconds for trial in see.regions.trials] == [pace if pace == 2 else 1.0] * 2
+    assert len([line for line in caplog.messages if "planning again" in line]) == (1 if step_seconds == 2 else 0)
+    assert [trial.seconds for trial in see.regions.trials] == [step_seconds if step_seconds == 2 else 1.0] * 2
     (path,) = plan_cache.plans_directory().iterdir()
     assert f'"seconds": {see.regions.trials[0].seconds}' in path.read_text()
 

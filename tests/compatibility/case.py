@@ -18,8 +18,8 @@ STEPS = 3
 MIN_BYTES = 64
 """Bytes of the smallest activation that is offloaded in a case: nearly all of them are."""
 
-Placement = Literal["activations", "host", "ssd"]
-PLACEMENTS: tuple[Placement, ...] = ("activations", "host", "ssd")
+Offloaded = Literal["activations", "host", "ssd"]
+PLACEMENTS: tuple[Offloaded, ...] = ("activations", "host", "ssd")
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Case:
     fit: Fit = fit
     quick: bool = False
 
-    def expected(self, placement: Placement) -> Expectation:
+    def expected(self, placement: Offloaded) -> Expectation:
         """Returns the outcome to expect where `placement` is offloaded."""
         return self.activations if placement == "activations" else self.states
 
 
-def strategy(placement: Placement) -> SSDOffloadStrategy:
+def strategy(placement: Offloaded) -> SSDOffloadStrategy:
     """Returns the strategy that offloads nearly all activations, and model states to host memory or SSD."""
     if placement == "activations":
         return SSDOffloadStrategy(min_bytes=MIN_BYTES, offload=1.0, ssd_capacity="16MiB", staging_memory="16MiB")
@@ -174,7 +174,7 @@ def train(case: Case, chosen: Any) -> Run:
     return run
 
 
-def outcome(case: Case, placement: Placement, plain: Run | Exception) -> Expectation:
+def outcome(case: Case, placement: Offloaded, plain: Run | Exception) -> Expectation:
     """Runs `case` and returns its outcome beside that of plain Lightning.
 
     Raises:

@@ -15,7 +15,7 @@ from lightning_ssd.models import GPT, T5
 BATCHES = 5  # in an epoch
 
 
-class Record(pl.Callback):
+class Batches(pl.Callback):
     """Keeps the batches and losses of training, and the epoch each belongs to."""
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class Record(pl.Callback):
         self.epochs.append(trainer.current_epoch)
 
 
-def fit(data: TextDataModule, folder: Path, resume: Path | None = None, **trainer_settings: Any) -> tuple[Record, GPT]:
+def fit(data: TextDataModule, folder: Path, resume: Path | None = None, **trainer_settings: Any) -> tuple[Batches, GPT]:
     torch.manual_seed(0)
     model: Any = GPT(vocab_size=260, n_positions=16, n_embd=16, n_layer=2, n_head=2, lr=1e-2, warmup_steps=3)
     if isinstance(data, SpanCorruptionDataModule):
         model = T5(vocab_size=260, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, lr=1e-2, warmup_steps=3)
-    record = Record()
+    record = Batches()
     save = pl.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )

@@ -117,9 +117,9 @@ def _chain(width: int, depth: int) -> nn.Sequential:
 def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path) -> None:
     """If everything is offloaded, the peak depends on the window, not on the activations."""
     model, rows, width, depth = _chain(1024, 24), 16384, 1024, 24
-    cache = make_offloader(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
+    offloader = make_offloader(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
     one = rows * width * 4
-    change_policy(cache, window_bytes=2 * one)
+    change_policy(offloader, window_bytes=2 * one)
     x = torch.randn(rows, width, device="cuda")
 
     def peak(offloaded: bool) -> int:
@@ -129,11 +129,11 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if offloaded:
-            cache.begin_micro_batch()
-            with cache.hooks():
+            offloader.begin_micro_batch()
+            with offloader.hooks():
                 loss = model(x).square().mean()
             loss.backward()
-            cache.end_backward()
+            offloader.end_backward()
         else:
             model(x).square().mean().backward()
         return torch.cuda.max_memory_allocated() - before
@@ -142,7 +142,7 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
     peak(offloaded=True)
     offloaded = peak(offloaded=True)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
-    cache.close()
+    offloader.close()
     assert kept > 2 * depth * one
     # The peak has the present operation's tensors, bytes that are being offloaded, and prefetched bytes.
     assert offloaded - gradients < 10 * one, (kept / one, offloaded / one)
@@ -151,7 +151,7 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
 def test_memory_of_a_freed_graph_is_freed(tmp_path: Path) -> None:
     """Graphs that never run backward, and prefetched tensors that are not used, free their memory."""
     model = _chain(512, 8)
-    cache = make_offloader(
+    offloader = make_offloader(
         OffloadConfig(offload=1.0, min_bytes=1, tier="host"), torch.device("cuda"), default_path=tmp_path
     )
     x = torch.randn(4096, 512, device="cuda", requires_grad=True)
@@ -160,18 +160,18 @@ def test_memory_of_a_freed_graph_is_freed(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
-        cache.begin_micro_batch()
-        with cache.hooks():
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             loss = model(x).square().mean()
         # Only the upper half runs: bytes that were prefetched for the lower half are freed unused.
         torch.autograd.grad(loss, list(model[8].parameters()))
         del loss
-        cache.end_backward()
-    cache.begin_micro_batch()
+        offloader.end_backward()
+    offloader.begin_micro_batch()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before  # less if threads of other tests free memory
-    assert cache.tiers["host"].pool.used_bytes == 0  # type: ignore[attr-defined]
-    cache.close()
+    assert offloader.tiers["host"].pool.used_bytes == 0  # type: ignore[attr-defined]
+    offloader.close()
 
 
 def test_compiled_blocks_give_the_same_numbers() -> None:

@@ -178,14 +178,14 @@ def test_a_view_that_an_evaluation_keeps(tmp_path: Path, states: str) -> None:
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
             self.seen.append(self.loss(batch[0]).item())
 
-    class Kept(Block):
+    class KeepingView(Block):
         def forward(self, x: Tensor) -> Tensor:
             self.kept = self.up.weight[1]
             return super().forward(x)
 
     def run(kind: str | None) -> Any:
         module = Keeping()
-        module.blocks[0].__class__ = Kept
+        module.blocks[0].__class__ = KeepingView
         chosen: Any = "auto" if kind is None else SSDOffloadStrategy(states=kind, min_bytes=1, gpu_memory="1B")  # type: ignore[arg-type]
         trainer = make_trainer(tmp_path, chosen)
         trainer.fit(module, loader(), loader())

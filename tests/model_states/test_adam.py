@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_ssd.model_states.adam import AdamKernel, StoreTrial, any_kernel, exact_kernel, settings_of
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout, StagedState
-from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
+from lightning_ssd.model_states.optimizers import AdamOptimizer, StepHalf, StepInput
 
 OPTIONS: dict[str, Any] = {
     "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
@@ -135,12 +135,12 @@ def test_a_step_in_two_parts_has_the_bits_of_a_whole_one(kind: str, optimizer: A
         staged.set_masters(torch.randn(flat.numel))
         for _ in range(3):
             given = StepInput(options, torch.randn(flat.numel).to(dtype), [True, True], 0.5)
-            if len(parts) == 2 and not flat_optimizer.has_parts(given, staged):
+            if len(parts) == 2 and not flat_optimizer.has_halves(given, staged):
                 assert optimizer is torch.optim.Adam and kind != "whole"  # the decay needs the old weights
                 return
-            for part in parts:
-                flat_optimizer.step(given, staged, cast(Part, part))
-                if part == "weights":
+            for half in parts:
+                flat_optimizer.step(given, staged, cast(StepHalf, half))
+                if half == "weights":
                     weights = staged.weights.clone()
             flat_optimizer.commit([True, True])
             assert len(parts) == 1 or torch.equal(weights, staged.weights)

@@ -98,7 +98,7 @@ def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatc
             super().__init__(nbytes, pin=pin)
 
     monkeypatch.setattr(gradient, "Slab", Counted)
-    monkeypatch.setattr(budget, "GRADIENT_FLATS", 1)
+    monkeypatch.setattr(budget, "GRADIENT_FLAT_PARAMS", 1)
     compare(tmp_path, Checkpointed, "ssd")
     assert grown == []
 

@@ -94,12 +94,14 @@ class Sparing(Deep):
         return logits
 
 
-@combinations("flats, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing), (2, 1, Deep)])
+@combinations(
+    "num_flat_params, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing), (2, 1, Deep)]
+)
 def test_gradients_share_memory(
-    tmp_path: Path, flats: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_flat_params: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is as small as one flat parameter's: backward waits for steps, and no step waits for backward."""
-    monkeypatch.setattr(budget, "GRADIENT_FLATS", flats)
+    monkeypatch.setattr(budget, "GRADIENT_FLAT_PARAMS", num_flat_params)
     arguments = dict(accumulate_grad_batches=accumulate)
     expected = train(tmp_path, "auto", model(), **arguments)
     assert_same(train(tmp_path, ssd(gpu_memory="1B"), model(), **arguments), expected)

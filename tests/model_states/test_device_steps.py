@@ -347,7 +347,7 @@ def test_the_cpu_makes_steps_whose_copies_fail(tmp_path: Path, monkeypatch: pyte
 # ---- one step of one flat parameter ----
 
 
-class Copies(CPUCopyEngine):
+class HeldCopies(CPUCopyEngine):
     """Copies of which the test completes the futures, or one of which fails."""
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -359,7 +359,7 @@ class Copies(CPUCopyEngine):
         self.sources: list[Tensor] = []
         self._called = threading.Condition()
 
-    def sibling(self) -> "Copies":
+    def sibling(self) -> "HeldCopies":
         return self
 
     def _call(self, name: str) -> None:
@@ -413,13 +413,13 @@ def worker() -> Iterator[Worker]:
 @pytest.fixture
 def stepper(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStepper]:
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
-    made = DeviceStepper(Copies())
+    made = DeviceStepper(HeldCopies())
     yield made
     made.close()
 
 
-def copies_of(stepper: DeviceStepper) -> Copies:
-    assert isinstance(stepper._copies, Copies)
+def copies_of(stepper: DeviceStepper) -> HeldCopies:
+    assert isinstance(stepper._copies, HeldCopies)
     return stepper._copies
 
 
@@ -471,7 +471,7 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
     outcomes: list[str] = []
     for fail_at in itertools.count(2):  # the first call orders the memory of the pieces
-        stepper = DeviceStepper(Copies())
+        stepper = DeviceStepper(HeldCopies())
         with stepped(tmp_path, worker, versions, tiers=tiers) as made:
             store, copies = made.step.store, copies_of(stepper)
             copies.fail_at = fail_at
@@ -698,7 +698,7 @@ def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
 def test_closing_ends_every_step(tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     """Prefetched values are dropped, and no future stays open."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
-    stepper = DeviceStepper(Copies())
+    stepper = DeviceStepper(HeldCopies())
     copies, scale = copies_of(stepper), Future[float | None]()
     with stepped(tmp_path, worker, 1, scale) as made:
         weights, done = made.step.on_device(stepper, [])
@@ -788,7 +788,7 @@ def test_too_little_memory_makes_fewer_pieces(
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**10)
     budget = 64 * 2**10
 
-    class Little(Copies):
+    class Little(HeldCopies):
         def empty(self, nbytes: int) -> Tensor:
             if nbytes > room * 2**10:
                 raise torch.OutOfMemoryError

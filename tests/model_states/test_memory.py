@@ -49,8 +49,8 @@ def test_the_end_of_a_training_needs_no_more_memory(tmp_path: Path, states: str)
 
 def test_a_gradient_without_memory_waits_for_steps() -> None:
     """It waits only while steps are running."""
-    landing = GradientPool(4 * 4096, pin=False)
-    taken = [landing.allocate(4096, list) for _ in range(4)]
+    pool = GradientPool(4 * 4096, pin=False)
+    allocated = [pool.allocate(4096, list) for _ in range(4)]
 
     class Steps(list["Future[None]"]):
         """Steps that end one after the other, each after it was read."""
@@ -65,17 +65,17 @@ def test_a_gradient_without_memory_waits_for_steps() -> None:
 
         def end(self) -> None:
             for index, step in enumerate(list.__iter__(self)):
-                taken[index][1]()
+                allocated[index][1]()
                 step.set_result(None)
 
     steps = Steps([Future(), Future()])
-    room, give_back = landing.allocate(8192, lambda: list(steps))  # the first step that ends frees too little
-    assert room.data_ptr() == taken[0][0].data_ptr()
-    give_back()
-    beside, give_back = landing.allocate(4 * 4096, lambda: list(steps))  # no step will free memory
-    assert beside.numel() == 4 * 4096
-    give_back()
-    landing.close()
+    gradient, release = pool.allocate(8192, lambda: list(steps))  # the first step that ends frees too little
+    assert gradient.data_ptr() == allocated[0][0].data_ptr()
+    release()
+    other, release = pool.allocate(4 * 4096, lambda: list(steps))  # no step will free memory
+    assert other.numel() == 4 * 4096
+    release()
+    pool.close()
 
 
 def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:

@@ -167,7 +167,7 @@ def test_several_loaders_of_different_lengths(tmp_path: Path) -> None:
 class Adversaries(Model):
     """Two optimizers in manual optimization; one of them steps in every other batch."""
 
-    keeps = False
+    keeps_gradients = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Adversaries(Model):
         self.manual_backward(loss)
         for optimizer in (first, second)[: 1 + batch_idx % 2]:
             optimizer.step()
-        for optimizer in (first, second)[: 1 + batch_idx % 2] if self.keeps else (first, second):
+        for optimizer in (first, second)[: 1 + batch_idx % 2] if self.keeps_gradients else (first, second):
             optimizer.zero_grad()
         return loss
 
@@ -504,7 +504,7 @@ def test_trainings_that_can_not_be_recovered_are_refused(tmp_path: Path) -> None
         fit(recovering(tmp_path), Twice, accumulate_grad_batches=1, gradient_clip_val=None)
 
     class Keeping(Adversaries):
-        keeps = True
+        keeps_gradients = True
 
         def configure_optimizers(self) -> Any:
             return list(reversed(super().configure_optimizers()))

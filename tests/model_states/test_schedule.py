@@ -20,6 +20,7 @@ from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.storage import PriorityQueue
 from tests.support.access import loader
+from tests.support.locks import WatchedLock
 from tests.support.models import Block
 from tests.support.trainings import make_trainer
 
@@ -138,9 +139,9 @@ class HeldSteps:
                 assert begun.wait(timeout=60)  # the first job begins before another thread can queue a second one
             return result
 
-        def held(step: OptimizerStep, staged: Any, scale: float, part: str = "whole") -> None:
+        def held(step: OptimizerStep, staged: Any, scale: float, half: str = "whole") -> None:
             unit = int(step.store.flat.param_views[0].name.split(".")[1])
-            if part == "opt_state":
+            if half == "opt_state":
                 self.in_time.append(self.forward_is_over.wait(timeout=20))
                 self.rests.append(unit)
             else:
@@ -150,7 +151,7 @@ class HeldSteps:
                 elif unit:
                     self.in_time.append(self.first_is_over.wait(timeout=20))
                 self.made.append(unit)
-            make(step, staged, scale, part)  # type: ignore[arg-type]
+            make(step, staged, scale, half)  # type: ignore[arg-type]
 
         monkeypatch.setattr(OptimizerStep, "_make", held)
         monkeypatch.setattr(Worker, "submit", submitted)
@@ -348,22 +349,6 @@ def in_backward(function: Callable[[], None], operations: int) -> None:
     for _ in range(operations):
         x = x.sin()
     Call.apply(x, function).sum().backward()
-
-
-class WatchedLock:
-    """A re-entrant lock that sets an event when a thread waits for another one to release it."""
-
-    def __init__(self, waited: threading.Event) -> None:
-        self._lock = threading.RLock()
-        self._waited = waited
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._waited.set()
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class TwoThreads(pl.Callback):

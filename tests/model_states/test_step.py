@@ -229,10 +229,10 @@ def test_a_step_in_two_parts_that_fails_commits_nothing(
         object.__setattr__(made.step, "arrived", [True, True])
         step = made.step.flat_optimizer.step
 
-        def fail(given: Any, staged: Any, part: Any) -> None:
-            if part == failing or (failing == "opt_state" and any_kernel() is None):
+        def fail(given: Any, staged: Any, half: Any) -> None:
+            if half == failing or (failing == "opt_state" and any_kernel() is None):
                 raise ArithmeticError("the device is lost")
-            step(given, staged, part)
+            step(given, staged, half)
 
         if failing in ("weights", "opt_state"):
             monkeypatch.setattr(made.step.flat_optimizer, "step", fail)

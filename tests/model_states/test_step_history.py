@@ -45,19 +45,19 @@ def _failed(error: Exception) -> "Future[None]":
 def test_steps_are_committed_everywhere_or_those_ahead_are_named(data: st.DataObject) -> None:
     """After some whole steps, one fails to be computed or written somewhere. Others may make one more step."""
     stores = [Store(two) for two in data.draw(st.lists(st.booleans(), min_size=1, max_size=4))]
-    flats = [
+    flat_params = [
         FlatParameter(f"flat{number}", [("w", nn.Parameter(torch.zeros(2)))], torch.float32, CPU)
         for number in range(len(stores))
     ]
     reverted: list[int] = []
     offloaded: Any = SimpleNamespace(
-        stores=dict(zip(flats, stores, strict=True)),
+        stores=dict(zip(flat_params, stores, strict=True)),
         flat_optimizers={
             flat: SimpleNamespace(revert=lambda number=number: reverted.append(number))
-            for number, flat in enumerate(flats)
+            for number, flat in enumerate(flat_params)
         },
-        parameters={item.parameter for flat in flats for item in flat.param_views},
-        optimizers=[torch.optim.SGD([item.parameter for flat in flats for item in flat.param_views])],
+        parameters={item.parameter for flat in flat_params for item in flat.param_views},
+        optimizers=[torch.optim.SGD([item.parameter for flat in flat_params for item in flat.param_views])],
     )
     history = StepHistory(offloaded)
     whole = data.draw(st.integers(0, 3))
@@ -90,7 +90,7 @@ def test_steps_are_committed_everywhere_or_those_ahead_are_named(data: st.DataOb
     before = [store.steps for store in stores]
     ahead = history.revert_partial_steps()
     after = [store.steps for store in stores]
-    assert set(ahead) == {flat.name for flat, steps in zip(flats, after, strict=True) if steps > min(after)}
+    assert set(ahead) == {flat.name for flat, steps in zip(flat_params, after, strict=True) if steps > min(after)}
     assert [reverted.count(number) for number in range(len(stores))] == [
         one - other for one, other in zip(before, after, strict=True)
     ]

@@ -20,7 +20,7 @@ from lightning_ssd.planning import (
     replay,
     simulate,
 )
-from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
+from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_bytes
 from lightning_ssd.planning.simulator import simulate_every_micro_batch, simulate_tasks
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF, BoundedFifo, StepTasks

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.profiling import TraceMode
-from tests.support.offloader import CPU, change_policy, open_cache
+from tests.support.offloader import CPU, change_policy, open_offloader
 
 MIB = 2**20
 
@@ -29,18 +29,18 @@ class Unit(nn.Module):
 def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     unit = Unit()
     x = torch.randn(MIB // 4, requires_grad=True)
-    with open_cache(tmp_path, host_memory="64MiB") as cache:
-        cache.min_bytes = MIB
+    with open_offloader(tmp_path, host_memory="64MiB") as offloader:
+        offloader.min_bytes = MIB
         recorder = TraceMode([[unit]], CPU)
-        change_policy(cache, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
-        cache.begin_micro_batch()
-        with cache.hooks():
+        change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
+        offloader.begin_micro_batch()
+        with offloader.hooks():
             loss = unit(x)
         recorder.begin_backward()
         loss.backward()
         recorder.end_backward()
-        cache.end_backward()
-        change_policy(cache, mode=None, on_saved=None, on_unpacked=None)
+        offloader.end_backward()
+        change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
         recorder.finish()
         recorder.close()
     graph = recorder.graph

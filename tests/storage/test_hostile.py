@@ -270,7 +270,7 @@ def create(shared: Path, attacker: Attacker) -> None:
         ScratchDirectory(shared).close()
 
 
-def take_up(shared: Path, attacker: Attacker) -> None:
+def resume(shared: Path, attacker: Attacker) -> None:
     first = ScratchDirectory(shared, keep=True)
     (first.path / "journal").write_text("x")
     first.close(remove=False)
@@ -305,7 +305,7 @@ def by_foreign_directory(name: Path, victim: Path) -> None:
     make_directory(name, 0o777, NOBODY)
 
 
-@pytest.mark.parametrize("operation", [create, take_up, sweep, close])
+@pytest.mark.parametrize("operation", [create, resume, sweep, close])
 @pytest.mark.parametrize(
     "exchange", [by_link, by_private_directory, pytest.param(by_foreign_directory, marks=needs_root)]
 )

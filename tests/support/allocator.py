@@ -72,8 +72,8 @@ class Training:
                 memory.change(size + transient)
                 memory.change(-transient)
                 # Until amounts are known, a store that would have to wait is given up: nothing is offloaded.
-                stays = auto is not None and not (auto.tiers_for(size) and auto.may_wait)
-                kept.append(size if stays else 0)
+                is_kept = auto is not None and not (auto.tiers_for(size) and auto.may_wait)
+                kept.append(size if is_kept else 0)
                 memory.change(kept[-1] - size)
             for index in reversed(range(len(self.sizes))):
                 fetched = self.sizes[index] - kept[index]

@@ -33,15 +33,15 @@ Forward = Callable[..., Tensor]
 
 
 @contextmanager
-def open_cache(path: Path, **arguments: Any) -> Iterator[ActivationOffloader]:
+def open_offloader(path: Path, **arguments: Any) -> Iterator[ActivationOffloader]:
     """Yields an offloader of all storages but the one that backward needs first, and closes it."""
     defaults = {"offload": 1.0, "min_bytes": 1, "staging_memory": "16MiB", "ssd_capacity": "4MiB"}
-    cache = make_offloader(OffloadConfig(**{**defaults, **arguments}), CPU, default_path=path)
-    change_policy(cache, window_bytes=0)
+    offloader = make_offloader(OffloadConfig(**{**defaults, **arguments}), CPU, default_path=path)
+    change_policy(offloader, window_bytes=0)
     try:
-        yield cache
+        yield offloader
     finally:
-        cache.close()
+        offloader.close()
 
 
 def change_policy(offloader: ActivationOffloader, **rules: Any) -> None:
@@ -49,15 +49,15 @@ def change_policy(offloader: ActivationOffloader, **rules: Any) -> None:
     offloader.run(replace(offloader.policy, **rules))
 
 
-def ssd(cache: ActivationOffloader) -> SSDTier:
-    tier = cache.tiers["ssd"]
+def ssd(offloader: ActivationOffloader) -> SSDTier:
+    tier = offloader.tiers["ssd"]
     assert isinstance(tier, SSDTier)
     return tier
 
 
-def wait_for_writes(cache: ActivationOffloader) -> None:
+def wait_for_writes(offloader: ActivationOffloader) -> None:
     """Returns when no store uses staging memory any more, so that later loads read the file."""
-    staging = ssd(cache).staging
+    staging = ssd(offloader).staging
     staging.acquire(staging.budget).release()
 
 
@@ -83,69 +83,69 @@ def gradients(forward: Forward, leaves: Sequence[Tensor], hooks: Hooks = nullcon
     return [leaf.grad for leaf in fresh if leaf.grad is not None]
 
 
-def assert_same_gradients(cache: ActivationOffloader, forward: Forward, *leaves: Tensor) -> int:
+def assert_same_gradients(offloader: ActivationOffloader, forward: Forward, *leaves: Tensor) -> int:
     """Asserts that a micro-batch of `forward` has plain autograd's gradients; returns its stored bytes."""
     torch.manual_seed(0)
     expected = gradients(forward, leaves)
     torch.manual_seed(0)
-    before = cache.stats().stored
-    cache.begin_micro_batch()
-    actual = gradients(forward, leaves, cache.hooks)
+    before = offloader.stats().stored
+    offloader.begin_micro_batch()
+    actual = gradients(forward, leaves, offloader.hooks)
     assert len(actual) == len(expected) > 0
     assert_same(actual, expected)
-    return cache.stats().stored - before
+    return offloader.stats().stored - before
 
 
 class Directed:
     """Forwards of an offloader, one recorded and the others under plans.
 
     Args:
-        cache: offloader of all forwards.
+        offloader: the offloader of all forwards.
         modules: module of each unit.
     """
 
-    def __init__(self, cache: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
-        self.cache = cache
+    def __init__(self, offloader: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
+        self.offloader = offloader
         self.units = [[module] for module in modules]
         self.graph = ForwardGraph()
 
     def record(self) -> AbstractContextManager[None]:
         self.recorder = TraceMode(self.units, CPU)
-        self.cache.begin_micro_batch()
-        change_policy(self.cache, mode=self.recorder, on_saved=self.recorder.on_saved)
-        return self.cache.hooks()
+        self.offloader.begin_micro_batch()
+        change_policy(self.offloader, mode=self.recorder, on_saved=self.recorder.on_saved)
+        return self.offloader.hooks()
 
     def end_record(self) -> list[Saved]:
-        self.cache.end_backward()
-        change_policy(self.cache, mode=None, on_saved=None)
+        self.offloader.end_backward()
+        change_policy(self.offloader, mode=None, on_saved=None)
         self.recorder.finish()
         self.recorder.close()
         self.graph = self.recorder.graph
-        return self.graph.saved(self.cache.min_bytes)
+        return self.graph.saved(self.offloader.min_bytes)
 
     def check(self) -> AbstractContextManager[None]:
         """Returns the context of a forward whose recomputable buffers are checked, as by `SwapPlanner`."""
         choices: dict[int, Choice] = {
-            item.buffer: "recompute" for item in self.graph.saved(self.cache.min_bytes) if item.recomputable
+            item.buffer: "recompute" for item in self.graph.saved(self.offloader.min_bytes) if item.recomputable
         }
         self._make_plan_mode(choices)
         self.plan_mode.checking = True
-        change_policy(self.cache, on_saved=self.plan_mode.on_saved, on_unpacked=self.plan_mode.check)
-        return self.cache.hooks()
+        change_policy(self.offloader, on_saved=self.plan_mode.on_saved, on_unpacked=self.plan_mode.check)
+        return self.offloader.hooks()
 
     def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
         self._make_plan_mode(choices)
-        return self.cache.hooks()
+        return self.offloader.hooks()
 
     def end_direct(self) -> None:
-        self.cache.end_backward()
-        change_policy(self.cache, mode=None, on_saved=None, on_unpacked=None)
+        self.offloader.end_backward()
+        change_policy(self.offloader, mode=None, on_saved=None, on_unpacked=None)
         self.plan_mode.close()
 
     def _make_plan_mode(self, choices: dict[int, Choice]) -> None:
-        recompute_ops = {item.buffer: item.recompute_ops for item in self.graph.saved(self.cache.min_bytes)
+        recompute_ops = {item.buffer: item.recompute_ops for item in self.graph.saved(self.offloader.min_bytes)
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
-        self.plan_mode = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
+        self.plan_mode = PlanMode(self.units, CPU, self.offloader.pack, self.offloader.unpack)
         self.plan_mode.schedule = make_schedule(self.graph, choices, recompute_ops)
-        self.cache.begin_micro_batch()
-        change_policy(self.cache, mode=self.plan_mode)
+        self.offloader.begin_micro_batch()
+        change_policy(self.offloader, mode=self.plan_mode)

@@ -22,8 +22,8 @@ class Watch(pl.Callback):
     """Totals of offloaded and recomputed bytes."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        cache: Any = trainer.strategy.offloader  # type: ignore[attr-defined]
-        self.stats = cache.stats()
+        offloader: Any = trainer.strategy.offloader  # type: ignore[attr-defined]
+        self.stats = offloader.stats()
 
 
 def quiet_trainer(default_root_dir: Path | None = None, **arguments: Any) -> pl.Trainer:

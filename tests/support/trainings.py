@@ -79,17 +79,17 @@ class Watch(pl.Callback):
         return self.bytes_read if "ssd" in self.bytes_in else self.bytes_in.get("host", 0)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        cache = find_offloader(trainer)
-        if cache is not None and isinstance(ssd := cache.tiers.get("ssd"), SSDTier):
+        offloader = find_offloader(trainer)
+        if offloader is not None and isinstance(ssd := offloader.tiers.get("ssd"), SSDTier):
             # All staging memory is free when all writes have ended.
             ssd.staging.acquire(ssd.staging.budget).release()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (cache := find_offloader(trainer)) is not None:
-            for name, tier in cache.tiers.items():
+        if (offloader := find_offloader(trainer)) is not None:
+            for name, tier in offloader.tiers.items():
                 self.bytes_out[name] = self.bytes_out.get(name, 0) + tier.bytes_out
                 self.bytes_in[name] = self.bytes_in.get(name, 0) + tier.bytes_in
-            if (io := cache.io_stats()) is not None:
+            if (io := offloader.io_stats()) is not None:
                 self.bytes_read += io.bytes_read
 
 
