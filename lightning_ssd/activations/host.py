@@ -38,6 +38,12 @@ class HostTier(OffloadTier):
     def peak_pinned_bytes(self) -> int:
         return self.pool.peak_bytes
 
+    def reset_peak(self) -> None:
+        self.pool.reset_peak()
+
+    def trim(self) -> None:
+        self.pool.trim()
+
     def describe(self) -> str:
         return f"{format_bytes(self.pool.used_bytes)} of {format_bytes(self.pool.budget)} in use"
 

@@ -238,6 +238,16 @@ class ActivationOffloader(Uncopied):
         """Returns the peak of pinned memory in use, in bytes."""
         return sum(tier.peak_pinned_bytes() for tier in self.tiers.values())
 
+    def reset_pinned_peak(self) -> None:
+        """Begins a new peak of pinned memory."""
+        for tier in self.tiers.values():
+            tier.reset_peak()
+
+    def trim_pinned(self) -> None:
+        """Frees pinned memory that the present peak does not need, which may wait for the device."""
+        for tier in self.tiers.values():
+            tier.trim()
+
     def resident_bytes(self) -> int:
         """Returns the bytes of the present micro-batch's saved storages on the device.
 

@@ -64,6 +64,9 @@ class SSDTier(SSDTierBase):
     def peak_pinned_bytes(self) -> int:
         return self.staging.peak_bytes
 
+    def reset_peak(self) -> None:
+        self.staging.reset_peak()
+
     def close(self) -> None:
         self._reader.close()
         with contextlib.ExitStack() as stack:  # closes from the last line up, each even if another one fails

@@ -95,8 +95,16 @@ class OffloadTier(ABC):
         return None
 
     def peak_pinned_bytes(self) -> int:
-        """Returns the peak of pinned memory in use, in bytes."""
+        """Returns the peak of pinned memory in use since the last `reset_peak`, in bytes."""
         return 0
+
+    def reset_peak(self) -> None:
+        """Begins a new peak of pinned memory."""
+        return None
+
+    def trim(self) -> None:
+        """Frees pinned memory that the present peak does not need, which may wait for the device."""
+        return None
 
     @abstractmethod
     def describe(self) -> str:

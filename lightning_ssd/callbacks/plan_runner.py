@@ -76,8 +76,8 @@ class Comparison:
 class PlanRunner:
     """Runs the steps of one training under plans for one profile.
 
-    A new profile needs a new runner. All methods are called on the training thread, outside of forward and backward;
-    none waits for the device.
+    A new profile needs a new runner. All methods are called on the training thread, outside of forward and backward.
+    None waits for the device, but `begin_step` once under each plan, when pinned memory is freed.
 
     Args:
         profiler: profiler with the recorded forward.
@@ -134,6 +134,7 @@ class PlanRunner:
         """The policy of the plan in force."""
         self._slowdown = slowdown  # current forward time / recorded forward time
         self._warm_up = 0
+        self._trimmed = False  # whether pinned memory that the plan does not need was freed
         self._peak_bytes = 0  # peak of measured steps before the last validation
         self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
 
@@ -167,6 +168,8 @@ class PlanRunner:
         self._policy = self._offloader.policy
         self._set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
+        self._trimmed = False
+        self._offloader.reset_pinned_peak()
         self._timer.reset()
 
     def _place_steps(self, plan: Plan) -> None:
@@ -235,6 +238,10 @@ class PlanRunner:
                 if self._states is not None:
                     self._stepped = self._states.stepped()
             return
+        self._timer.end()
+        if not self._trimmed and self.num_steps >= MEDIAN_STEPS:  # calibration plans have fewer steps
+            self._offloader.trim_pinned()  # profiled steps may have offloaded more
+            self._trimmed = True
         self._timer.begin()
 
     def pause(self) -> None:

@@ -36,8 +36,9 @@ class PinnedPool:
     Attributes:
         budget: most bytes of all slabs.
         largest: bytes of the largest buffer that the pool can allocate.
+        slab_total: bytes of all slabs, also of those that are being freed.
         used_bytes: bytes of buffers that are not released yet.
-        peak_bytes: peak of `used_bytes`.
+        peak_bytes: peak of `used_bytes`, since the last `reset_peak`.
 
     Raises:
         ValueError: the budget is smaller than a page, or `slab_bytes` is not positive.
@@ -61,7 +62,7 @@ class PinnedPool:
         self._slabs: list[_SlabSlots] = []
         self._idle: dict[int, list[_Span]] = {}
         """Spans of released buffers, by size: training steps repeat their requests, which then need no search."""
-        self._taken = 0  # bytes of all slabs, closing ones included until their memory is unmapped
+        self.slab_total = 0
         self.used_bytes = 0
         self.peak_bytes = 0
         self._closed = False
@@ -124,6 +125,20 @@ class PinnedPool:
                 slab.memory.pin()
             self._pin = True
 
+    def reset_peak(self) -> None:
+        """Begins a new peak of used bytes."""
+        with self._lock:
+            self.peak_bytes = self.used_bytes
+
+    def trim(self) -> None:
+        """Frees empty slabs that the present peak does not need. A pool of one slab keeps it.
+
+        Freeing page-locked memory waits for the device.
+        """
+        with self._changed:
+            if self._slab_bytes is not None:
+                self._close_empty_slabs(self.peak_bytes)
+
     def close(self) -> None:
         """Closes the pool: waiting requests raise a StorageError, and each slab is freed with its last buffer."""
         with self._changed:
@@ -166,7 +181,7 @@ class PinnedPool:
 
     def _grow(self, need: int) -> _Span | None:
         """Allocates a span in a new slab, if the budget has room for one."""
-        room = self.largest - self._taken
+        room = self.largest - self.slab_total
         if self._slab_bytes is None or room < need:
             return None
         # Under the lock on purpose: page-locking takes milliseconds, happens a few times in a run, and the next
@@ -188,7 +203,7 @@ class PinnedPool:
 
     def _add_slab(self, nbytes: int) -> None:
         self._slabs.append(_SlabSlots(Slab(nbytes, pin=self._pin), SlotAllocator(nbytes)))
-        self._taken += nbytes
+        self.slab_total += nbytes
 
     def _make_room(self, need: int) -> bool:
         """Frees empty slabs if a larger slab fits in their place; returns whether it did.
@@ -196,23 +211,31 @@ class PinnedPool:
         Called when `_allocate` has found nothing, and has merged the idle spans.
         """
         empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
-        if self._slab_bytes is None or need > self.largest - self._taken + empty:
+        if self._slab_bytes is None or need > self.largest - self.slab_total + empty:
             return False
         self._close_empty_slabs()
         return True
 
-    def _close_empty_slabs(self) -> None:
-        """Frees empty slabs. The lock is released meanwhile, because freeing pinned memory synchronizes the device."""
+    def _close_empty_slabs(self, least: int = 0) -> None:
+        """Frees empty slabs, but leaves at least `least` bytes of slabs.
+
+        The lock is released meanwhile, because freeing pinned memory synchronizes the device.
+        """
         self._merge_idle()
-        empty = [slab for slab in self._slabs if not slab.slots.used]
-        self._slabs = [slab for slab in self._slabs if slab.slots.used]  # no request allocates in empty ones any more
+        left = sum(slab.slots.capacity for slab in self._slabs)
+        empty: list[_SlabSlots] = []
+        for slab in self._slabs:
+            if not slab.slots.used and left - slab.slots.capacity >= least:
+                left -= slab.slots.capacity
+                empty.append(slab)
+        self._slabs = [slab for slab in self._slabs if slab not in empty]  # no request allocates in them any more
         self._changed.release()
         try:
             for slab in empty:
                 slab.memory.close()
         finally:
             self._changed.acquire()
-            self._taken -= sum(slab.slots.capacity for slab in empty)
+            self.slab_total -= sum(slab.slots.capacity for slab in empty)
             self._changed.notify_all()
 
     def _retain(self, buffer: PinnedBuffer) -> bool:

@@ -1,6 +1,7 @@
 """`PlanRunner`: plans that a caller applies in the middle of a training keep its numbers, and are measured."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +9,7 @@ import pytest
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE, Comparison
+from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS
 from lightning_ssd.planning import Plan, simulate
 from tests.support.compare import assert_same
 from tests.support.parity import TinyGPT, train
@@ -65,6 +67,33 @@ def test_plans_that_a_caller_applies_keep_the_numbers(accumulate: int) -> None:
     assert set(sweep.waited[:3]) == {WARMUP_AFTER_CHANGE + 1 + sweep.steps}
     assert all(item.step_seconds > 0 and item.predicted.step_seconds > 0 for item in sweep.measured)
     assert watch.stats.recomputed
+
+
+class HostBytes(pl.Callback):
+    """Records the pinned memory for activations after each step."""
+
+    def __init__(self) -> None:
+        self.slabs: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.slabs.append(trainer.strategy.offloader.tiers["host"].pool.slab_total)
+
+
+def test_host_memory_of_profiled_steps_is_freed_and_not_counted_under_a_plan() -> None:
+    """All activations are offloaded while steps are profiled, and none under the plan."""
+
+    def keep_all(index: int, plan: Plan) -> Plan:
+        units = {
+            name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"))
+            for name, unit in plan.units.items()
+        }
+        return replace(plan, units=units)
+
+    host, first = HostBytes(), planner(tolerance=1e9)
+    sweep = Sweep(first, keep_all, steps=MEDIAN_STEPS, count=1)
+    strategy = SSDOffloadStrategy(states="gpu", tier="host", min_bytes=1, host_memory="64MiB")
+    train(strategy, callbacks=[first, sweep, host], model=TinyGPT, steps=FIRST + MEDIAN_STEPS + 8)
+    assert sweep.measured[0].host_peak_bytes == 0 == host.slabs[-1] < max(host.slabs)
 
 
 def test_a_plan_of_another_model_is_not_applied() -> None:

@@ -18,14 +18,19 @@ PAGE = 4096
 @settings(max_examples=60)
 @given(
     st.sampled_from([None, 1, 2 * PAGE, 100 * PAGE]),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 16 * PAGE), st.integers(0, 1000)), max_size=50),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["allocate", "release", "trim", "reset"]), st.integers(1, 16 * PAGE), st.integers(0, 1000)
+        ),
+        max_size=50,
+    ),
 )
-def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tuple[bool, int, int]]) -> None:
+def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tuple[str, int, int]]) -> None:
     pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=slab)
     held: list[PinnedBuffer] = []
     most = 0
-    for take, nbytes, choice in steps:
-        if take:
+    for step, nbytes, choice in steps:
+        if step == "allocate":
             buffer = pool.try_acquire(nbytes)
             if buffer is not None:
                 assert buffer.nbytes == nbytes
@@ -33,11 +38,16 @@ def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tu
                 assert buffer.tensor.data_ptr() % PAGE == 0
                 buffer.tensor.fill_(len(held))
                 held.append(buffer)
-        elif held:
+        elif step == "release" and held:
             held.pop(choice % len(held)).release()
+        elif step == "trim":
+            pool.trim()
+        elif step == "reset":
+            pool.reset_peak()
+            most = 0
         used = sum(buffer.tensor.numel() for buffer in held)
         most = max(most, used)
-        assert pool.used_bytes == used <= pool.budget
+        assert pool.used_bytes == used <= pool.slab_total <= pool.budget
         assert pool.peak_bytes == most
         spans = sorted((b.tensor.data_ptr(), b.tensor.data_ptr() + b.tensor.numel()) for b in held)
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
@@ -45,6 +55,27 @@ def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tu
         buffer.release()
     # Whatever slabs were made, one buffer can use the whole budget again.
     assert pool.try_acquire(16 * PAGE) is not None
+    pool.close()
+
+
+@given(st.integers(1, 8), st.integers(0, 8))
+def test_a_trimmed_pool_has_the_slabs_of_its_peak(before: int, after: int) -> None:
+    """Slabs that later requests did not need are freed; those that they needed stay."""
+    pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=2 * PAGE)
+    for count in (before, after):
+        pool.reset_peak()
+        for buffer in [pool.acquire(2 * PAGE) for _ in range(count)]:
+            buffer.release()
+    assert pool.slab_total == 2 * PAGE * max(before, after)
+    pool.trim()
+    assert pool.slab_total == 2 * PAGE * after
+    pool.close()
+
+
+def test_a_pool_of_one_slab_keeps_it() -> None:
+    pool = PinnedPool(16 * PAGE, pin=False)
+    pool.trim()
+    assert pool.slab_total == 16 * PAGE
     pool.close()
 
 
