@@ -236,21 +236,21 @@ class EvictionPlanner:
         early: set[int] = set()
         prefetched = 0
         for operator in range(self._count - 1, -1, -1):
-            # Without room for all prefetches that have begun, the ones that are needed last begin later.
-            late = [number for number in ends.get(operator, ()) if number in early]
-            prefetched -= sum(evicted[number].period.nbytes for number in late)
-            early.difference_update(late)
+            late = [number for number in ends[operator] if number in early] if operator in ends else []
             for number in begins.get(operator, ()):
                 heappush(heap, (-operator, number))
                 early.add(number)
                 prefetched += evicted[number].period.nbytes
+            # Without room for all prefetches that have begun, the ones that are needed last begin later.
+            for number in late:
+                prefetched -= evicted[number].period.nbytes
             while heap and prefetched + beyond[operator] > 0:
                 number = heappop(heap)[1]
-                if number in early:
-                    early.remove(number)
+                if number in early and number not in late:
                     late.append(number)
                     prefetched -= evicted[number].period.nbytes
             for number in late:
+                early.remove(number)
                 evicted[number].stop -= lasts[number] - operator
         for number in early:
             evicted[number].stop -= lasts[number] + 1

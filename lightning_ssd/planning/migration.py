@@ -197,10 +197,11 @@ class GPUStep:
     ) -> None:
         count = len(profile.operators)
         job = CPUStep(unit, ready=0, absent_from=0, before=count)
+        stepped = profile.optimizer_bytes[unit]
         gradients = []
         for index in members:
             tensor = profile.tensors[index]
-            uses = [use for use in tensor.uses if profile.operators[use].phase != "optimizer"]
+            uses = [use for use in tensor.uses if use not in stepped]
             if tensor.kind == "optimizer state":
                 self.absent.add(index)
                 self.host_bytes += tensor.nbytes

@@ -247,8 +247,9 @@ class _Simulation:
                 self.into.add(drive, due, nbytes)
             wait = 0.0
             while True:
-                if waiting or computed:
+                if waiting:
                     free_at = self._start_jobs(waiting, computed, free_at)
+                if computed:
                     self._return_weights(computed)
                 seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
                 late = [ready for ready, due, _ in computed if due <= index]  # when the CPU has made new weights

@@ -42,8 +42,8 @@ PRICES = (2.0, 1.0, 0.5)
 SHARES = (0.75, 0.5)
 """Shares of the recomputations at the best price that are tried."""
 
-MORE_IN_FLIGHT = (0.02, 0.1)
-"""Other shares of the GPU's capacity for prefetches that have begun, tried for the best plan."""
+LESS_IN_FLIGHT = 0.02
+"""Smaller share of the GPU's capacity for prefetches that have begun, which is tried for the best plan."""
 
 MIN_GAIN = 0.002
 """Least gain, as a share of the step, for which a plan is simulated."""
@@ -64,7 +64,23 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
         machine: the machine.
         min_bytes: bytes of the smallest tensor that is migrated.
     """
-    return _search(profile, machine, min_bytes)
+    search = _Search(profile, machine, min_bytes)
+    # All bytes beyond the capacity have to leave in a step.
+    least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
+    factor, before = min(LONGEST, max(1.0, least)), inf
+    search.io.lengthen(factor)
+    while True:
+        search.choose(in_time=True)
+        left = float(search.pressure.sum())
+        if left >= STUCK * before or (left and factor >= LONGEST):
+            # Operators right before or after the use of a tensor need its memory, however long the step is.
+            search.choose(in_time=False)
+            left = 0.0
+        if not left:
+            return MigrationPlan(tuple(search.necessary()))
+        before = left
+        factor *= LONGER
+        search.io.lengthen(LONGER)
 
 
 def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
@@ -160,8 +176,7 @@ class _BestPlan:
         for share in SHARES:
             if self.chosen.price is None or not self._try(replace(self.chosen, share=share)):
                 break
-        for in_flight in MORE_IN_FLIGHT:
-            self._try(replace(self.chosen, in_flight=in_flight))
+        self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT))
         return self.best
 
     def _try(self, choice: _Choice) -> bool:
@@ -184,27 +199,6 @@ class _BestPlan:
         if plan not in self.predictions:
             self.predictions[plan] = simulate_migrations(self.profile, self.machine, plan)
         return plan, self.predictions[plan]
-
-
-def _search(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> MigrationPlan:
-    """Returns the plan; arguments as in `_Search`. The step is lengthened until all transfers have room."""
-    search = _Search(profile, machine, min_bytes)
-    # All bytes beyond the capacity have to leave in a step.
-    least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
-    factor, before = min(LONGEST, max(1.0, least)), inf
-    search.io.lengthen(factor)
-    while True:
-        search.choose(in_time=True)
-        left = float(search.pressure.sum())
-        if left >= STUCK * before or (left and factor >= LONGEST):
-            # Operators right before or after the use of a tensor need its memory, however long the step is.
-            search.choose(in_time=False)
-            left = 0.0
-        if not left:
-            return MigrationPlan(tuple(search.necessary()))
-        before = left
-        factor *= LONGER
-        search.io.lengthen(LONGER)
 
 
 class _Search:
@@ -313,7 +307,9 @@ class _Search:
         tensor = self.profile.tensors[period.tensor]
         benefit = 0.0
         for first, last in ((start, stop),) if stop <= self.count else wrapped(start, stop, self.count):
-            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes).dot(self.io.seconds[first:last]))
+            reduced = np.minimum(self.pressure[first:last], tensor.nbytes)
+            reduced *= self.io.seconds[first:last]
+            benefit += float(reduced.sum())  # `dot` would run on threads that spin on a busy machine
         if benefit <= 0:
             return None
         return benefit / self.io.transfer_seconds(tensor.nbytes, drive), start, stop, before, drive

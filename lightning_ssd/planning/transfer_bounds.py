@@ -1,7 +1,5 @@
 """Bounds of a step by its transfers: no plan that recomputes nothing and steps no unit on the CPU is faster."""
 
-import itertools
-
 import numpy as np
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
@@ -12,25 +10,28 @@ PARTS = 96
 
 
 def least_step_seconds(profile: LifetimeProfile, machine: MigrationMachine) -> float:
-    """Returns seconds that a step takes at least if memory fits.
+    """Returns the seconds that a step takes at least if memory fits.
 
-    Tensors that operators of an interval use exceed the memory by bytes that are transferred in the interval, in both
-    directions: at its begin, and at its end, the GPU has no more than its capacity, and host memory no more than its
-    limit. The bound is that of the intervals into which the step is divided for the largest sum.
+    Operators of an interval use tensors that exist at its begin. Those beyond the GPU's capacity are prefetched in the
+    interval, and those beyond the capacities of GPU and host memory are read from drives. The same holds for offloads
+    of tensors that exist at its end. The step is divided into intervals for the largest sum of such bounds.
     """
+    uses = _uses(profile)
+    if not uses:
+        return profile.step_seconds
     count = len(profile.operators)
     operators = profile.operators
-    # Transfers per second are the most in the few operators of the optimizer: parts have equal numbers of operators.
+    # The optimizer needs the most bytes per second, with many operators: parts have equal numbers of operators.
     phases = [index for index in range(1, count) if operators[index].phase != operators[index - 1].phase]
     bounds = np.array(sorted({part * count // PARTS for part in range(PARTS)}.union(phases, (0, count))))
     size = len(bounds)
-    before, use, after, nbytes = (np.array(column) for column in zip(*_uses(profile), strict=True))
+    before, use, after, nbytes = (np.array(column) for column in zip(*uses, strict=True))
     earlier, begin, end = (np.searchsorted(bounds, one, "right") for one in (before, use, after))
     used, left = np.zeros((2, size + 1, size + 1))
-    """Bytes of tensors that exist at the begin of an interval (rows), or at its end (columns), and are used in it."""
+    """Bytes used between the bounds of a row and a column, of tensors that exist at its begin, or at its end."""
     np.add.at(used, (earlier, begin), nbytes)
     np.add.at(used, (begin, begin), -nbytes)
-    # How the step ends is seen in the next one: intervals until its end have no bound by their offloads.
+    # Offloads at the end of a step may take time of the next one: intervals until the end have no bound by them.
     end = np.minimum(end, size - 1)
     np.add.at(left, (begin - 1, begin), nbytes)
     np.add.at(left, (begin - 1, end), -nbytes)
@@ -54,13 +55,15 @@ def least_step_seconds(profile: LifetimeProfile, machine: MigrationMachine) -> f
 
 
 def _uses(profile: LifetimeProfile) -> list[tuple[int, int, int, int]]:
-    """Returns each use of a tensor, after the one before (or its allocation) and before the next one, and its bytes."""
-    count = len(profile.operators)
+    """Returns the operator before a use of a tensor that uses or allocates it, the use, the next one, and the bytes.
+
+    The last use of a tensor that is freed then has itself as the next one.
+    """
     found: list[tuple[int, int, int, int]] = []
     for tensor in profile.tensors:
-        first = -1 if tensor.allocated is None else tensor.allocated
-        last = count if tensor.freed is None else -1
-        found += zip(
-            (first, *tensor.uses), tensor.uses, (*tensor.uses[1:], last), itertools.repeat(tensor.nbytes), strict=False
-        )
+        before = -1 if tensor.allocated is None else tensor.allocated
+        after = tensor.uses[-1:] if tensor.freed is not None else (len(profile.operators),)
+        for use, following in zip(tensor.uses, (*tensor.uses[1:], *after), strict=False):
+            found.append((before, use, following, tensor.nbytes))
+            before = use
     return found
