@@ -176,7 +176,9 @@ class _BestPlan:
         for share in SHARES:
             if self.chosen.price is None or not self._try(replace(self.chosen, share=share)):
                 break
-        self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT))
+        if self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT)):
+            # The step waits less for transfers, and may wait for the CPU now.
+            self._try(replace(self.chosen, cpu_units=self.chosen.cpu_units - 1))
         return self.best
 
     def _try(self, choice: _Choice) -> bool:
