@@ -1,7 +1,7 @@
 """Lifetimes of all tensors of a training step: when each is allocated, used by operators, and freed (Teraio, 3.1)."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -221,6 +221,25 @@ class LifetimeProfile:
         for tensor in self.tensors:
             for use in tensor.uses:
                 nbytes[use] += tensor.nbytes
+        return nbytes
+
+    @cached_property
+    def by_unit(self) -> dict[str, list[int]]:
+        """Indices of the tensors of each unit."""
+        units: dict[str, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(self.tensors):
+            if tensor.unit:
+                units[tensor.unit].append(index)
+        return dict(units)
+
+    @cached_property
+    def optimizer_bytes(self) -> dict[str, dict[int, int]]:
+        """Bytes of the tensors of each unit that operators of the optimizer use, by operator."""
+        nbytes: dict[str, dict[int, int]] = {unit: defaultdict(int) for unit in self.by_unit}
+        for tensor in self.tensors:
+            for use in tensor.uses if tensor.unit else ():
+                if self.operators[use].phase == "optimizer":
+                    nbytes[tensor.unit][use] += tensor.nbytes
         return nbytes
 
     @cached_property

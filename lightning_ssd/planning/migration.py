@@ -133,6 +133,7 @@ class CPUStep:
     """The optimizer step of a unit on the CPU. Operators as in `Migration`.
 
     Attributes:
+        unit: name of the unit.
         ready: the last operator of backward that uses the unit's gradients.
         absent_from: operator at whose begin the GPU memory of the gradients must be free.
         before: the next operator that uses the unit's weights.
@@ -141,12 +142,13 @@ class CPUStep:
         parameters: parameters that are stepped.
     """
 
+    unit: str
     ready: int
     absent_from: int
     before: int
-    gradients: int
-    weights: int
-    parameters: int
+    gradients: int = 0
+    weights: int = 0
+    parameters: int = 0
 
 
 class GPUStep:
@@ -175,30 +177,31 @@ class GPUStep:
         self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str], changes: ByteChanges
     ) -> None:
         moved, whole = defaultdict[int, int](int), defaultdict[int, int](int)
-        by_unit: dict[str, list[int]] = defaultdict(list)
-        for index, tensor in enumerate(profile.tensors):
-            if not tensor.unit:
-                continue
-            for use in tensor.uses:
-                if profile.operators[use].phase == "optimizer":
-                    whole[use] += tensor.nbytes
-                    moved[use] += tensor.nbytes if tensor.unit in cpu_units else 0
-            if tensor.unit in cpu_units:
-                by_unit[tensor.unit].append(index)
+        for unit, stepped in profile.optimizer_bytes.items():
+            for use, nbytes in stepped.items():
+                whole[use] += nbytes
+                moved[use] += nbytes if unit in cpu_units else 0
         for use, nbytes in moved.items():
             self.seconds[use] *= 1 - nbytes / whole[use]
-        for members in by_unit.values():
-            self._move_unit(profile, machine, members, changes)
+        for unit, members in profile.by_unit.items():
+            if unit in cpu_units:
+                self._move_unit(profile, machine, unit, members, changes)
 
     def _move_unit(
-        self, profile: LifetimeProfile, machine: MigrationMachine, members: Sequence[int], changes: ByteChanges
+        self,
+        profile: LifetimeProfile,
+        machine: MigrationMachine,
+        unit: str,
+        members: Sequence[int],
+        changes: ByteChanges,
     ) -> None:
         count = len(profile.operators)
-        job = CPUStep(0, 0, count, 0, 0, 0)
+        job = CPUStep(unit, ready=0, absent_from=0, before=count)
+        stepped = profile.optimizer_bytes[unit]
         gradients = []
         for index in members:
             tensor = profile.tensors[index]
-            uses = [use for use in tensor.uses if profile.operators[use].phase != "optimizer"]
+            uses = [use for use in tensor.uses if use not in stepped]
             if tensor.kind == "optimizer state":
                 self.absent.add(index)
                 self.host_bytes += tensor.nbytes

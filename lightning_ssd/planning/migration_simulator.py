@@ -1,9 +1,10 @@
 """Simulates a step in which single tensors migrate: drives, link and CPU over time, and the operators that wait."""
 
 from bisect import insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import inf
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
@@ -19,13 +20,16 @@ from lightning_ssd.planning.migration import (
 )
 from lightning_ssd.sizes import format_bytes, format_seconds
 
+RESOLUTION = 1000
+"""Least number of parts of a step in each of which the transfers and the CPU's work are followed."""
+
 STEPS = 2
 """Simulated steps: migrations that wrap round the step are in flight when the second begins."""
 
 
 @dataclass(frozen=True)
 class IntervalTraffic:
-    """A time in which the set of running work does not change: an operator, or a stall before one.
+    """A time in which the set of running work does not change: operators between two events, or a stall before one.
 
     Attributes:
         start: begin in the step, seconds.
@@ -92,7 +96,8 @@ def simulate_migrations(
 
     The GPU runs the operators in order. Before an operator it waits for tensors that the operator needs, and for
     offloads that make room for it. Of each drive and direction one transfer runs at a time, the one that an operator
-    needs first; so urgent transfers overtake others. All transfers of one direction share the link.
+    needs first; so urgent transfers overtake others. All transfers of one direction share the link: host memory has the
+    bandwidth that drives leave, which are slower and would be idle otherwise.
     """
     return _Simulation(profile, machine, plan).run()
 
@@ -107,7 +112,7 @@ class _Transfers:
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
         self._link = machine.link_out if direction == "out" else machine.link_in
-        self._rates = {drive: machine.rate(drive, direction) for drive in range(HOST, len(machine.drives))}
+        self._rates = {drive: machine.rate(drive, direction) for drive in (*range(len(machine.drives)), HOST)}
         self._queues: dict[int, list[list[float]]] = {drive: [] for drive in self._rates}
         """[operator that needs it, number, bytes left] of each transfer of a drive, in this order."""
         self._count = 0
@@ -145,22 +150,27 @@ class _Transfers:
         if not self.left:
             return carried
         link = self._link * seconds
-        for last in (due, None) if due >= self._first_due else (None,):
+        ended = False
+        for last in (due, inf) if due >= self._first_due else (inf,):
             for drive, queue in self._queues.items():
-                if not queue:
+                if not queue or queue[0][0] > last:
                     continue
-                room = min(self._rates[drive] * seconds - carried.get(drive, 0.0), link)
-                while queue and room > 0 and (last is None or queue[0][0] <= last):
+                room = limit = min(self._rates[drive] * seconds - carried.get(drive, 0.0), link)
+                while room > 0 and queue and queue[0][0] <= last:
                     entry = queue[0]
-                    part = min(room, entry[2])
-                    entry[2] -= part
-                    room -= part
-                    link -= part
-                    carried[drive] = carried.get(drive, 0.0) + part
-                    if entry[2] <= 0:
-                        queue.pop(0)
+                    if entry[2] > room:
+                        entry[2] -= room
+                        room = 0.0
+                    else:
+                        room -= entry[2]
                         del self.left[entry[1]]
-        self._first_due = self._find_first_due()
+                        queue.pop(0)
+                        ended = True
+                if limit > 0:
+                    carried[drive] = carried.get(drive, 0.0) + limit - room
+                    link -= limit - room
+        if ended:
+            self._first_due = self._find_first_due()
         return carried
 
     def _find_first_due(self) -> float:
@@ -212,14 +222,24 @@ class _Simulation:
 
     def run(self) -> MigrationPrediction:
         stalls: list[tuple[int, float]] = []
-        jobs = [(cycle * self.count + job.ready, job) for cycle in range(STEPS) for job in self.step.jobs]
-        jobs.sort(key=lambda item: item[0])
+        jobs = deque(
+            sorted(
+                ((cycle * self.count + job.ready, job) for cycle in range(STEPS) for job in self.step.jobs),
+                key=lambda item: item[0],
+            )
+        )
         waiting: list[tuple[float, CPUStep, int]] = []  # transfer of the gradients, job, operator that needs weights
         computed: list[tuple[float, int, int]] = []  # when the CPU has made new weights, their bytes, that operator
         free_at = begun = 0.0
         first_part = 0
-        self._offload(-1)
-        for index in range(STEPS * self.count):
+        times = list(accumulate(self.seconds, initial=0.0))
+        for index, following in pairwise(self._events()):
+            self._offload(index - 1)
+            while jobs and jobs[0][0] < index:
+                ready, job = jobs.popleft()
+                base = ready - job.ready
+                number = self.out.add(HOST, base + job.absent_from, job.gradients)
+                waiting.append((number, job, base + self.count + job.before))
             if index == (STEPS - 1) * self.count:
                 begun, first_part = self.now, len(self.traffic)
                 stalls.clear()
@@ -227,6 +247,10 @@ class _Simulation:
                 self.into.add(drive, due, nbytes)
             wait = 0.0
             while True:
+                if waiting:
+                    free_at = self._start_jobs(waiting, computed, free_at)
+                if computed:
+                    self._return_weights(computed)
                 seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
                 late = [ready for ready, due, _ in computed if due <= index]  # when the CPU has made new weights
                 if seconds:
@@ -240,20 +264,23 @@ class _Simulation:
                 else:
                     break
                 wait += seconds
-                free_at = self._start_jobs(waiting, computed, free_at)
-                self._return_weights(computed)
             if wait > 0:
                 stalls.append((index % self.count, wait))
-            self._advance(self.seconds[index % self.count], index)
-            self._offload(index)
-            while jobs and jobs[0][0] <= index:
-                base = jobs[0][0] - jobs[0][1].ready
-                job = jobs.pop(0)[1]
-                number = self.out.add(HOST, base + job.absent_from, job.gradients)
-                waiting.append((number, job, base + self.count + job.before))
-            free_at = self._start_jobs(waiting, computed, free_at)
-            self._return_weights(computed)
-        return self._prediction(self.now - begun, stalls, begun, first_part)
+            first = index % self.count
+            self._advance(times[first + following - index] - times[first], index)
+        return self._prediction(times[-1] + sum(wait for _, wait in stalls), stalls, begun, first_part)
+
+    def _events(self) -> list[int]:
+        """Returns the operators at whose begin a transfer may begin or be due, and some between them, in order."""
+        events = {part * self.count // RESOLUTION for part in range(RESOLUTION)}
+        events.update(index + 1 for index in self.end)
+        events.update(self.begin)
+        for migration in self.plan.migrations:
+            events.update((migration.absent_from, migration.before))
+        for job in self.step.jobs:
+            events.update((job.ready + 1, job.absent_from, job.before))
+        inside = sorted({index % self.count for index in events})
+        return [cycle * self.count + index for cycle in range(STEPS) for index in inside] + [STEPS * self.count]
 
     def _start_jobs(
         self, waiting: list[tuple[float, CPUStep, int]], computed: list[tuple[float, int, int]], free_at: float

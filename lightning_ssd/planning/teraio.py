@@ -7,15 +7,19 @@ that, the GPU has to wait: the step is lengthened, and the search continues. Ear
 transfers as possible fit into the step as it is.
 """
 
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
 import numpy as np
 
+from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner
 from lightning_ssd.planning.io_timeline import Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import InactivePeriod, LifetimeProfile
 from lightning_ssd.planning.migration import HOST, GPUStep, Migration, MigrationMachine, MigrationPlan, wrapped
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
+from lightning_ssd.planning.transfer_bounds import least_step_seconds
 
 SATURATED = 2.0
 """A drive is saturated for a migration if earlier ones make its transfers take longer by this factor."""
@@ -32,11 +36,19 @@ LONGER, LONGEST = 2.0, 256.0
 STUCK = 0.9
 """Share of the pressure that remains in a longer step, from which on operators wait for transfers right away."""
 
-PRICES = (8.0, 2.0, 1.0)
-"""Costs of a second of recomputation, in seconds of I/O, that the search beyond the paper tries: recomputation always
-lengthens the step, transfers only where they are late."""
+PRICES = (2.0, 1.0, 0.5)
+"""Seconds of transfers that a second of recomputation has to save, which the search beyond the paper tries."""
 
-_Candidate = tuple[float, int, int, int, int | None]
+SHARES = (0.75, 0.5)
+"""Shares of the recomputations at the best price that are tried."""
+
+LESS_IN_FLIGHT = 0.02
+"""Smaller share of the GPU's capacity for prefetches that have begun, which is tried for the best plan."""
+
+MIN_GAIN = 0.002
+"""Least gain, as a share of the step, for which a plan is simulated."""
+
+_Candidate = tuple[float, int, int, int, int]
 """Ratio of benefit and cost, and `absent_from`, `absent_until`, `before` and `drive` of a `Migration`."""
 
 
@@ -52,7 +64,23 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
         machine: the machine.
         min_bytes: bytes of the smallest tensor that is migrated.
     """
-    return _search(profile, machine, min_bytes)
+    search = _Search(profile, machine, min_bytes)
+    # All bytes beyond the capacity have to leave in a step.
+    least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
+    factor, before = min(LONGEST, max(1.0, least)), inf
+    search.io.lengthen(factor)
+    while True:
+        search.choose(in_time=True)
+        left = float(search.pressure.sum())
+        if left >= STUCK * before or (left and factor >= LONGEST):
+            # Operators right before or after the use of a tensor need its memory, however long the step is.
+            search.choose(in_time=False)
+            left = 0.0
+        if not left:
+            return MigrationPlan(tuple(search.necessary()))
+        before = left
+        factor *= LONGER
+        search.io.lengthen(LONGER)
 
 
 def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
@@ -74,7 +102,34 @@ def plan_migrations(
 ) -> tuple[MigrationPlan, MigrationPrediction]:
     """Returns the best plan that also recomputes saved tensors, and steps units on the CPU, and its prediction.
 
-    The plan of `plan_teraio` is a candidate, so the result is never predicted to be slower.
+    The plan of `plan_teraio` is made, too, unless no plan without recomputation and CPU steps can be better. So the
+    result is never predicted to be slower.
+
+    Args:
+        profile: as in `plan_teraio`.
+        machine: as in `plan_teraio`.
+        min_bytes: as in `plan_teraio`.
+    """
+    found = _BestPlan(profile, machine, min_bytes).find()
+    least = least_step_seconds(profile, machine) * (1 + 1e-9)  # additions round
+    if found[1].excess_bytes or found[1].step_seconds > least:
+        teraio = plan_teraio(profile, machine, min_bytes)
+        found = min(found, (teraio, simulate_migrations(profile, machine, teraio)), key=lambda one: one[1].score)
+    return found
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Arguments of `EvictionPlanner.plan`, with the number of units that the CPU steps."""
+
+    cpu_units: int = 0
+    price: float | None = None
+    share: float = 1.0
+    in_flight: float = IN_FLIGHT
+
+
+class _BestPlan:
+    """The search for the number of units that the CPU steps, and the price of recomputation.
 
     Args:
         profile: as in `plan_teraio`.
@@ -82,60 +137,70 @@ def plan_migrations(
         min_bytes: as in `plan_teraio`.
     """
 
-    def consider(cpu_units: frozenset[str], price: float | None) -> tuple[MigrationPlan, MigrationPrediction]:
-        plan = _search(profile, machine, min_bytes, cpu_units, price)
-        return plan, simulate_migrations(profile, machine, plan)
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
+        self.profile = profile
+        self.machine = machine
+        self.planner = EvictionPlanner(profile, machine, min_bytes)
+        jobs = GPUStep(profile, machine, frozenset(one.unit for one in profile.tensors if one.unit)).jobs
+        # Units whose gradients are complete first have the most time for a CPU step.
+        jobs.sort(key=lambda job: job.ready)
+        self.units = [job.unit for job in jobs]
+        self.cpu_seconds = [0.0]
+        """Seconds of a step by the work of the CPU, by the number of units that it steps."""
+        free_at = 0.0
+        for job in jobs:
+            arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
+            free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
+            needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
+            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
+        self.tried: set[_Choice] = set()
+        self.predictions: dict[MigrationPlan, MigrationPrediction] = {}
+        self.chosen = _Choice()
+        self.best = self._simulate(self.chosen)
 
-    best = consider(frozenset(), None)
-    price: float | None = None
-    for other in PRICES:
-        if not best[1].stalls and not best[1].excess_bytes:
-            return best
-        if (found := consider(frozenset(), other))[1].score < best[1].score:
-            best, price = found, other
-    # Units in the order of backward: those whose gradients are complete first have the most time for a CPU step.
-    units = list(dict.fromkeys(tensor.unit for tensor in profile.tensors if tensor.unit))[::-1]
-    amount = len(units)
-    count = 0
-    tried = {count}
-    while amount and (best[1].stalls or best[1].excess_bytes):
-        others = {one for one in (count + amount, count - amount) if 0 <= one <= len(units)} - tried
-        tried |= others
-        found = min((consider(frozenset(units[:one]), price) for one in others), key=lambda item: item[1].score,
-                    default=best)  # fmt: skip
-        better = found[1].score < best[1].score
-        if better:
-            best, count = found, len(found[0].cpu_units)
-        if amount > 1 or not better:
-            amount //= 2
-    return best
+    def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
+        """Returns the best plan, and its prediction."""
+        if not (self.best[1].stalls or self.best[1].excess_bytes):
+            return self.best
+        # The CPU steps as many units as it can without making the GPU wait; then more or fewer are tried.
+        hidden = bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1
+        is_better = self._try(_Choice(hidden))
+        for price in PRICES:
+            if not self._try(replace(self.chosen, price=price)) and self.chosen.price is not None:
+                break
+        amount = len(self.units) // (8 if is_better else 4)
+        while amount:
+            counts = self.chosen.cpu_units + amount, self.chosen.cpu_units - amount
+            if not any(self._try(replace(self.chosen, cpu_units=count)) for count in counts):
+                amount //= 2
+        for share in SHARES:
+            if self.chosen.price is None or not self._try(replace(self.chosen, share=share)):
+                break
+        if self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT)):
+            # The step waits less for transfers, and may wait for the CPU now.
+            self._try(replace(self.chosen, cpu_units=self.chosen.cpu_units - 1))
+        return self.best
 
+    def _try(self, choice: _Choice) -> bool:
+        """Simulates a plan, if it can be better than the best one, and returns whether it is."""
+        best = self.best[1]
+        if choice in self.tried or not 0 <= choice.cpu_units <= len(self.units):
+            return False
+        if not best.excess_bytes and self.cpu_seconds[choice.cpu_units] > (1 - MIN_GAIN) * best.step_seconds:
+            return False
+        found = self._simulate(choice)
+        if found[1].score >= best.score:
+            return False
+        self.best, self.chosen = found, choice
+        return True
 
-def _search(
-    profile: LifetimeProfile,
-    machine: MigrationMachine,
-    min_bytes: int,
-    cpu_units: frozenset[str] = frozenset(),
-    price: float | None = None,
-) -> MigrationPlan:
-    """Returns the plan; arguments as in `_Search`. The step is lengthened until all transfers have room."""
-    search = _Search(profile, machine, min_bytes, cpu_units, price)
-    # All bytes beyond the capacity have to leave in a step.
-    least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
-    factor, before = min(LONGEST, max(1.0, least)), inf
-    search.io.lengthen(factor)
-    while True:
-        search.choose(in_time=True)
-        left = float(search.pressure.sum())
-        if left >= STUCK * before or (left and factor >= LONGEST):
-            # Operators right before or after the use of a tensor need its memory, however long the step is.
-            search.choose(in_time=False)
-            left = 0.0
-        if not left:
-            return MigrationPlan(tuple(search.necessary()), cpu_units)
-        before = left
-        factor *= LONGER
-        search.io.lengthen(LONGER)
+    def _simulate(self, choice: _Choice) -> tuple[MigrationPlan, MigrationPrediction]:
+        self.tried.add(choice)
+        units = frozenset(self.units[: choice.cpu_units])
+        plan = self.planner.plan(units, choice.price, choice.share, choice.in_flight)
+        if plan not in self.predictions:
+            self.predictions[plan] = simulate_migrations(self.profile, self.machine, plan)
+        return plan, self.predictions[plan]
 
 
 class _Search:
@@ -145,45 +210,27 @@ class _Search:
         profile: lifetimes of all tensors.
         machine: the machine.
         min_bytes: bytes of the smallest tensor that is migrated.
-        cpu_units: units whose optimizer steps on the CPU.
-        price: cost of a second of recomputation, seconds of I/O; None: nothing is recomputed.
     """
 
-    def __init__(
-        self,
-        profile: LifetimeProfile,
-        machine: MigrationMachine,
-        min_bytes: int,
-        cpu_units: frozenset[str] = frozenset(),
-        price: float | None = None,
-    ) -> None:
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
         self.profile = profile
         self.machine = machine
-        self.price = price
-        step = GPUStep(profile, machine, cpu_units)
         self.count = len(profile.operators)
-        self.nbytes = np.array(step.nbytes, dtype=np.float64)
+        seconds = [one.end - one.start for one in profile.operators]
+        self.nbytes = np.array(profile.total, dtype=np.float64)
         self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
         self.pressed = bool(self.pressure.any())
-        self.host: Floats = np.full(self.count, float(step.host_bytes))
-        self.host_peak = float(step.host_bytes)
-        self.io = IOTimeline(machine, step.seconds)
-        writes = inf if machine.host_bytes > self.host[0] else sum(write for _, write in machine.drives)
-        self.most_out = min(machine.link_out, writes) * float(np.sum(step.seconds))
+        self.host: Floats = np.zeros(self.count)
+        self.host_peak = 0.0
+        self.io = IOTimeline(machine, seconds)
+        writes = inf if machine.host_bytes else sum(write for _, write in machine.drives)
+        self.most_out = min(machine.link_out, writes) * float(np.sum(seconds))
         """Bytes that can leave the GPU in a step that is not lengthened."""
         self.planned = [0.0] * len(machine.drives)
         """Seconds of transfers that are planned for each drive."""
-        self.needed: dict[int, list[int]] = {}
-        """Operators before which a tensor is needed for the recomputation of others."""
         self.chosen: dict[tuple[int, int], Migration] = {}
         """The migration of each tensor and operator after which it begins, in the order of choice."""
-        ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
-        self.sources = [tuple(ids[source] for source in tensor.sources) for tensor in profile.tensors]
-        self.periods = [
-            period
-            for period in profile.periods
-            if profile.tensors[period.tensor].nbytes >= min_bytes and period.tensor not in step.absent
-        ]
+        self.periods = [period for period in profile.periods if profile.tensors[period.tensor].nbytes >= min_bytes]
 
     def choose(self, *, in_time: bool) -> None:
         """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
@@ -196,25 +243,25 @@ class _Search:
         heap = self._candidates()
         heapify(heap)
         while heap and self.pressed:
-            _, number, recomputed = heappop(heap)
+            _, number = heappop(heap)
             period = self.periods[number]
-            found = self._recompute(period) if recomputed else self._migrate(period, in_time=in_time)
+            found = self._migrate(period, in_time=in_time)
             if found is None:
                 continue
             ratio, start, stop, before, drive = found
             # A ratio only falls as others are chosen: those in the heap are bounds of the present ones.
             if not heap or ratio >= CLOSE * -heap[0][0]:
-                self._add_migration(Migration(period.tensor, period.after, start, stop, before, drive), in_time=in_time)
+                migration = Migration(period.tensor, period.after, start, stop, before, drive)
+                self._add_migration(migration, drive, in_time=in_time)
             else:
-                heappush(heap, (-ratio, number, recomputed))
+                heappush(heap, (-ratio, number))
 
-    def _candidates(self) -> list[tuple[float, int, bool]]:
-        """Returns a bound of the ratio (negative), the period, and whether it is recomputed, for each candidate."""
+    def _candidates(self) -> list[tuple[float, int]]:
+        """Returns a bound of the ratio (negative), and the period, of each candidate."""
         if not self.periods:
             return []
         bounds = np.array([self._bounds(period) for period in self.periods])
         sizes = np.array([float(self.profile.tensors[period.tensor].nbytes) for period in self.periods])
-        recompute_seconds = [self.profile.tensors[period.tensor].recompute_seconds for period in self.periods]
         tiers = [*range(len(self.planned)), *([HOST] if self.machine.host_bytes > 0 else [])]
         if not tiers:
             costs = np.full(len(sizes), np.inf)
@@ -224,24 +271,12 @@ class _Search:
         under = np.cumsum(np.tile(np.where(self.pressure > 0, self.io.seconds, 0.0), 2))
         under = np.concatenate([[0.0], under])
         pressed = under[bounds[:, 1]] - under[bounds[:, 0] + 1]
-        heap = []
-        for number in np.flatnonzero(pressed > 0).tolist():
-            benefit = float(sizes[number] * pressed[number])
-            heap.append((-benefit / float(costs[number]), number, False))
-            seconds = recompute_seconds[number]
-            if self.price is not None and seconds is not None and not self._is_forward(int(bounds[number, 1])):
-                heap.append((-benefit / max(1e-9, self.price * seconds), number, True))
-        return heap
+        ratios = sizes * pressed / costs
+        return [(-float(ratios[number]), number) for number in np.flatnonzero(pressed > 0).tolist()]
 
     def _bounds(self, period: InactivePeriod) -> tuple[int, int]:
         """Returns the operators between which a tensor is not needed, the second one possibly of the next step."""
-        before = period.before if period.before > period.after else period.before + self.count
-        if uses := self.needed.get(period.tensor):
-            before = min((use for use in uses if period.after < use < before), default=before)
-        return period.after, before
-
-    def _is_forward(self, operator: int) -> bool:
-        return self.profile.operators[operator % self.count].phase == "forward"
+        return period.after, period.before if period.before > period.after else period.before + self.count
 
     def _migrate(self, period: InactivePeriod, *, in_time: bool) -> _Candidate | None:
         """Returns the migration of a candidate, or None if it would reduce no pressure."""
@@ -249,8 +284,7 @@ class _Search:
         size = self.profile.tensors[period.tensor].nbytes
         after, before = self._bounds(period)
         if (old := self.chosen.get((period.tensor, period.after))) is not None:
-            if old.drive is None:
-                return None
+            assert old.drive is not None  # nothing is recomputed
             span = self.io.lay(after, before, size, old.drive)[0] if in_time else self._pressed(after + 1, before)
             if span is None or (old.absent_from <= span[0] and span[1] <= old.absent_until):
                 return None
@@ -271,37 +305,16 @@ class _Search:
         span, _ = self.io.lay(after, before, size, HOST)
         return None if span is None else self._rated(period, before, *span, HOST)
 
-    def _recompute(self, period: InactivePeriod) -> _Candidate | None:
-        """Returns the recomputation of a candidate, or None if its sources are absent then."""
-        after, before = self._bounds(period)
-        migrates = period.tensor in self.needed or (period.tensor, period.after) in self.chosen
-        if migrates or any(self._is_away(source, before) for source in self.sources[period.tensor]):
-            return None
-        return self._rated(period, before, after + 1, before, None)
-
-    def _is_away(self, tensor: int, operator: int) -> bool:
-        """Returns whether a tensor is absent, or in flight, at the begin of an operator."""
-        migrations = (self.chosen.get((tensor, after)) for after in self.profile.tensors[tensor].uses)
-        return any(
-            first <= operator % self.count < last
-            for one in migrations
-            if one is not None
-            for first, last in wrapped(one.after + 1, one.before, self.count)
-        )
-
-    def _rated(
-        self, period: InactivePeriod, before: int, start: int, stop: int, drive: int | None
-    ) -> _Candidate | None:
+    def _rated(self, period: InactivePeriod, before: int, start: int, stop: int, drive: int) -> _Candidate | None:
         tensor = self.profile.tensors[period.tensor]
         benefit = 0.0
         for first, last in ((start, stop),) if stop <= self.count else wrapped(start, stop, self.count):
-            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes).dot(self.io.seconds[first:last]))
+            reduced = np.minimum(self.pressure[first:last], tensor.nbytes)
+            reduced *= self.io.seconds[first:last]
+            benefit += float(reduced.sum())  # `dot` would run on threads that spin on a busy machine
         if benefit <= 0:
             return None
-        cost = self.io.transfer_seconds(tensor.nbytes, drive) if drive is not None else (
-            max(1e-9, (self.price or 0.0) * (tensor.recompute_seconds or 0.0))
-        )  # fmt: skip
-        return benefit / float(cost), start, stop, before, drive
+        return benefit / self.io.transfer_seconds(tensor.nbytes, drive), start, stop, before, drive
 
     def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
         """Returns the shortest range that has all operators under pressure of a range."""
@@ -317,7 +330,7 @@ class _Search:
             for first, last in wrapped(start, stop, self.count)
         )
 
-    def _add_migration(self, migration: Migration, *, in_time: bool) -> None:
+    def _add_migration(self, migration: Migration, drive: int, *, in_time: bool) -> None:
         """Chooses a migration: memory, I/O timeline and host memory follow."""
         size = self.profile.tensors[migration.tensor].nbytes
         old = self.chosen.get((migration.tensor, migration.after))
@@ -327,19 +340,15 @@ class _Search:
         self._change(migration, -size)
         if old is not None:
             return
-        if migration.drive is None:
-            for source in self.sources[migration.tensor]:
-                self.needed.setdefault(source, []).append(migration.before)
-            return
-        if migration.drive == HOST:
+        if drive == HOST:
             for first, last in wrapped(migration.after + 1, migration.before, self.count):
                 self.host[first:last] += size
             self.host_peak = float(self.host.max())
         else:
-            self.planned[migration.drive] += self.io.transfer_seconds(size, migration.drive)
+            self.planned[drive] += self.io.transfer_seconds(size, drive)
         stop = migration.before if in_time else self.count + migration.after
-        self.io.carry("out", migration.drive, migration.after + 1, stop, size)
-        self.io.carry("in", migration.drive, migration.before - 1, migration.after, size)
+        self.io.carry("out", drive, migration.after + 1, stop, size)
+        self.io.carry("in", drive, migration.before - 1, migration.after, size)
 
     def _change(self, migration: Migration, nbytes: int) -> None:
         """Changes the memory of the operators without the tensor."""

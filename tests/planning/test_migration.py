@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, simulate
+from lightning_ssd.planning.evictions import EvictionPlanner
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import HOST, Migration, MigrationMachine, MigrationPlan, wrapped
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
+from lightning_ssd.planning.transfer_bounds import least_step_seconds
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any
 from tests.support.transformer import transformer_profile
@@ -130,6 +132,41 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
                 parts = wrapped(other.after + 1, other.before, count)
                 away = any(first <= one.before % count < last for first, last in parts)
                 assert not (other.tensor in sources and away)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_no_plan_is_faster_than_the_bound_of_its_transfers(data: st.DataObject) -> None:
+    """Neither Teraio's plans nor those that evict by next use, if nothing is recomputed or stepped on the CPU."""
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    least = least_step_seconds(profile, machine)
+    assert least >= profile.step_seconds * (1 - 1e-9)
+    for plan in (plan_teraio(profile, machine, 1), EvictionPlanner(profile, machine, 1).plan()):
+        found = simulate_migrations(profile, machine, plan)
+        check_physics(machine, found)
+        assert found.excess_bytes or found.step_seconds >= least * (1 - 1e-9)
+
+
+def test_the_bound_counts_what_the_optimizer_needs_beyond_memory() -> None:
+    """Two operators use 40 bytes each, and the GPU has room for 50: 30 bytes are read at 10 bytes/s for one of them."""
+    operators = tuple(OperatorSpan("step", "optimizer", float(index), index + 1.0) for index in range(2))
+    states = tuple(TensorLifetime(index, "s", "optimizer state", 40, (index,)) for index in range(2))
+    profile = LifetimeProfile("model", operators, states)
+    assert least_step_seconds(profile, MigrationMachine(80, 0, 10.0, 10.0, ((10.0, 10.0),))) == pytest.approx(2.0)
+    assert least_step_seconds(profile, MigrationMachine(50, 0, 10.0, 10.0, ((10.0, 10.0),))) == pytest.approx(3.0)
+    assert least_step_seconds(profile, MigrationMachine(50, 30, 60.0, 60.0, ((10.0, 10.0),))) == pytest.approx(2.0)
+
+
+def test_tensors_that_are_needed_last_are_evicted() -> None:
+    """Each of four operators of forward saves 10 bytes, and memory has room for 30 of them."""
+    operators = tuple(
+        OperatorSpan("work", "forward" if index < 4 else "backward", float(index), index + 1.0) for index in range(8)
+    )
+    tensors = tuple(TensorLifetime(one, "a", "saved tensor", 10, (one, 7 - one), one, 7 - one) for one in range(4))
+    machine = MigrationMachine(30, 0, 100.0, 100.0, ((10.0, 10.0),))
+    plan = EvictionPlanner(LifetimeProfile("model", operators, tensors), machine, 1).plan(in_flight=0.0)
+    assert plan.migrations == (Migration(0, 0, 3, 5, 7, 0),)
 
 
 def one_saved_tensor(size: int) -> LifetimeProfile:

@@ -1,0 +1,370 @@
+"""`EvictionPlanner`: evicts the tensors that are needed last, in one pass over a step.
+
+Where an operator needs more memory than there is, the tensor is evicted whose next use is the last one: no other choice
+transfers fewer bytes, if all tensors have the same size (Belady's rule). A second pass, backwards in time, begins each
+prefetch as early as memory allows, the one that is needed first before others.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_ssd.planning.lifetimes import LifetimeProfile
+from lightning_ssd.planning.migration import HOST, GPUStep, Migration, MigrationMachine, MigrationPlan, wrapped
+
+IN_FLIGHT = 0.05
+"""Share of the GPU's capacity that is left for prefetches that have begun: without it, operators wait for each one."""
+
+PARTS = 256
+"""Parts of a step, in each of which the drives' transfers are added up."""
+
+
+class _Period(NamedTuple):
+    """An inactive period. Operators as in `Migration`.
+
+    Attributes:
+        tensor: index in the profile.
+        nbytes: bytes.
+        after: last operator that uses the tensor before the period.
+        before: operator that needs it.
+        seconds: duration of the period in a step without waits.
+    """
+
+    tensor: int
+    nbytes: int
+    after: int
+    before: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Absence:
+    """A period in which the tensor is not in GPU memory.
+
+    Attributes:
+        period: the period.
+        start: operator at whose begin its memory must be free.
+        stop: operator from which on its memory is allocated.
+        recomputed: whether the tensor is recomputed, and does not migrate.
+    """
+
+    period: _Period
+    start: int
+    stop: int
+    recomputed: bool = False
+
+
+class EvictionPlanner:
+    """Makes plans for one profile and machine.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        min_bytes: bytes of the smallest tensor that is migrated or recomputed.
+    """
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
+        self._profile = profile
+        self._machine = machine
+        self._count = len(profile.operators)
+        ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
+        self._sources = [tuple(ids[source] for source in tensor.sources) for tensor in profile.tensors]
+        self._periods: list[_Period] = []
+        for one in profile.periods:
+            nbytes = profile.tensors[one.tensor].nbytes
+            before = one.before if one.before > one.after else one.before + self._count
+            if nbytes >= min_bytes and one.after + 1 < before:
+                self._periods.append(_Period(one.tensor, nbytes, one.after, before, one.seconds))
+
+    def plan(
+        self,
+        cpu_units: frozenset[str] = frozenset(),
+        price: float | None = None,
+        share: float = 1.0,
+        in_flight: float = IN_FLIGHT,
+    ) -> MigrationPlan:
+        """Returns a plan.
+
+        Args:
+            cpu_units: units whose optimizer steps on the CPU.
+            price: seconds of transfers that a second of recomputation has to save; None: nothing is recomputed.
+            share: share of the bytes that are worth this price, the cheapest ones first, that may be recomputed.
+            in_flight: share of the GPU's capacity that is left for prefetches that have begun.
+        """
+        step = GPUStep(self._profile, self._machine, cpu_units)
+        memory = _Memory(step.nbytes)
+        host = _HostMemory(step.host_bytes, self._machine.host_bytes, self._count)
+        recomputed = [] if price is None else self._recompute(memory, price, share)
+        capacity = self._machine.gpu_bytes
+        limit = int((1 - in_flight) * capacity)
+        evicted = self._evict(memory.beyond(limit), self._candidates(step, recomputed), host)
+        for one in evicted:
+            memory.add(one.start, one.stop, -one.period.nbytes)
+        recomputed = memory.necessary(recomputed, limit)
+        self._prefetch(memory.beyond(capacity), evicted)
+        for one in evicted:
+            memory.add(one.stop, one.period.before, one.period.nbytes)
+        absent = memory.necessary([one for one in evicted if one.start < one.stop] + recomputed, capacity)
+        drives = self._assign([one for one in absent if not one.recomputed], host)
+        migrations = (
+            Migration(one.period.tensor, one.period.after, one.start, one.stop, one.period.before, drive)
+            for one, drive in zip(absent, [*drives, *[None] * (len(absent) - len(drives))], strict=True)
+        )
+        return MigrationPlan(tuple(migrations), cpu_units)
+
+    def _recompute(self, memory: "_Memory", price: float, share: float) -> list[_Absence]:
+        """Returns the tensors that are recomputed instead of migrated, the cheapest ones first, and frees their memory.
+
+        No tensor is among them from which another one is recomputed; the one that saves more time is chosen.
+        """
+        machine = self._machine
+        rate = price * min(machine.link_in, sum(read for read, _ in machine.drives) or inf)
+        ranked = []
+        for period in self._periods:
+            seconds = self._profile.tensors[period.tensor].recompute_seconds
+            is_forward = self._profile.operators[period.before % self._count].phase == "forward"
+            if seconds is not None and not is_forward and seconds * rate < period.nbytes:
+                order = seconds / period.nbytes, -period.seconds
+                ranked.append((seconds * rate - period.nbytes, order, period))
+        recomputed: set[int] = set()
+        needed: set[int] = set()
+        chosen = []
+        for _, order, period in sorted(ranked):
+            sources = self._sources[period.tensor]
+            if period.tensor not in needed and recomputed.isdisjoint(sources):
+                recomputed.add(period.tensor)
+                needed.update(sources)
+                chosen.append((order, period))
+        left = share * sum(period.nbytes for _, period in chosen)
+        absent = []
+        for _, period in sorted(chosen):
+            if left <= 0:
+                break
+            left -= period.nbytes
+            absent.append(_Absence(period, period.after + 1, period.before, recomputed=True))
+            memory.add(period.after + 1, period.before, -period.nbytes)
+        return absent
+
+    def _candidates(self, step: GPUStep, recomputed: Sequence[_Absence]) -> list[_Period]:
+        """Returns the periods of tensors that may be evicted, until they are needed to recompute others."""
+        if not self._machine.drives and not self._machine.host_bytes:
+            return []
+        needed: dict[int, list[int]] = defaultdict(list)
+        for one in recomputed:
+            for source in self._sources[one.period.tensor]:
+                needed[source] += one.period.before, one.period.before + self._count
+        periods = {(one.period.tensor, one.period.after) for one in recomputed}
+        found = []
+        for period in self._periods:
+            if period.tensor in step.absent or (period.tensor, period.after) in periods:
+                continue
+            if uses := needed.get(period.tensor):
+                before = min((use for use in uses if period.after < use < period.before), default=period.before)
+                period = period._replace(before=before)
+                if period.after + 1 == before:
+                    continue
+            found.append(period)
+        return found
+
+    def _evict(self, pressure: Sequence[int], periods: Sequence[_Period], host: "_HostMemory") -> list[_Absence]:
+        """Returns the evicted tensors, absent from the operator on that needs their memory until their next use.
+
+        Args:
+            pressure: bytes that have no room while each operator runs.
+            periods: candidates.
+            host: host memory; it limits what is evicted if there are no drives.
+        """
+        count = self._count
+        begins: dict[int, list[int]] = defaultdict(list)
+        heap: list[tuple[float, int]] = []  # (-operator of the next use, candidate)
+        lasts = []
+        for number, period in enumerate(periods):
+            first = (period.after + 1) % count
+            last = first + period.before - period.after - 1
+            begins[first].append(number)
+            lasts.append(last)
+            if last > count:
+                heap.append((count - last, number))
+        heapify(heap)
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = defaultdict(int)
+        absent = 0
+        for operator, beyond in enumerate(pressure):
+            absent -= ends.pop(operator, 0)
+            for number in begins.get(operator, ()):
+                # Tensors that are absent when the step begins are the first ones that are evicted before it ends.
+                heappush(heap, (-inf if number in starts else -lasts[number], number))
+            while absent < beyond and heap:
+                order, number = heappop(heap)
+                if -order <= operator:
+                    continue
+                period = periods[number]
+                if number not in starts and not self._machine.drives:
+                    if not host.fits(period):
+                        continue
+                    host.add(period)
+                is_early = -order < lasts[number]
+                starts[number] = operator + count if is_early else operator
+                ends[lasts[number] - count if is_early else lasts[number]] += period.nbytes
+                absent += period.nbytes
+        return [
+            _Absence(periods[number], periods[number].before - lasts[number] + start, periods[number].before)
+            for number, start in starts.items()
+        ]
+
+    def _prefetch(self, beyond: Sequence[int], evicted: Sequence[_Absence]) -> None:
+        """Begins each prefetch as early as possible.
+
+        Args:
+            beyond: bytes beyond the capacity while each operator runs (negative: room) without the evicted tensors.
+            evicted: evicted tensors.
+        """
+        begins: dict[int, list[int]] = defaultdict(list)
+        ends: dict[int, list[int]] = defaultdict(list)
+        lasts = []
+        for number, one in enumerate(evicted):
+            last = (one.period.before - 1) % self._count
+            lasts.append(last)
+            begins[last].append(number)
+            ends[last - (one.period.before - one.start)].append(number)
+        heap: list[tuple[int, int]] = []  # (-last operator without the tensor, number)
+        early: set[int] = set()
+        prefetched = 0
+        for operator in range(self._count - 1, -1, -1):
+            late = [number for number in ends[operator] if number in early] if operator in ends else []
+            for number in begins.get(operator, ()):
+                heappush(heap, (-operator, number))
+                early.add(number)
+                prefetched += evicted[number].period.nbytes
+            # Without room for all prefetches that have begun, the ones that are needed last begin later.
+            for number in late:
+                prefetched -= evicted[number].period.nbytes
+            while heap and prefetched + beyond[operator] > 0:
+                number = heappop(heap)[1]
+                if number in early and number not in late:
+                    late.append(number)
+                    prefetched -= evicted[number].period.nbytes
+            for number in late:
+                early.remove(number)
+                evicted[number].stop -= lasts[number] - operator
+        for number in early:
+            evicted[number].stop -= lasts[number] + 1
+
+    def _assign(self, migrated: Sequence[_Absence], host: "_HostMemory") -> list[int]:
+        """Returns the drive of each migration, or `HOST`, where there is room, if drives are too busy for it."""
+        machine = self._machine
+        drives = [HOST] * len(migrated)
+        if not machine.drives:
+            return drives
+        on_drives = list(range(len(migrated)))
+        if machine.host_bytes:
+            timeline = _DriveTimeline(self._profile, machine)
+            shortest = sorted(on_drives, key=lambda number: migrated[number].period.seconds)
+            on_drives = []
+            for number in shortest:
+                if not timeline.carry(migrated[number]) and host.fits(migrated[number].period):
+                    host.add(migrated[number].period)
+                else:
+                    on_drives.append(number)
+        tiers = range(len(machine.drives))
+        seconds = [1 / machine.rate(drive, "out") + 1 / machine.rate(drive, "in") for drive in tiers]
+        planned = [0.0] * len(seconds)
+        for number in sorted(on_drives, key=lambda number: migrated[number].period.before % self._count):
+            drive = planned.index(min(planned))
+            planned[drive] += migrated[number].period.nbytes * seconds[drive]
+            drives[number] = drive
+        return drives
+
+
+class _DriveTimeline:
+    """Bytes that all drives together can carry beside planned transfers, in equal parts of a step without waits."""
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine) -> None:
+        seconds = profile.step_seconds / PARTS
+        drives = machine.drives
+        self._out = np.full(PARTS, seconds * min(machine.link_out, sum(write for _, write in drives)))
+        self._into = np.full(PARTS, seconds * min(machine.link_in, sum(read for read, _ in drives)))
+        self._parts = [int(one.start / seconds) for one in profile.operators]
+
+    def carry(self, one: _Absence) -> bool:
+        """Plans offload and prefetch of a tensor, and returns True, if both have room."""
+        after, start = self._part(one.period.after + 1), self._part(one.start)
+        stop, before = self._part(one.stop), self._part(one.period.before)
+        changes = []
+        for room, parts in ((self._out, range(after, start + 1)), (self._into, range(before, stop - 1, -1))):
+            indices = np.array(parts[:PARTS]) % PARTS
+            left = room[indices]
+            total = left.cumsum()
+            if total[-1] < one.period.nbytes:
+                return False
+            changes.append((room, indices, np.clip(total - one.period.nbytes, 0, left)))
+        for room, indices, left in changes:
+            room[indices] = left
+        return True
+
+    def _part(self, operator: int) -> int:
+        steps, operator = divmod(operator, len(self._parts))
+        return steps * PARTS + self._parts[operator]
+
+
+class _HostMemory:
+    """Bytes in host memory while each operator of a step runs.
+
+    Args:
+        nbytes: bytes that are always there.
+        limit: most bytes.
+        count: operators.
+    """
+
+    def __init__(self, nbytes: int, limit: int, count: int) -> None:
+        self._nbytes = np.full(count, nbytes)
+        self._limit = limit
+
+    def fits(self, period: _Period) -> bool:
+        """Returns whether there is room for a tensor in its whole period."""
+        return period.nbytes <= self._limit and all(
+            self._nbytes[first:last].max() + period.nbytes <= self._limit
+            for first, last in wrapped(period.after + 1, period.before, len(self._nbytes))
+        )
+
+    def add(self, period: _Period) -> None:
+        """Adds a tensor."""
+        for first, last in wrapped(period.after + 1, period.before, len(self._nbytes)):
+            self._nbytes[first:last] += period.nbytes
+
+
+class _Memory:
+    """Bytes in GPU memory while each operator of a step runs.
+
+    Args:
+        nbytes: bytes before the first change.
+    """
+
+    def __init__(self, nbytes: Sequence[int]) -> None:
+        self._nbytes = np.array(nbytes)
+
+    def beyond(self, limit: int) -> list[int]:
+        """Returns the bytes beyond a limit (negative: below it) while each operator runs."""
+        beyond: list[int] = (self._nbytes - limit).tolist()
+        return beyond
+
+    def add(self, start: int, stop: int, nbytes: int) -> None:
+        """Changes the bytes while the operators from `start` to before `stop` run; operators as in `Migration`."""
+        for first, last in wrapped(start, stop, len(self._nbytes)):
+            self._nbytes[first:last] += nbytes
+
+    def necessary(self, absences: Sequence[_Absence], limit: int) -> list[_Absence]:
+        """Returns the absences without which bytes exceed a limit, and ends the others, the last ones first."""
+        kept = []
+        for one in reversed(absences):
+            ranges = wrapped(one.start, one.stop, len(self._nbytes))
+            if any(self._nbytes[first:last].max() + one.period.nbytes > limit for first, last in ranges):
+                kept.append(one)
+            else:
+                self.add(one.start, one.stop, one.period.nbytes)
+        return kept[::-1]
