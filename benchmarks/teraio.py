@@ -1,7 +1,7 @@
 """Teraio's experiment on one GPU (figure 7 of its paper): how near to unlimited GPU memory plans that migrate are.
 
     python -m benchmarks.teraio --out benchmarks/results/teraio.json [--models 1.2b 3b] [--precisions 32 bf16]
-                                [--cases ideal teraio ...] [--leave 0.4] [--limit 60] [--path DIR]
+                                [--cases ideal teraio ...] [--leave 0.4] [--limit 120] [--path DIR]
 
 A Llama with random weights is trained by AdamW without gradient checkpointing, on a GPU capped so that `--leave` of the
 bytes that the ideal training allocates must leave it (the planner reserves 8 % more). Each case has a process of its
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--leave", type=float, default=0.4, help="share of the bytes that must leave the GPU")
     parser.add_argument("--gpu", type=float, help="GiB of the capped GPU, instead of `--leave`")
-    parser.add_argument("--limit", type=float, default=60, help="seconds of a case (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds of a case (default: %(default)s)")
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--table", action="store_true", help="print the table of `--out`, and run nothing")
