@@ -516,7 +516,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 of the forward have their states on the device, as many as fit; tiers of other units do not change.
         """
         assert self.model_states is not None and self._setup is not None and self.model is not None
-        return present_tiers(self.model_states, self.model, self.optimizers, self._setup, resident_bytes=resident_bytes)
+        return present_tiers(self.model_states, self.optimizers, self._setup, resident_bytes=resident_bytes)
 
     @uninterrupted
     def move_states_to(self, tiers: PlanTiers) -> None:

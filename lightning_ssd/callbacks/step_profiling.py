@@ -100,7 +100,7 @@ class StepProfiling(pl.Callback):
         self._phase = "waiting"
 
     def discard(self) -> None:
-        """Discards the present profile, as its micro-batch is run again: the next step is profiled instead."""
+        """Discards the present profile: the next step is profiled instead."""
         if self._phase != "idle":
             self.profiler.close()
             self.schedule(1)
@@ -168,6 +168,8 @@ class StepProfiling(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.profiler.end_recording()  # the batch may have had no backward
+        if self._phase == "recording" and not self.profiler.graph.operations:
+            self.discard()  # `training_step` skipped the batch before its forward
         self.profiler.end_optimizer()
         if not pl_module.automatic_optimization:
             self._end_backward()

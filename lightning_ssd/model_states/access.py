@@ -45,6 +45,7 @@ from lightning_ssd.model_states.parameter import (
     FollowedView,
     OffloadedParameter,
     OffloadedView,
+    WholeWeight,
     as_non_view,
     autocast_to,
     hollow,
@@ -330,7 +331,7 @@ class Access:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
                     self.grad_dtype.summed_on_host.add(source.flat)
-                return cast(Tensor, _WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
+                return cast(Tensor, WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
         if computing and tensor.requires_grad:
             return cast(Tensor, _Values.apply(tensor, self._value(tensor)))  # type: ignore[no-untyped-call]
         return self._value(tensor)
@@ -515,27 +516,6 @@ class Access:
                 return self._value(tensor).detach()
             finally:
                 self._bases = before
-
-
-class _WholeWeight(torch.autograd.Function):
-    """The whole weights of a parameter for an operator that can't use the flat parameter's memory.
-
-    That memory has 16 bits, or tensors of user code share memory with the parameter.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, source: Weights) -> Tensor:
-        ctx.source = source
-        with torch.inference_mode(False):
-            return source.access.base(source).detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        source: Weights = ctx.source
-        if source.flat not in source.access.grad_dtype.summed_on_host:
-            return gradient, None
-        source.access.add_grad(source.flat, source.index, gradient)
-        return None, None
 
 
 class _Values(torch.autograd.Function):

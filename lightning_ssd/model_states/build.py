@@ -301,7 +301,7 @@ def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) 
 def _fill(
     module: nn.Module,
     units: Sequence[Unit],
-    of_units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]],
+    of_units: Sequence[tuple[Unit, Sequence[FlatParameter]]],
     stores: Mapping[FlatParameter, StateStore],
     uninitialized: MetaTensors,
     loaded: Loaded,

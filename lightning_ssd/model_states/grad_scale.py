@@ -100,6 +100,11 @@ class GradScaleDecision:
         one = torch.ones_like(self._not_finite)
         torch._amp_foreach_non_finite_check_and_unscale_([gradient], self._not_finite, one)
 
+    def check_value(self, gradient: Tensor) -> None:
+        """Checks whether a gradient in host memory is finite."""
+        if not gradient.isfinite().all():
+            self._not_finite = torch.ones_like(self._not_finite)
+
     def reset_checks(self) -> None:
         """Forgets the gradients that were checked: they are dropped."""
         if self.loss_scaled:

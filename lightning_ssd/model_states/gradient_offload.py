@@ -259,22 +259,23 @@ class GradientOffloader:
     def as_grads(self) -> Iterator[None]:
         """Makes the accumulated gradients the `.grad` of the parameters, which are whole tensors on the CPU meanwhile.
 
-        No accumulation and no step may run. Changes count, including assignments and None.
+        No accumulation and no step may run. Changes count, including assignments and None: norms are measured again,
+        and a gradient that is not finite skips a step with a loss scale.
         """
         parameters = [
-            (item, gradient, index)
+            (flat, item, gradient, index)
             for flat, gradient in self._gradients.items()
             for index, item in enumerate(flat.param_views)
         ]
         for gradient in self._gradients.values():
             gradient.fold()
-        for item, gradient, index in parameters:
+        for _, item, gradient, index in parameters:
             if gradient.has_accum[index]:
                 item.parameter.grad = item.of(gradient.accumulated())
         try:
             yield
         finally:
-            for item, gradient, index in parameters:
+            for flat, item, gradient, index in parameters:
                 grad, item.parameter.grad = item.parameter.grad, None
                 if grad is not None or gradient.has_accum[index]:
                     gradient.states[index] = GradientState.NONE if grad is None else GradientState.PRESENT
@@ -282,6 +283,9 @@ class GradientOffloader:
                 gradient.accumulating = any(gradient.has_accum)
                 if grad is not None and grad.data_ptr() != item.of(gradient.accumulated()).data_ptr():
                     item.of(gradient.accumulated()).copy_(grad)
+                if grad is not None and self._decision.loss_scaled:
+                    self._decision.check_value(item.of(gradient.accumulated()))
+                self.remeasure(flat, index)
 
     def consumed(self) -> "Sequence[Future[None]]":
         """Returns the futures of the last use of every gradient."""

@@ -29,12 +29,12 @@ def make_flat_params(
     device: torch.device,
     setup: Setup,
     max_elements: int,
-) -> list[tuple[Sequence[nn.Module], list[FlatParameter]]]:
-    """Returns for each unit its modules and flat parameters, those of one part after those of the other.
+) -> list[tuple[Unit, list[FlatParameter]]]:
+    """Returns the units with their flat parameters, those of one part after those of the other.
 
     Args:
         module: the model.
-        units: units of the model.
+        units: units of the model, whose parameters user code may have removed from it.
         offloaded: parameters to group.
         groups: parameter groups; a flat parameter belongs to one.
         device: device of the model's computation.
@@ -42,24 +42,27 @@ def make_flat_params(
         max_elements: most elements of a flat parameter, unless one parameter has more.
     """
     dtypes = _compute_dtypes(module, setup.autocast)
-    of_units: list[tuple[Sequence[nn.Module], list[FlatParameter]]] = []
+    of_units: list[tuple[Unit, list[FlatParameter]]] = []
     for unit in units:
         flat_params: list[FlatParameter] = []
         parts = setup.parts_of(unit)
         for part in parts:
-            members: dict[object, list[tuple[str, nn.Parameter]]] = {}
+            members: dict[tuple[torch.dtype, int, int, bool], list[tuple[str, nn.Parameter]]] = {}
             for name, parameter in part.parameters:
                 if parameter in offloaded:
                     optimizer, number = groups.get(parameter, (None, 0))
                     # Frozen parameters are separate: backward may need them while a step of the others runs.
-                    kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
+                    dtype = dtypes.get(parameter, parameter.dtype)
+                    kind = dtype, id(optimizer), number, parameter.requires_grad
                     members.setdefault(kind, []).append((name, parameter))
             name = unit.name if len(parts) == 1 else f"{unit.name} ({part.name})"
-            divided = (of_flat for chosen in members.values() for of_flat in _divide(chosen, max_elements))
-            for index, of_flat in enumerate(divided):
+            divided = (
+                (kind[0], of_flat) for kind, chosen in members.items() for of_flat in _divide(chosen, max_elements)
+            )
+            for index, (dtype, of_flat) in enumerate(divided):
                 numbered = name if not index else f"{name} (flat parameter {index + 1})"
-                flat_params.append(FlatParameter(numbered, of_flat, dtypes[of_flat[0][1]], device))
-        of_units.append((unit.modules, flat_params))
+                flat_params.append(FlatParameter(numbered, of_flat, dtype, device))
+        of_units.append((unit, flat_params))
     return of_units
 
 

@@ -246,9 +246,9 @@ class ModelStates(Uncopied):
             self._undo += hook_compiled_region(
                 region, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned
             )
-        for index, (modules, flat_params) in enumerate(self.offloaded.units):
+        for index, (unit, flat_params) in enumerate(self.offloaded.units):
             if flat_params:
-                self._undo += hook_unit(index, modules, flat_params, self._prefetcher, self._access, summoned)
+                self._undo += hook_unit(index, unit.modules, flat_params, self._prefetcher, self._access, summoned)
         self._undo += hook_fused_layers(module, self._flat_of, self._prefetcher, self._access, summoned)
         for flat in self.stores:
             for index, item in enumerate(flat.param_views):

@@ -33,7 +33,7 @@ from lightning_ssd.model_states.residency import (
 )
 from lightning_ssd.model_states.state_storage import make_staging
 from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
-from lightning_ssd.model_states.units import Unit, UnitPart, find_units
+from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups, groups_of
 from lightning_ssd.types import TIERS, Tier
 
@@ -67,10 +67,10 @@ def move_model_states(
         StorageError: scratch space can't be allocated, or failed.
         OutOfMemoryError: the device's memory is too small.
     """
-    units = find_units(module, setup.config.units)
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
     model, movable = states.offloaded, states.parameters
+    units = [unit for unit, _ in model.units]
     movable |= {
         parameter
         for parameter in offloadable
@@ -105,12 +105,12 @@ def move_model_states(
 
 
 def present_tiers(
-    states: ModelStates, module: nn.Module, optimizers: Sequence[Optimizer], setup: Setup, *, resident_bytes: int = 0
+    states: ModelStates, optimizers: Sequence[Optimizer], setup: Setup, *, resident_bytes: int = 0
 ) -> PlanTiers:
     """Returns the tiers of all parts of units, as `move_model_states` takes them.
 
     Args:
-        states, module, optimizers, setup: as in `move_model_states`.
+        states, optimizers, setup: as in `move_model_states`.
         resident_bytes: bytes of the device, beside those that it has for prefetched weights, for parts that are off it:
             the first ones that fit are on it in the result. All of them are if they fit without prefetched weights.
 
@@ -118,7 +118,7 @@ def present_tiers(
         The present tiers of the other parts. A part with flat parameters on SSDs is on SSDs.
     """
     model = states.offloaded
-    units = find_units(module, setup.config.units)
+    units = [unit for unit, _ in model.units]
     groups, _ = groups_of(optimizers)
     resident = model.parameters
     if not resident_bytes or state_bytes(resident, groups) > resident_bytes + states.prefetched_bytes:
@@ -126,7 +126,7 @@ def present_tiers(
             units, resident, groups, resident_bytes, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
         )
     tiers: dict[str, UnitTiers] = {}
-    for unit, (_, flat_params) in zip(units, model.units, strict=True):
+    for unit, flat_params in model.units:
         of_parts: dict[str, tuple[Tier, Tier]] = {}
         for part in setup.parts_of(unit):
             own = [model.stores[flat].tiers for flat in flats_of(part, flat_params)]
@@ -169,7 +169,7 @@ def regroup_model_states(
     offloaded = {item.parameter: item.name for flat in model.stores for item in flat.param_views}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
-    units = find_units(module, setup.config.units)
+    units = [unit for unit, _ in model.units]
     parts = _parts(units, setup)
     target: list[list[TieredSpec]] = []
     for index, part in parts:

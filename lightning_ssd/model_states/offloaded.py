@@ -11,6 +11,7 @@ from lightning_ssd.model_states.buffers import StateStaging
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.optimizers import FlatOptimizer
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.units import Unit
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class OffloadedModel:
     """The flat parameters of a model, where their values are stored, and how they are stepped.
 
     Attributes:
-        units: for each unit, the modules whose forward needs its weights, and its flat parameters.
+        units: the units of the model as it was built, each with its flat parameters. User code may since have replaced
+            modules or parameters; the new ones are in no unit.
         stores: where the values of each flat parameter are stored.
         flat_optimizers: how each flat parameter is stepped; those without gradients have none.
         groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
@@ -26,7 +28,7 @@ class OffloadedModel:
         staging: memory and threads for values on SSDs; None where there are none.
     """
 
-    units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]]
+    units: Sequence[tuple[Unit, Sequence[FlatParameter]]]
     stores: Mapping[FlatParameter, StateStore]
     flat_optimizers: Mapping[FlatParameter, FlatOptimizer]
     groups: Mapping[FlatParameter, tuple[Optimizer, int]]

@@ -217,6 +217,17 @@ class FollowedView(OffloadedView):
         view._init(source, offset, versioned, backed)
         return view
 
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The node of the operator that made the view, as in plain torch: user code looks for the parameter's there."""
+        with torch._C.DisableTorchFunctionSubclass():
+            node: Any = super().grad_fn
+        if isinstance(node, _AsNonView._backward_cls):
+            node = cast(Any, node).next_functions[0][0]
+        if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
+            return _ViewNode(node)
+        return node
+
 
 class _ViewReferences:
     """Makes the references that autograd saves in place of a view.
@@ -272,6 +283,48 @@ class _SavedOffloadedView(SavedWeight):
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
         return view.source.values(view)
+
+
+class WholeWeight(torch.autograd.Function):
+    """The whole weights of a parameter for an operator that can't use the flat parameter's memory.
+
+    That memory has 16 bits, or tensors of user code share memory with the parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, source: "Weights") -> Tensor:
+        ctx.source = source
+        with torch.inference_mode(False):
+            return source.access.base(source).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        source: Weights = ctx.source
+        if source.flat not in source.access.grad_dtype.summed_on_host:
+            return gradient, None
+        source.access.add_grad(source.flat, source.index, gradient)
+        return None, None
+
+
+class _ViewNode:
+    """The node of a view, whose next node is the parameter's as in plain torch, without `WholeWeight` between them."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    @property
+    def next_functions(self) -> tuple[Any, ...]:
+        return tuple(
+            node.next_functions[0] if _is_of_weights(node) else (node, number)
+            for node, number in self._node.next_functions
+        )
+
+
+def _is_of_weights(node: Any) -> bool:
+    return isinstance(node, WholeWeight._backward_cls)
 
 
 class _AsNonView(torch.autograd.Function):

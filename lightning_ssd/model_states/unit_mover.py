@@ -142,7 +142,7 @@ class UnitMover:
         for index, of_part in zip(self._units, self.flat_params, strict=True):
             of_units[index] += [item.flat for item in of_part]
         return OffloadedModel(
-            [(modules, flat_params) for (modules, _), flat_params in zip(self._model.units, of_units, strict=True)],
+            [(unit, flat_params) for (unit, _), flat_params in zip(self._model.units, of_units, strict=True)],
             {item.flat: self._stores[item.flat] for item in every},
             {item.flat: item.flat_optimizer for item in every if item.flat_optimizer is not None},
             flat_groups((item.flat for item in every), self._groups),

@@ -1042,3 +1042,21 @@ def test_profiling_is_shortened_to_its_budget(
     assert [(item.calibrating, item.step) for item in applied.found] == in_force
     assert applied.found[-1].seconds < max(30.0, 8.1 * seconds)
     assert ("profiling is limited to 25 steps or 30 s" in caplog.text) == (len(in_force) == 1 or in_force[0][1] < 7)
+
+
+@pytest.mark.parametrize("skipped", [range(0, 100, 2), range(1, 100, 2), range(1, 100, 3), range(7), range(100)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_that_training_step_skips_before_the_forward(
+    skipped: Sequence[int], accumulate: int, tmp_path: Path
+) -> None:
+    """The next step that begins with a forward is recorded in place of one that does not."""
+
+    class Skips(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else super().training_step(batch, batch_idx)
+
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    plain = train_states(tmp_path, "auto", Skips(), **how)
+    first = planner()
+    assert_same(train_states(tmp_path, SSDOffloadStrategy(**BOTH), Skips(), callbacks=[first], **how), plain)
+    assert (first.plan is None) == all(batch in skipped for batch in range(0, 100, accumulate))

@@ -389,3 +389,43 @@ def test_a_write_with_recover_is_refused(tmp_path: Path) -> None:
     expected = fit(tmp_path, Toy("on_train_batch_end", lambda _: None, **ADAMW), None)
     strategy = {"recover": True}
     assert_same(fit(tmp_path, Toy("on_train_batch_end", act, **ADAMW), "ssd", strategy=strategy), expected)
+
+
+class GradientNodes(Toy):
+    """Hooks on several gradients at once, and on autograd's nodes of parameters and of their views."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        parameters = list(self.blocks.parameters())
+        torch.autograd.graph.register_multi_grad_hook(parameters, lambda grads: self.see("all", *grads))
+        weight: Any = self.blocks[0].up.weight
+        view, transposed = weight.view(-1), weight.t()
+        for made in (view, transposed, weight.expand_as(weight), weight[0]):
+            self.seen.append([made.grad_fn.name(), made.grad_fn.next_functions[0][0].name()])
+        view.grad_fn.register_hook(lambda inputs, outputs: self.see("view", *inputs, *outputs))
+        transposed.grad_fn.register_prehook(lambda outputs: self.see("transposed", *outputs))
+        return super().loss(batch) + view.float().square().sum() + (batch @ transposed).float().square().mean()
+
+    def see(self, name: str, *grads: Any) -> None:
+        self.seen.append([name, *(grad.float().clone() for grad in grads)])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_nodes_of_parameters_are_those_of_plain_training(tmp_path: Path, states: str, precision: str) -> None:
+    compare(tmp_path, GradientNodes, states, precision=precision)
+
+
+class AccumulateGradHooks(Toy):
+    """Hooks on the nodes that accumulate gradients, as `DistributedDataParallel` has."""
+
+    def on_train_start(self) -> None:
+        self.nodes: list[Any] = []
+        for parameter in self.blocks.parameters():
+            node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            node.register_hook(lambda *_: self.seen.append("accumulated"))
+            self.nodes.append(node)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_hooks_on_nodes_that_accumulate_gradients(tmp_path: Path, precision: str) -> None:
+    compare(tmp_path, AccumulateGradHooks, "host", precision=precision)

@@ -170,6 +170,133 @@ def test_random_changes_thoroughly(path: Path, changes: Any, states: str, make: 
     check_changes(path, changes, states, make)
 
 
+class Structure(pl.Callback):
+    """Changes modules and parameter groups before one batch.
+
+    Args:
+        change: called with the LightningModule and the optimizer.
+        batch: number of the batch in the first epoch.
+    """
+
+    def __init__(self, change: Callable[[Any, Any], None], batch: int = 1) -> None:
+        self.change = change
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == self.batch:
+            torch.manual_seed(5)
+            self.change(pl_module, trainer.optimizers[0])
+
+
+def added(optimizer: Any, module: Any) -> None:
+    optimizer.add_param_group({"params": list(module.parameters()), "lr": 3e-2})
+
+
+def replaced_parameter(module: Any, optimizer: Any) -> None:
+    layer = module.backbone[1].up
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+    optimizer.add_param_group({"params": [layer.weight]})
+
+
+def untied_parameter(module: Any, optimizer: Any) -> None:
+    layer = module.backbone[2].up
+    layer.weight = nn.Parameter(module.backbone[0].up.weight.detach().clone())
+    optimizer.add_param_group({"params": [layer.weight]})
+
+
+def replaced_module(module: Any, optimizer: Any) -> None:
+    module.backbone[0] = Block(8, 8)
+    added(optimizer, module.backbone[0])
+
+
+def appended_module(module: Any, optimizer: Any) -> None:
+    module.backbone.append(Block(8, 8))
+    added(optimizer, module.backbone[3])
+
+
+def inserted_module(module: Any, optimizer: Any) -> None:
+    module.backbone.insert(0, Block(8, 8))
+    added(optimizer, module.backbone[0])
+
+
+def removed_module(module: Any, optimizer: Any) -> None:
+    removed = set(module.backbone[1].parameters())
+    del module.backbone[1]
+    group = optimizer.param_groups[0]
+    group["params"] = [parameter for parameter in group["params"] if parameter not in removed]
+
+
+def reordered_modules(module: Any, optimizer: Any) -> None:
+    module.backbone = nn.Sequential(*list(module.backbone)[::-1], nn.Linear(8, 8))
+    added(optimizer, module.backbone[3])
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone[2].up.weight = self.backbone[0].up.weight  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}],
+    ids=["plain", "bf16", "accumulated and clipped"],
+)
+@pytest.mark.parametrize(
+    ("change", "model"),
+    [
+        (replaced_parameter, Model),
+        (untied_parameter, Tied),
+        (replaced_module, Model),
+        (appended_module, Model),
+        (inserted_module, Model),
+        (removed_module, Model),
+        (reordered_modules, Model),
+    ],
+)
+def test_modules_that_change_with_parameter_groups(
+    tmp_path: Path, change: Callable[[Any, Any], None], model: Callable[[], Model], arguments: dict[str, Any]
+) -> None:
+    """Parameters that the model had at the start stay in their units; new ones are stepped on the device."""
+    for states in ("host", "ssd"):
+        compare(tmp_path, offloading(states), [Structure(change)], model(), **arguments)
+
+
+class UsedOnce(Model):
+    """The first micro-batch uses all blocks, the others the last ones only; its loss may be infinite."""
+
+    factor = 1.0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.losses:
+            return self.head(batch).square().mean()
+        return super().loss(batch) * self.factor
+
+
+class Overflows(UsedOnce):
+    factor = float("inf")
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("loss_scaled", [False, True])
+def test_groups_that_change_between_accumulated_gradients(tmp_path: Path, states: str, loss_scaled: bool) -> None:
+    """Gradients of before the change count in the norm and in the check of the loss scale."""
+
+    def change(module: Any, optimizer: Any) -> None:
+        module.extra = nn.Parameter(torch.zeros(1))
+        optimizer.add_param_group({"params": [module.extra]})
+
+    def run(strategy: Any) -> Model:
+        how: dict[str, Any] = {"accumulate_grad_batches": 2}
+        if loss_scaled:
+            how["plugins"] = [pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+        else:
+            how["gradient_clip_val"] = 0.01
+        return train(tmp_path, strategy, Overflows() if loss_scaled else UsedOnce(), [Structure(change)], **how)
+
+    assert_same(run(offloading(states)), run("auto"))
+
+
 def test_changed_groups_are_not_recorded(tmp_path: Path) -> None:
     strategy = offloading("ssd", recover=True)
     with pytest.raises(RuntimeError, match="parameter groups.*recover=False"):
