@@ -5,7 +5,8 @@
 Each model's training step runs on tensors without memory, in full precision (32-true, AdamW, one micro-batch, nothing
 recomputed). Times are calculated from FLOPs and bytes for one GPU of `--tflops` and `--gpu` GB: by default an H100 NVL
 in fp32 without TF32, which is torch's default and the paper's "full precision". Results are added to `lifetimes.json`,
-from which `lifetimes.md` and `lifetimes_roofline.png` (throughput by bandwidth, figure 3) are made. A picture for each
+from which `lifetimes.md` and `lifetimes_roofline.png` (throughput by bandwidth, figure 3) are made, with the best plans
+that also recompute and step units on the CPU, at the rate of `configs/machines/h100.json`. A picture for each
 model shows active bytes of each operator (figure 1), inactive periods (figure 2), and the bandwidth of migrations over
 a planned step (figure 8). `planning` is the CPU time of Teraio's planner for a step with four drives and host memory.
 """
@@ -33,7 +34,7 @@ from lightning_ssd.lifetime_report import (
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile, migration_traffic
 from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.migration_simulator import simulate_migrations
-from lightning_ssd.planning.roofline import BANDWIDTHS, by_hardware, roofline
+from lightning_ssd.planning.roofline import BANDWIDTHS, best_throughput, by_hardware, roofline
 from lightning_ssd.planning.teraio import plan_teraio
 from lightning_ssd.recipe import read_recipe
 
@@ -101,12 +102,18 @@ def draw_roofline(rows: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4))
     plot = figure.subplots()
     for name, row in rows.items():
-        plot.plot([one[0] / 1e9 for one in row["roofline"]], [one[1] for one in row["roofline"]], "o-", label=name)
+        (line,) = plot.plot(*_points(row["roofline"]), "o-", label=name)
+        plot.plot(*_points(row["best_roofline"]), "s--", color=line.get_color(), markersize=4)
+    plot.plot([], [], "ks--", markersize=4, label="with recomputation and CPU steps")
     plot.set(xlabel="bandwidth of migration, GB/s each way", ylabel="throughput / that without waiting")
     plot.set_xscale("log", base=2)
     plot.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=100, format="png")
+
+
+def _points(roofline: Any) -> tuple[list[float], list[float]]:
+    return [bandwidth / 1e9 for bandwidth, _ in roofline], [throughput for _, throughput in roofline]
 
 
 def trace(name: str, hardware: HardwareProfile) -> LifetimeProfile:
@@ -128,6 +135,7 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
     title = f"{lifetimes.name}: migrations of a step, 4 drives and 128 GB of host memory"
     draw_traffic(axes, migration_traffic(found), title)
     large = [period for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= 10**7]
+    drive = MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, (PAPER_DRIVE,), hardware.cpu_step_rate)
     row: dict[str, Any] = {
         "step_seconds": lifetimes.step_seconds,
         "operators": len(lifetimes.operators),
@@ -139,7 +147,8 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
         "median_inactive": median_period(lifetimes),
         "large_periods": len(large),
         "plan_seconds": planning,
-        "roofline": roofline(lifetimes, MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, (PAPER_DRIVE,))),
+        "roofline": roofline(lifetimes, drive),
+        "best_roofline": roofline(lifetimes, drive, throughput=best_throughput),
     }
     if lifetimes.name == "Llama3-8B":
         row["by_hardware"] = by_hardware(lifetimes, drives, HOSTS, DRIVES)
@@ -166,10 +175,12 @@ def table(rows: dict[str, Any]) -> str:
             f"{row['tensors']} | {row['plan_seconds']:.1f} s |"
         )
     lines += ["", "Teraio's paper: 1.7 % and under 14 % active, more than 40 % of the periods longer.", ""]
+    lines += ["Throughput by bandwidth: Teraio's plans, then the best ones, with recomputation and CPU steps.", ""]
     lines += ["| throughput at | " + " | ".join(f"{bandwidth / 1e9:g} GB/s" for bandwidth in BANDWIDTHS) + " |"]
     lines += ["|---" * (len(BANDWIDTHS) + 1) + "|"]
     for name, row in rows.items():
-        lines.append(f"| {name} | " + " | ".join(f"{one[1]:.2f}" for one in row["roofline"]) + " |")
+        pairs = zip(row["roofline"], row["best_roofline"], strict=True)
+        lines.append(f"| {name} | " + " | ".join(f"{one[1]:.2f}, {best[1]:.2f}" for one, best in pairs) + " |")
     for name, row in rows.items():
         if "by_hardware" in row:
             lines += ["", f"{name} by host memory and number of drives of 6.5 GB/s:", ""]

@@ -17,7 +17,7 @@ import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -199,14 +199,18 @@ class ActivationOffloader(Uncopied):
         finally:
             self._forwards -= 1
 
-    def limit_window(self) -> None:
-        """Reduces the window of the present micro-batch, which has saved nothing yet, to one that has room."""
+    def limit_window(self, limit: Callable[[int, Callable[[int], int]], int] | None = None) -> None:
+        """Reduces the window of the present micro-batch, which has saved nothing yet, to one that has room.
+
+        Args:
+            limit: returns that window, as `PlacementPolicy.use_window` does; `None`: the placement's method.
+        """
         pattern = self.last_pattern
 
         def early_bytes(window_bytes: int) -> int:
             return 0 if pattern is None else pattern.offloadable_bytes(0) - pattern.offloadable_bytes(window_bytes)
 
-        window = self._placement.use_window(self._window_bytes, early_bytes)
+        window = (limit or self._placement.use_window)(self._window_bytes, early_bytes)
         if window != self._window_bytes:
             self.run(dataclasses.replace(self._policy, window_bytes=window))
 

@@ -266,11 +266,21 @@ class ResidentLimit:
             return 0
         if not self.known or self._room >= self.SPARE * self.expected_bytes:
             return window_bytes
-        while window_bytes and window_bytes + early_bytes(window_bytes) > self._room:
-            window_bytes //= 2
+        window_bytes = self.fitting_window(window_bytes, early_bytes)
         early = early_bytes(window_bytes)
         self.reserve(window_bytes + early)
         self.placed_bytes = max(0, self.expected_bytes - early)
+        return window_bytes
+
+    def fitting_window(self, window_bytes: int, early_bytes: Callable[[int], int]) -> int:
+        """Returns the window, or a smaller one for which the last micro-batch that has begun had room.
+
+        Args:
+            window_bytes: the window.
+            early_bytes: as in `use_window`.
+        """
+        while window_bytes and window_bytes + early_bytes(window_bytes) > self.room_bytes:
+            window_bytes //= 2
         return window_bytes
 
     def keep(self, nbytes: int) -> bool:

@@ -433,7 +433,8 @@ class AutoPlanner(pl.Callback):
     ) -> None:
         """Disables hooks for the present micro-batch if it follows a plan that keeps all."""
         if planner.measuring or planner.plan is None or planner.prediction is None:
-            return  # all saved tensors are offloaded
+            offloader.limit_window(guard.limit.fitting_window)  # all saved tensors are offloaded
+            return
         offloads_states = find_model_states(trainer) is not None
         spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
         enabled = offloads_states or not (planner.plan.keeps_all and spare)
