@@ -289,12 +289,12 @@ class _DriveTimeline:
         drives = machine.drives
         self._out = np.full(PARTS, seconds * min(machine.link_out, sum(write for _, write in drives)))
         self._into = np.full(PARTS, seconds * min(machine.link_in, sum(read for read, _ in drives)))
-        self._parts = [int(one.start / seconds) for one in profile.operators]
+        self._segments = [int(one.start / seconds) for one in profile.operators]
 
     def carry(self, one: _Absence) -> bool:
         """Plans offload and prefetch of a tensor, and returns True, if both have room."""
-        after, start = self._part(one.period.after + 1), self._part(one.start)
-        stop, before = self._part(one.stop), self._part(one.period.before)
+        after, start = self._segment(one.period.after + 1), self._segment(one.start)
+        stop, before = self._segment(one.stop), self._segment(one.period.before)
         changes = []
         for room, parts in ((self._out, range(after, start + 1)), (self._into, range(before, stop - 1, -1))):
             indices = np.array(parts[:PARTS]) % PARTS
@@ -307,9 +307,9 @@ class _DriveTimeline:
             room[indices] = left
         return True
 
-    def _part(self, operator: int) -> int:
-        steps, operator = divmod(operator, len(self._parts))
-        return steps * PARTS + self._parts[operator]
+    def _segment(self, operator: int) -> int:
+        steps, operator = divmod(operator, len(self._segments))
+        return steps * PARTS + self._segments[operator]
 
 
 class _HostMemory:
