@@ -177,7 +177,7 @@ class EvictionPlanner:
         Args:
             pressure: bytes that have no room while each operator runs.
             periods: candidates.
-            host: host memory; it limits what is evicted if there are no drives.
+            host: host memory, whose room limits evictions if there are no drives.
         """
         count = self._count
         begins: dict[int, list[int]] = defaultdict(list)
