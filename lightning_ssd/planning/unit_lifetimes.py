@@ -94,7 +94,7 @@ class _Steps:
         self._bandwidth = hardware.gpu_memory_bandwidth
         self._fixed = fixed
         self.keys: list[tuple[str, int, int]] = []
-        """Of each tensor: class, index of the unit, and index of its operator or part in the unit."""
+        """Class of each tensor, index of its unit, and index of its operator or part in the unit."""
         self._tensors: list[TensorLifetime] = []
 
     def profile(self) -> LifetimeProfile:
