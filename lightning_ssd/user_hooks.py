@@ -1,5 +1,7 @@
 """Hooks of user code that may read or change gradients between backward and the optimizer step."""
 
+import torch
+
 from lightning_ssd._lightning import pl
 
 
@@ -15,6 +17,9 @@ def user_sees_gradients(trainer: pl.Trainer) -> bool:
     for parameter in module.parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return True
+    if any(isinstance(callback, pl.callbacks.StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+            return True  # Lightning's epoch for the statistics of BatchNorm ends with a step of the last gradients
     return any(
         _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(callback, hook, None))
         for callback in trainer.callbacks  # type: ignore[attr-defined]

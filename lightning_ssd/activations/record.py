@@ -293,14 +293,14 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
     return tensor.detach()
 
 
-def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size) -> None:
+def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size, remedy: str = "") -> None:
     """Checks that `tensor` is at version `expected`.
 
     Raises:
-        RuntimeError: the tensor was changed after it was saved (PyTorch's own message).
+        RuntimeError: the tensor was changed after it was saved (PyTorch's own message, and `remedy`).
     """
     if tensor._version != expected:
-        raise modified_in_place(tensor, expected, dtype, size)
+        raise RuntimeError(f"{modified_in_place(tensor, expected, dtype, size)}{remedy}")
 
 
 def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size) -> RuntimeError:

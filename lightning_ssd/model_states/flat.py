@@ -289,7 +289,8 @@ class _SavedView(SavedWeight):
         flat = self._flat
         flat.unshard()
         with torch._C.DisableTorchFunctionSubclass():
-            check_version(flat.param_views[self._index].parameter, self._version, self._dtype, self._size)
+            item = flat.param_views[self._index]
+            check_version(item.parameter, self._version, self._dtype, self._size, _remedy(item.name))
         return flat.load(self._dtype, self._offset, self._size, self._stride)
 
 
@@ -307,6 +308,13 @@ class _SavedWhole(SavedWeight):
         self._flat.unshard()  # refuses weights whose step has begun
         check_version(self._parameter, self._version, self._parameter.dtype, self._parameter.size())
         return self._parameter.source.values(self._parameter)  # type: ignore[attr-defined,no-any-return]
+
+
+def _remedy(name: str) -> str:
+    return (
+        f" It is {name}, which is offloaded: an assignment to its `.data` counts as such a change, and in mixed "
+        "precision each write does. Change it after backward, as in `on_before_optimizer_step`, or set `states='gpu'`."
+    )
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

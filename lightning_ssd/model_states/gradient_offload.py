@@ -187,12 +187,33 @@ class GradientOffloader:
             )
         if self._recorded:
             raise RuntimeError(
-                f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, which "
-                "`recover=True` does not record. Call `optimizer.zero_grad()` between a step and the next backward, or "
-                "set `recover=False`."
+                f"the gradient of {flat.param_views[index].name} that the last step has used is added to, or stepped "
+                "again, and `recover=True` does not record it. Call `optimizer.zero_grad()` between a step and the "
+                "next backward or step, or set `recover=False`."
             )
         gradient.consumed.result()
         gradient.has_accum[index] = gradient.accumulating = True
+
+    def resume_stepped(self, flat: FlatParameter) -> None:
+        """Makes gradients that an earlier step has used, and `zero_grad` has not dropped, gradients of the next step.
+
+        In plain training, `optimizer.step` uses them again.
+
+        Raises:
+            RuntimeError: the step has not kept them.
+        """
+        gradient = self._gradients[flat]
+        for index, state in enumerate(gradient.states):
+            if state is not GradientState.STEPPED:
+                continue
+            if not gradient.retained:
+                raise RuntimeError(
+                    f"`optimizer.step` would use the gradient of {flat.param_views[index].name} again, which the last "
+                    "step has used and not kept. Call `optimizer.zero_grad()` between two steps, or override "
+                    "`on_after_backward`: steps wait for the end of backward then, and keep gradients."
+                )
+            self.resume_accumulation(flat, index)
+            gradient.states[index] = GradientState.PRESENT
 
     # ---- accumulation on the host ----
 

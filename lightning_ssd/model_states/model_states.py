@@ -421,6 +421,7 @@ class ModelStates(Uncopied):
         with self.summon_full_params():
             self._gradients.accumulate_all()
             self.drain()
+            self._steps.resume_stepped()
             with self._gradients.as_grads():
                 yield
 

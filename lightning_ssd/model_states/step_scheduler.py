@@ -91,16 +91,15 @@ class StepScheduler:
         self._staged = staged
         self._decision = decision
         self._worker = worker
-        self._priorities = {
-            flat: index for index, (_, flat_params) in enumerate(offloaded.units) for flat in flat_params
-        }
+        offloaded_units = [flat_params for _, flat_params in offloaded.units if flat_params]
+        self._priorities = {flat: index for index, flat_params in enumerate(offloaded_units) for flat in flat_params}
         self._overlap = setup.config.overlap
         self._clip_value = setup.clip_value
         self._journal = journal
         self.defer_to_user_hooks = setup.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._defer_next = setup.defer_to_user_hooks
-        self._share = WeightsFirst(len(set(self._priorities.values())))
+        self._share = WeightsFirst(len(offloaded_units))
         self._device_share = device_share
         self._timed = next(iter(offloaded.optimizers), None)
         """The optimizer from whose steps the device's share is chosen: steps of several differ, and alternate."""
@@ -152,6 +151,13 @@ class StepScheduler:
                 "begun: it is used differently from step to step. Set `overlap='none'`."
             )
 
+    def resume_stepped(self) -> None:
+        """Makes gradients that earlier steps have used, and `zero_grad` has not dropped, gradients of the next step."""
+        if self.defer_to_user_hooks:
+            for flat, _ in self._gradients.items():
+                if not self._is_submitted(flat):
+                    self._gradients.resume_stepped(flat)
+
     def check_may_drop(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if a step of `optimizer` that has not ended uses gradients, which can't be dropped."""
         with self._lock:
@@ -169,6 +175,7 @@ class StepScheduler:
             RuntimeError: its step before was not recorded, and a record can't name both.
         """
         gradient, store = self._gradients[flat], self._stores[flat]
+        self._gradients.resume_stepped(flat)
         self._staged.unstage()
         self._prefetcher.retire_for_step(flat)
         options = self._options(flat)
@@ -308,9 +315,11 @@ class StepScheduler:
         return self._device_share.plan(flat_params)
 
     def _submit_remaining(self, optimizer: Optimizer) -> None:
-        """Submits the steps of `optimizer` that could not begin in backward."""
+        """Submits the steps of `optimizer` that could not begin in backward, and those of gradients that are kept."""
         for flat, gradient in self._gradients.items():
-            if self._groups[flat][0] is optimizer and not self._is_submitted(flat) and gradient.accumulating:
+            if self._groups[flat][0] is not optimizer or self._is_submitted(flat):
+                continue
+            if gradient.accumulating or GradientState.STEPPED in gradient.states:
                 self._staged.pull(flat)
                 gradient.fold()
                 self.submit(flat)

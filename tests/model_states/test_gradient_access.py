@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.access import Toy, compare, fit
+from tests.support.access import PLACES, Toy, compare, fit
 from tests.support.compare import assert_same, same
 
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
@@ -291,8 +291,87 @@ def test_gradients_that_zero_grad_does_not_drop_are_added_to(
 def test_gradients_that_nothing_drops_are_not_recorded(tmp_path: Path) -> None:
     module = DropsInModule(**ADAMW)
     module.drop = drop_none
-    with pytest.raises(RuntimeError, match=r"is added to the one that the last step has used.*recover=False"):
+    with pytest.raises(RuntimeError, match=r"that the last step has used is added to.*recover=False"):
         fit(tmp_path, module, "ssd", strategy={"recover": True})
+
+
+class StepsAgain(Toy):
+    """Manual optimization with steps that use gradients of earlier steps: all of them, or those of one block."""
+
+    case = ""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        if self.case == "one block":
+            loss = self.blocks[batch_idx % 2](batch[0]).square().mean()
+        elif self.case == "one parameter":
+            loss = list(self.blocks[0].parameters())[batch_idx % 2].square().sum()
+        else:
+            loss = self.loss(batch[0])
+        if self.case == "two steps":
+            optimizer.zero_grad()
+        if self.case != "no backward" or batch_idx % 2 == 0:
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+        if self.case == "two steps":
+            optimizer.step()
+        self.seen.append(loss.detach().clone())
+
+
+@pytest.mark.parametrize("states", ["host", pytest.param("ssd", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("case", ["two steps", "no backward", "one block", "one parameter"])
+def test_gradients_that_zero_grad_does_not_drop_are_stepped_again(
+    tmp_path: Path, case: str, precision: Any, states: str
+) -> None:
+    def make() -> Toy:
+        module = StepsAgain(**ADAMW)
+        module.case = case
+        return module
+
+    compare(tmp_path, make, states, precision=precision)
+
+
+class SkipsBackward(Toy):
+    """Its second batch has neither `zero_grad` nor backward, as an epoch for BatchNorm's statistics."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.fit_loop._skip_backward = batch_idx == 1
+
+
+class SkipsBackwardAndReads(SkipsBackward):
+    def on_after_backward(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}])
+def test_a_step_without_backward_uses_the_gradients_of_the_last_step(tmp_path: Path, clip: Any) -> None:
+    compare(tmp_path, lambda: SkipsBackwardAndReads(**ADAMW), "host", **clip)
+    with pytest.raises(RuntimeError, match=r"would use the gradient of .* again.*Call `optimizer.zero_grad\(\)`"):
+        fit(tmp_path, SkipsBackward(**ADAMW), "host", **clip)
+
+
+class Normalized(Toy):
+    def __init__(self) -> None:
+        super().__init__(**ADAMW)
+        self.blocks.append(nn.BatchNorm1d(8))
+
+
+def test_averages_of_weights_with_batch_norm(tmp_path: Path) -> None:
+    """Lightning's epoch for the statistics of BatchNorm ends with a step, which uses the last gradients."""
+
+    def train(states: str | None) -> Any:
+        callback = pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        return fit(tmp_path, Normalized(), states, callbacks=[callback], max_epochs=3)
+
+    expected = train(None)
+    for states in PLACES:
+        assert_same(train(states), expected)
 
 
 # ---- precisions ----

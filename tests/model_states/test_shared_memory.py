@@ -394,3 +394,19 @@ def test_shared_memory_is_moved_with_its_parameter(tmp_path: Path, states: str) 
         return module.kept.clone()
 
     compare(tmp_path, lambda: Toy("on_train_batch_start", act), states)
+
+
+class AssignsBeforeBackward(Toy):
+    """In plain torch, backward reads the assigned values for some operators, and the earlier ones for others."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        weight = self.blocks[1].up.weight
+        weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_an_assignment_between_forward_and_backward_is_refused(tmp_path: Path, states: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.1\.up\.weight, which is offloaded.*`.data`.*on_before_optimizer_step"
+    ):
+        fit(tmp_path, AssignsBeforeBackward(), states)

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from lightning_ssd.device import Worker, finished
 from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.buffers import SpareMemory
+from lightning_ssd.model_states.optimizers import AdamOptimizer
 from lightning_ssd.model_states.state_store import StateStore
 from tests.support.faults import Move, Operation, WrappingBackend
+from tests.support.models import Model
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
+from tests.support.states import ssd, train
 from tests.support.steps import ARRIVED, Stepped
 
 pytestmark = pytest.mark.timeout(60)
@@ -244,3 +247,22 @@ def test_a_step_in_two_parts_that_fails_commits_nothing(
         assert store.steps == 0 and same(masters_of(store), weights_of(store.layout))
         staged = store.stage().result()
         assert not any(values.any() for values in staged.states.values())
+
+
+@pytest.mark.skipif(any_kernel() is None, reason="there is no C compiler")
+def test_all_offloaded_units_compute_their_weights_first_if_others_stay_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first units stay, and count neither as units nor as priorities."""
+    halves: dict[str, list[str]] = {}
+    step = AdamOptimizer.step
+
+    def noted(self: AdamOptimizer, given: Any, staged: Any, half: Any = "whole") -> None:
+        halves.setdefault(self.flat.name, []).append(half)
+        step(self, given, staged, half)
+
+    monkeypatch.setattr(AdamOptimizer, "step", noted)
+    strategy = ssd(states="auto", gpu_memory="90kB", tier="host", clip="deferred")
+    train(tmp_path, strategy, Model(), gradient_clip_val=0.01, max_steps=1)
+    assert len(halves) > 1 and strategy.model_states is None
+    assert set(map(tuple, halves.values())) == {("weights", "opt_state")}
