@@ -40,9 +40,10 @@ class MicroBatchRetry:
     Args:
         trainer: the Trainer.
         inputs: arguments of `training_step`.
-        states: offloaded model states; `None`: all are on the device. Once a backward has offloaded a gradient, its
-            optimizer step may have begun.
+        states: offloaded model states; `None`: all are on the device.
         forward: runs `training_step`.
+        delay_steps: whether the optimizer steps of offloaded gradients begin after backward. Else they may have begun
+            when it runs out of memory, and the micro-batch can't be run again.
         save_memory: called before the second attempt, with the part of the first one that has failed ("forward" or
             "backward"); applies a policy that needs less device memory.
     """
@@ -54,12 +55,15 @@ class MicroBatchRetry:
         states: ModelStates | None,
         forward: Callable[[], Any],
         save_memory: Callable[[str], None],
+        *,
+        delay_steps: bool,
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._forward = forward
         self._save_memory = save_memory
         self._states = states
+        self._delay_steps = delay_steps
         offloaded = set() if states is None else states.parameters
         groups = [optimizer.param_groups for optimizer in trainer.optimizers]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -103,6 +107,8 @@ class MicroBatchRetry:
         random = random_states()
         self._gradients = _Gradients(self._leaves)
         changed = self._attribute_set_since_forward()
+        if self._states is not None and self._delay_steps:
+            self._states.delay_steps()
         try:
             run(losses[1])
             return
@@ -134,6 +140,7 @@ class MicroBatchRetry:
         self._gradients.drop()
         state.restore()
         if self._states is not None:
+            self._states.drop_attempt()
             self._states.begin("train")
         self._save_memory(part)
         if torch.cuda.is_initialized():
@@ -161,7 +168,8 @@ class MicroBatchRetry:
                 return f"`{name}` of the module can't be run again"
         if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
             return "hooks of modules have run in backward"
-        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._leaves):
+        hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._leaves)
+        if hooked or (self._states is not None and self._states.gradients_are_hooked):
             return "hooks of parameters have run in backward"
         if self._gradients.accumulated() and _has_nested_backward(loss):
             return "gradients of a backward within backward were accumulated"
@@ -179,7 +187,7 @@ class MicroBatchRetry:
         """Returns why the state before the micro-batch can't be restored; `None`: it can."""
         assert self._state is not None
         if self._states is not None and not self._states.can_run_again:
-            return "gradients or weights of offloaded parameters have changed"
+            return "gradients of offloaded parameters may have been stepped, or their weights were changed"
         return self._state.obstacle()
 
 

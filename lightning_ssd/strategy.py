@@ -749,7 +749,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return None
         save_memory = functools.partial(auto.save_memory, module.trainer)
         return MicroBatchRetry(
-            module.trainer, (args, kwargs), self.model_states, lambda: self._forward(args, kwargs), save_memory
+            module.trainer,
+            (args, kwargs),
+            self.model_states,
+            lambda: self._forward(args, kwargs),
+            save_memory,
+            delay_steps=auto.likely_runs_out,
         )
 
     @override

@@ -246,16 +246,50 @@ def test_any_allocation_may_fail(
         assert_equal(train("auto", **how), run)
 
 
-@pytest.mark.parametrize(("allocation", "precision"), [(5, "32-true"), (25, "32-true"), (5, "bf16-mixed")])
-def test_offloaded_states_are_those_of_a_training_with_enough_memory(allocation: int, precision: str) -> None:
-    """The first gradient arrives in the 30th allocation."""
+@pytest.mark.parametrize("allocation", [5, 25, 34, 40])  # the first gradient arrives in the 30th
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.1, 1), (0.1, 3)])
+def test_offloaded_states_are_those_of_a_training_with_enough_memory(
+    allocation: int, precision: str, clip: float | None, accumulate: int
+) -> None:
     how: dict[str, Any] = {"states": "host", "batches": 3, "precision": precision}
+    how |= {"gradient_clip_val": clip, "accumulate": accumulate}
     run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), **how)
     assert run.failures == 1
     assert_equal(train_by_default(AMPLE, LimitedMemory(), **how), run)
 
 
-def test_a_backward_that_has_offloaded_gradients_is_not_run_again() -> None:
+@pytest.mark.thorough
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 12), st.integers(1, 64), max_size=6),
+    st.integers(1, 3),
+    st.sampled_from([AMPLE, SHORT]),
+    st.sampled_from([None, False, True]),
+    st.sampled_from(["32-true", "bf16-mixed"]),
+    st.sampled_from([None, 0.1]),
+)
+def test_any_allocation_may_fail_where_states_are_offloaded(
+    failures: dict[int, int], accumulate: int, meter: Meter, checkpointing: Any, precision: str, clip: float | None
+) -> None:
+    """The steps of all micro-batches begin after their backward."""
+    how: dict[str, Any] = {"accumulate": accumulate, "module": lambda: Stateful(checkpointing), "precision": precision}
+    how |= {"batches": 6, "states": "host", "gradient_clip_val": clip}
+    run = None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto_planner, "PROVEN", 2 * how["batches"])
+            patch.setattr(auto_planner, "LIKELIEST", 2 * how["batches"])
+            run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
+    except torch.OutOfMemoryError as error:
+        # Reentrant checkpointing accumulates gradients in several backwards.
+        assert checkpointing and "could not be run again" in str(error.__notes__)
+    if run is not None:
+        assert_equal(train_by_default(AMPLE, LimitedMemory(), **how), run)
+
+
+def test_a_backward_whose_gradients_were_stepped_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_planner, "LIKELIEST", 0)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 40)]), states="host", batches=3)
     assert any("could not be run again" in note and "offloaded parameters" in note for note in caught.value.__notes__)

@@ -59,6 +59,10 @@ COMPILED = "`torch.compile` compiles a part of the training"
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rules."""
 
+LIKELIEST = 2
+"""The first of them, which run out of memory more often than all others. Optimizer steps wait for their backward, which
+would cost more time than it saves in the others."""
+
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
 
@@ -157,6 +161,11 @@ class AutoPlanner(pl.Callback):
     def may_run_out(self) -> bool:
         """Whether the present micro-batch is prepared to run out of memory: it is one of the first under its rule."""
         return self._guard is not None and self._proven[self._rule] < PROVEN
+
+    @property
+    def likely_runs_out(self) -> bool:
+        """Whether the present micro-batch is more likely to run out of memory than most that `may_run_out`."""
+        return self.may_run_out and self._proven[self._rule] < LIKELIEST
 
     # ---- a training ----
 

@@ -8,6 +8,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -18,6 +19,21 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradient import Gradient, GradientPool, GradientState
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+
+
+@dataclass
+class _Attempt:
+    """A backward whose gradients are stepped after its end.
+
+    Attributes:
+        states: states of each flat parameter's gradients before it.
+        measured: parameters whose norms it has measured.
+        added: whether it has added to earlier gradients.
+    """
+
+    states: Mapping[FlatParameter, list[GradientState]]
+    measured: list[nn.Parameter] = field(default_factory=list)
+    added: bool = False
 
 
 class GradientOffloader:
@@ -75,6 +91,8 @@ class GradientOffloader:
         self._in_flight: deque[tuple[Tensor, Mark]] = deque()
         self._in_flight_bytes = 0
         self._waited = 0.0
+        self._attempt: _Attempt | None = None
+        """A backward whose gradients can be dropped if it fails; None: they can't be."""
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
         """Returns the gradient of a flat parameter."""
@@ -94,6 +112,46 @@ class GradientOffloader:
         """Whether the running backward has offloaded gradients."""
         return any(gradient.num_arrived for gradient in self._gradients.values())
 
+    # ---- a backward that may fail ----
+
+    def delay_steps(self) -> None:
+        """Begins a backward whose gradients are stepped after its end, so that they can be dropped if it fails.
+
+        With a shared pool steps are not delayed: other gradients need the memory that they free.
+        """
+        if self._pool is None and not self.arriving:
+            states = {flat: list(gradient.states) for flat, gradient in self._gradients.items()}
+            self._attempt = _Attempt(states)
+
+    @property
+    def steps_delayed(self) -> bool:
+        """Whether gradients of the running backward are stepped after its end only."""
+        return self._attempt is not None
+
+    @property
+    def droppable(self) -> bool:
+        """Whether `drop_attempt` undoes what the running backward has done."""
+        return self._attempt is not None and not self._attempt.added
+
+    def drop_attempt(self) -> None:
+        """Drops the gradients of the running backward, which has failed."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        self._release_in_flight()  # later copies to the same host memory are on the same stream
+        for parameter in attempt.measured:
+            self.norms.pop(parameter, None)
+        for flat, gradient in self._gradients.items():
+            if gradient.num_arrived:
+                gradient.num_arrived = 0
+                gradient.arrived = [False] * len(gradient.arrived)
+                gradient.states = attempt.states[flat]
+
+    def _note_added(self) -> None:
+        """Notes that the running backward adds to earlier gradients, which can't be undone."""
+        if self._attempt is not None:
+            self._attempt.added = True
+
     # ---- one gradient, on the thread that runs backward ----
 
     def receive(self, flat: FlatParameter, index: int) -> None:
@@ -103,7 +161,9 @@ class GradientOffloader:
             RuntimeError: it would be added to a gradient that a step has used and not kept.
         """
         gradient = self._gradients[flat]
-        gradient.fold()
+        if gradient.assigned:
+            self._note_added()
+            gradient.fold()
         self.resume_accumulation(flat, index)
         gradient.states[index] = GradientState.PRESENT
         if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
@@ -142,6 +202,8 @@ class GradientOffloader:
             self._decision.check(grad)
         if self._decision.needs_norm and not self._gradients[flat].accumulating:
             self.norms[parameter] = torch._foreach_norm([grad.float()])[0]
+            if self._attempt is not None:
+                self._attempt.measured.append(parameter)
 
     def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
@@ -159,12 +221,16 @@ class GradientOffloader:
 
     def end_backward(self) -> None:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
-        while self._in_flight:
-            self._release_oldest()
+        self._attempt = None
+        self._release_in_flight()
         for flat, gradient in self._gradients.items():
             if gradient.num_arrived:
                 self._expected[flat, _requires_grad(flat)] = gradient.num_arrived
                 gradient.num_arrived = 0
+
+    def _release_in_flight(self) -> None:
+        while self._in_flight:
+            self._release_oldest()
 
     def _release_oldest(self) -> None:
         data, mark = self._in_flight.popleft()
@@ -192,6 +258,7 @@ class GradientOffloader:
                 "next backward or step, or set `recover=False`."
             )
         gradient.consumed.result()
+        self._note_added()
         gradient.has_accum[index] = gradient.accumulating = True
 
     def resume_stepped(self, flat: FlatParameter) -> None:
@@ -223,6 +290,7 @@ class GradientOffloader:
         Returns:
             `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
         """
+        self._note_added()
         gradient = self._gradients[flat]
         arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
         norms = self.norms if self._decision.needs_norm else None

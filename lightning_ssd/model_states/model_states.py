@@ -317,10 +317,32 @@ class ModelStates(Uncopied):
                 "`on_train_batch_start`, or set `states='gpu'`."
             )
 
+    def delay_steps(self) -> None:
+        """Has the steps of the next backward's gradients begin after it, so that it can be run again if it fails.
+
+        They overlap with the next forward only. Where gradients share a pool, they are not delayed.
+        """
+        self._gradients.delay_steps()
+
     @property
     def can_run_again(self) -> bool:
-        """Whether the present micro-batch may be run again: it has offloaded no gradient, and changed no weight."""
-        return not (self._changed or self._gradients.arriving or self._grad_dtype.summed_on_host)
+        """Whether the present micro-batch may be run again: no gradient of it is stepped, or added to earlier ones.
+
+        Nor has user code changed a weight.
+        """
+        kept = self._gradients.droppable or not self._gradients.arriving
+        return kept and not (self._changed or self._grad_dtype.summed_on_host)
+
+    @property
+    def gradients_are_hooked(self) -> bool:
+        """Whether user code has registered hooks of gradients of offloaded parameters, beside the one of this class."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
+
+    @uninterrupted
+    def drop_attempt(self) -> None:
+        """Drops the gradients of a backward that has failed, and whose steps were delayed."""
+        self._gradients.drop_attempt()
 
     @uninterrupted
     def end_backward(self) -> None:

@@ -141,7 +141,7 @@ class StepScheduler:
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""
-        return self._overlap != "none" and self._is_stepping(flat)
+        return self._overlap != "none" and not self._gradients.steps_delayed and self._is_stepping(flat)
 
     def check_not_submitted(self, flat: FlatParameter, index: int) -> None:
         """Raises RuntimeError if the step of `flat` was submitted without the gradient of parameter `index`."""
