@@ -9,6 +9,9 @@ MAX_SECONDS = 30.0
 class ProfilingBudget:
     """Counts steps and wall time from its construction, and extrapolates by the last step's duration.
 
+    What the first step takes more than the second one is not counted: it loads libraries and page-locks memory, which
+    may take most of `MAX_SECONDS`, and is no profiling.
+
     The time is the host's, because `MAX_SECONDS` limits the user's waiting time. The host is at most the GPU's launch
     queue ahead of the GPU, which is less than a step if steps take seconds.
     """
@@ -27,11 +30,13 @@ class ProfilingBudget:
     def end_step(self) -> None:
         """Called when a step has ended."""
         self.steps += 1
-        self._step_seconds = perf_counter() - self._step_began
+        before, self._step_seconds = self._step_seconds, perf_counter() - self._step_began
+        if self.steps == 2:
+            self._started += max(0.0, before - self._step_seconds)
 
     @property
     def seconds(self) -> float:
-        """Wall time since the start."""
+        """Counted wall time since the start."""
         return perf_counter() - self._started
 
     def describe(self) -> str:
