@@ -140,7 +140,7 @@ class MicroBatchRetry:
         self._gradients.drop()
         state.restore()
         if self._states is not None:
-            self._states.drop_attempt()
+            self._states.drop_delayed()
             self._states.begin("train")
         self._save_memory(part)
         if torch.cuda.is_initialized():

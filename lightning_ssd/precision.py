@@ -118,7 +118,7 @@ class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
         result = closure()
         skipped = result is None and model.automatic_optimization
         if not skipped and self.states.defer_to_user_hooks:
-            with self.states.full_grads():
+            with self.states.full_grads(torch_optimizer):
                 self.scaler.unscale_(torch_optimizer)
         elif not skipped:
             self.states.unscale(torch_optimizer, self.scaler)

@@ -38,7 +38,7 @@ from lightning_ssd.callbacks import (
 )
 from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
 from lightning_ssd.device import expand_segments
-from lightning_ssd.garbage import shorten_collections
+from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
 from lightning_ssd.micro_batch_retry import MicroBatchRetry
@@ -251,8 +251,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._restore_allocator: Callable[[], None] | None = None
         """Restores the settings of torch's CUDA allocator; `None`: they were not changed."""
-        self._restore_collections: Callable[[], None] | None = None
-        """Ends the exemption of objects from garbage collections; `None`: no training has started."""
+        self._collections: ShortCollections | None = None
+        """Full garbage collections of the training; `None`: no training has started."""
         self._recovery: Recovery | None = None
         self._retry: MicroBatchRetry | None = None
         """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
@@ -271,7 +271,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
         own: dict[str, Any] = {"_restore_callbacks": [], "_precision": None}
-        own |= {"_restore_allocator": None, "_restore_collections": None}
+        own |= {"_restore_allocator": None, "_collections": None}
         return super().__getstate__() | own | {"_precision_plugin": self._precision or self._precision_plugin}
 
     # ---- the device ----
@@ -704,8 +704,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         restore_offload_callbacks(self.lightning_module.trainer, self._offload_callbacks)
-        if self._restore_collections is None:  # else the loop runs again, as in BatchSizeFinder
-            self._restore_collections = shorten_collections()
+        if self._collections is None:  # else the loop runs again, as in BatchSizeFinder
+            self._collections = ShortCollections()
         if self.model_states is not None:
             self.model_states.state_dicts.protected = False
 
@@ -729,6 +729,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._collections is not None:
+            self._collections.begin_micro_batch()
         self._begin("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)
@@ -754,7 +756,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model_states,
             lambda: self._forward(args, kwargs),
             save_memory,
-            delay_steps=auto.likely_runs_out,
+            delay_steps=auto.begins_rule,
         )
 
     @override
@@ -856,10 +858,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             ending.run(remove_default_callbacks, self.lightning_module._trainer, self._default_callbacks)
         self._default_callbacks, self._offload_callbacks = [], []
         ending.run(super().teardown)
-        for end in (self._restore_allocator, self._restore_collections):
-            if end is not None:
-                ending.run(end)
-        self._restore_allocator = self._restore_collections = None
+        restore_allocator, self._restore_allocator = self._restore_allocator, None
+        if restore_allocator is not None:
+            ending.run(restore_allocator)
+        collections, self._collections = self._collections, None
+        if collections is not None:
+            ending.run(collections.end)
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
             recovery.end()

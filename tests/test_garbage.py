@@ -1,6 +1,7 @@
 """Full garbage collections of a training examine the objects that it has made, and none that are older."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ class Collects(pl.Callback):
         if trainer.global_step == 1:
             self.before = len(gc.get_objects())
             gc.collect()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
             self.frozen = gc.get_freeze_count()
             if self._fails:
                 raise ArithmeticError("a callback has failed")
@@ -57,6 +61,54 @@ def test_the_exemption_ends_with_a_training_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         train(tmp_path, host(), Model(), callbacks=[collects])
     assert collects.frozen > 0
+
+
+class Cycle:
+    """A result of a micro-batch with a reference to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+class MakesCycles(Model):
+    """A full collection comes while the second micro-batch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Cycle]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        cycle = Cycle()
+        self.made.append(weakref.ref(cycle))
+        if batch_idx == 1:
+            gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
+class CountsCycles(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        gc.collect()
+        self.frozen = gc.get_freeze_count()
+        self.alive = sum(one() is not None for one in pl_module.made)
+
+
+def test_garbage_of_a_micro_batch_is_freed_though_a_full_collection_came_while_it_ran(tmp_path: Path) -> None:
+    counts = CountsCycles()
+    train(tmp_path, host(), MakesCycles(), callbacks=[counts])
+    assert counts.frozen > 1000 and counts.alive == 0
+
+
+class Freezes(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 0:
+            gc.freeze()
+        gc.collect()
+
+
+def test_objects_that_user_code_freezes_in_the_training_stay_frozen(tmp_path: Path) -> None:
+    train(tmp_path, host(), Model(), callbacks=[Freezes()])
+    assert gc.get_freeze_count() > 1000
+    gc.unfreeze()
 
 
 def test_objects_that_user_code_has_frozen_stay_frozen(tmp_path: Path) -> None:

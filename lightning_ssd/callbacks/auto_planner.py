@@ -59,9 +59,9 @@ COMPILED = "`torch.compile` compiles a part of the training"
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rules."""
 
-LIKELIEST = 2
-"""The first of them, which run out of memory more often than all others. Optimizer steps wait for their backward, which
-would cost more time than it saves in the others."""
+FIRST_MICRO_BATCHES = 2
+"""Micro-batches under a rule whose optimizer steps begin after backward. Most of those that run out of memory are among
+them; in later ones the delay would cost more time than a failure."""
 
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
@@ -163,9 +163,9 @@ class AutoPlanner(pl.Callback):
         return self._guard is not None and self._proven[self._rule] < PROVEN
 
     @property
-    def likely_runs_out(self) -> bool:
-        """Whether the present micro-batch is more likely to run out of memory than most that `may_run_out`."""
-        return self.may_run_out and self._proven[self._rule] < LIKELIEST
+    def begins_rule(self) -> bool:
+        """Whether the present micro-batch is one of the first under its rule, which run out of memory most often."""
+        return self.may_run_out and self._proven[self._rule] < FIRST_MICRO_BATCHES
 
     # ---- a training ----
 

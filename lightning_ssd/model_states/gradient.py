@@ -141,6 +141,11 @@ class Gradient:
             return item.of(self.accumulated())
         return item.of(self.host_grad) if self.arrived[index] else None
 
+    @property
+    def kept(self) -> bool:
+        """Whether there are gradients of earlier micro-batches, or of user code, which no step has used."""
+        return self.accumulating or bool(self.assigned)
+
     def fold(self) -> None:
         """Copies the gradients that user code has assigned to `accum`."""
         if self.assigned:

@@ -22,16 +22,18 @@ from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 
 
 @dataclass
-class _Attempt:
+class _DelayedBackward:
     """A backward whose gradients are stepped after its end.
 
     Attributes:
         states: states of each flat parameter's gradients before it.
+        accumulated: flat parameters that had gradients of earlier micro-batches, or of user code, before it.
         measured: parameters whose norms it has measured.
-        added: whether it has added to earlier gradients.
+        added: whether it has added to gradients of earlier micro-batches or steps.
     """
 
     states: Mapping[FlatParameter, list[GradientState]]
+    accumulated: frozenset[FlatParameter]
     measured: list[nn.Parameter] = field(default_factory=list)
     added: bool = False
 
@@ -91,8 +93,10 @@ class GradientOffloader:
         self._in_flight: deque[tuple[Tensor, Mark]] = deque()
         self._in_flight_bytes = 0
         self._waited = 0.0
-        self._attempt: _Attempt | None = None
+        self._delayed: _DelayedBackward | None = None
         """A backward whose gradients can be dropped if it fails; None: they can't be."""
+        self._summed: set[FlatParameter] = set()
+        """Flat parameters whose gradients the running backward has added in fp32 on the host, one by one."""
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
         """Returns the gradient of a flat parameter."""
@@ -110,7 +114,7 @@ class GradientOffloader:
     @property
     def arriving(self) -> bool:
         """Whether the running backward has offloaded gradients."""
-        return any(gradient.num_arrived for gradient in self._gradients.values())
+        return bool(self._summed) or any(gradient.num_arrived for gradient in self._gradients.values())
 
     # ---- a backward that may fail ----
 
@@ -121,36 +125,48 @@ class GradientOffloader:
         """
         if self._pool is None and not self.arriving:
             states = {flat: list(gradient.states) for flat, gradient in self._gradients.items()}
-            self._attempt = _Attempt(states)
+            accumulated = frozenset(flat for flat, gradient in self._gradients.items() if gradient.kept)
+            self._delayed = _DelayedBackward(states, accumulated)
 
     @property
     def steps_delayed(self) -> bool:
         """Whether gradients of the running backward are stepped after its end only."""
-        return self._attempt is not None
+        return self._delayed is not None
 
     @property
     def droppable(self) -> bool:
-        """Whether `drop_attempt` undoes what the running backward has done."""
-        return self._attempt is not None and not self._attempt.added
+        """Whether `drop_delayed` undoes what the running backward has done."""
+        return self._delayed is not None and not self._delayed.added
 
-    def drop_attempt(self) -> None:
+    def drop_delayed(self) -> None:
         """Drops the gradients of the running backward, which has failed."""
-        attempt, self._attempt = self._attempt, None
-        if attempt is None:
+        delayed, self._delayed = self._delayed, None
+        if delayed is None:
             return
         self._release_in_flight()  # later copies to the same host memory are on the same stream
-        for parameter in attempt.measured:
+        for parameter in delayed.measured:
             self.norms.pop(parameter, None)
         for flat, gradient in self._gradients.items():
-            if gradient.num_arrived:
-                gradient.num_arrived = 0
-                gradient.arrived = [False] * len(gradient.arrived)
-                gradient.states = attempt.states[flat]
+            if not gradient.num_arrived and flat not in self._summed:
+                continue
+            if gradient.accumulating and flat not in delayed.accumulated:  # all that is accumulated is of this backward
+                gradient.drop()
+                for item in flat.param_views:
+                    self.norms.pop(item.parameter, None)
+            gradient.num_arrived = 0
+            gradient.arrived = [False] * len(gradient.arrived)
+            gradient.states = delayed.states[flat]
+        self._summed.clear()
 
-    def _note_added(self) -> None:
-        """Notes that the running backward adds to earlier gradients, which can't be undone."""
-        if self._attempt is not None:
-            self._attempt.added = True
+    def _note_added(self, flat: FlatParameter) -> None:
+        """Notes an addition to the accumulated gradients of `flat`, which can't be undone if they have earlier ones."""
+        if self._delayed is not None and flat in self._delayed.accumulated:
+            self._delayed.added = True
+
+    def note_sum(self, flat: FlatParameter) -> None:
+        """Notes that the running backward adds a gradient of `flat` in fp32 on the host."""
+        self._note_added(flat)
+        self._summed.add(flat)
 
     # ---- one gradient, on the thread that runs backward ----
 
@@ -162,7 +178,7 @@ class GradientOffloader:
         """
         gradient = self._gradients[flat]
         if gradient.assigned:
-            self._note_added()
+            self._note_added(flat)
             gradient.fold()
         self.resume_accumulation(flat, index)
         gradient.states[index] = GradientState.PRESENT
@@ -202,8 +218,8 @@ class GradientOffloader:
             self._decision.check(grad)
         if self._decision.needs_norm and not self._gradients[flat].accumulating:
             self.norms[parameter] = torch._foreach_norm([grad.float()])[0]
-            if self._attempt is not None:
-                self._attempt.measured.append(parameter)
+            if self._delayed is not None:
+                self._delayed.measured.append(parameter)
 
     def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
@@ -221,7 +237,8 @@ class GradientOffloader:
 
     def end_backward(self) -> None:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
-        self._attempt = None
+        self._delayed = None
+        self._summed.clear()
         self._release_in_flight()
         for flat, gradient in self._gradients.items():
             if gradient.num_arrived:
@@ -258,7 +275,8 @@ class GradientOffloader:
                 "next backward or step, or set `recover=False`."
             )
         gradient.consumed.result()
-        self._note_added()
+        if self._delayed is not None:
+            self._delayed.added = True
         gradient.has_accum[index] = gradient.accumulating = True
 
     def resume_stepped(self, flat: FlatParameter) -> None:
@@ -282,6 +300,25 @@ class GradientOffloader:
             self.resume_accumulation(flat, index)
             gradient.states[index] = GradientState.PRESENT
 
+    def used(self) -> dict[nn.Parameter, Tensor | None]:
+        """Returns copies of the gradients that steps have used; None: the step has not kept it. No step runs."""
+        return {
+            item.parameter: item.of(gradient.accumulated()).clone() if gradient.retained else None
+            for flat, gradient in self._gradients.items()
+            for item, state in zip(flat.param_views, gradient.states, strict=True)
+            if state is GradientState.STEPPED
+        }
+
+    def restore_used(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Restores what `used` has returned, before the first backward."""
+        for flat, gradient in self._gradients.items():
+            own = {index: item for index, item in enumerate(flat.param_views) if item.parameter in gradients}
+            gradient.retained = bool(own) and all(gradients[item.parameter] is not None for item in own.values())
+            for index, item in own.items():
+                gradient.states[index] = GradientState.STEPPED
+                if (value := gradients[item.parameter]) is not None:
+                    item.of(gradient.accumulated()).copy_(value)
+
     # ---- accumulation on the host ----
 
     def accumulate(self, flat: FlatParameter) -> "Future[None]":
@@ -290,7 +327,7 @@ class GradientOffloader:
         Returns:
             `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
         """
-        self._note_added()
+        self._note_added(flat)
         gradient = self._gradients[flat]
         arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
         norms = self.norms if self._decision.needs_norm else None

@@ -289,6 +289,7 @@ class ModelStates(Uncopied):
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         if grad.dtype != flat.dtype:  # summed in fp32
             self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
+            self._gradients.note_sum(flat)
             self._grads.add(flat, index, grad)
             return
         self._gradients.receive(flat, index)
@@ -320,7 +321,7 @@ class ModelStates(Uncopied):
     def delay_steps(self) -> None:
         """Has the steps of the next backward's gradients begin after it, so that it can be run again if it fails.
 
-        They overlap with the next forward only. Where gradients share a pool, they are not delayed.
+        The steps overlap with the next forward only. Where gradients share a pool, they are not delayed.
         """
         self._gradients.delay_steps()
 
@@ -340,9 +341,9 @@ class ModelStates(Uncopied):
             return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
 
     @uninterrupted
-    def drop_attempt(self) -> None:
+    def drop_delayed(self) -> None:
         """Drops the gradients of a backward that has failed, and whose steps were delayed."""
-        self._gradients.drop_attempt()
+        self._gradients.drop_delayed()
 
     @uninterrupted
     def end_backward(self) -> None:
@@ -420,7 +421,7 @@ class ModelStates(Uncopied):
                 if resident := [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]:
                     torch.nn.utils.clip_grad_value_(resident, limit)
         else:
-            with self.full_grads():
+            with self.full_grads(getattr(optimizer, "optimizer", optimizer)):  # of Lightning's wrapper
                 clip(parameters_of(optimizer), limit)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
@@ -432,10 +433,14 @@ class ModelStates(Uncopied):
     # ---- whole weights and gradients, for user code ----
 
     @contextlib.contextmanager
-    def full_grads(self) -> Iterator[None]:
+    def full_grads(self, optimizer: Optimizer | None = None) -> Iterator[None]:
         """Gives every offloaded parameter its master weights as `.data` and its gradient as `.grad`, on the CPU.
 
         Changes count. Nested calls have no effect.
+
+        Args:
+            optimizer: an optimizer whose next step uses the gradients. Those that its last step has used, and
+                `zero_grad` has not dropped, are given, too. None: such gradients are not given.
         """
         if self._summoned:
             yield
@@ -443,7 +448,8 @@ class ModelStates(Uncopied):
         with self.summon_full_params():
             self._gradients.accumulate_all()
             self.drain()
-            self._steps.resume_stepped()
+            if optimizer is not None:
+                self._steps.resume_stepped(optimizer)
             with self._gradients.as_grads():
                 yield
 
@@ -505,6 +511,21 @@ class ModelStates(Uncopied):
     def host_gradient(self, flat: FlatParameter, index: int) -> Tensor | None:
         """Returns the gradient of a stepped parameter that is in host memory between two steps, if there is one."""
         return self._gradients[flat].held(index)
+
+    def used_gradients(self) -> dict[nn.Parameter, Tensor | None]:
+        """Returns copies of the gradients that the last steps have used and `zero_grad` has not dropped.
+
+        A gradient is None if its step has not kept it. No step runs.
+        """
+        return self._gradients.used()
+
+    def restore_used_gradients(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Restores the gradients that `used_gradients` of earlier model states has returned."""
+        self._gradients.restore_used(gradients)
+        for parameter, gradient in gradients.items():
+            stepped = parameter in self._flat_of and self._flat_of[parameter][0] in self.offloaded.flat_optimizers
+            if gradient is not None and not stepped:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
     @property
     def prefetched_bytes(self) -> int:

@@ -267,6 +267,7 @@ def _remake(
     memory_plan = _plan_memory(target, budget, setup)
     check_flats_apart((item.flat for of_part in target for item in of_part), device, known=states.parameters)
     states.drain()
+    used = states.used_gradients()
     staging = states.staging
     with contextlib.ExitStack() as undo:
         if staging is None:
@@ -300,4 +301,5 @@ def _remake(
             ssd_bytes=0 if moved.staging is None else max(memory_plan.ssd, moved.staging.store.size),
         )
         undo.pop_all()
+    states.restore_used_gradients(used)
     return states

@@ -151,11 +151,14 @@ class StepScheduler:
                 "begun: it is used differently from step to step. Set `overlap='none'`."
             )
 
-    def resume_stepped(self) -> None:
-        """Makes gradients that earlier steps have used, and `zero_grad` has not dropped, gradients of the next step."""
+    def resume_stepped(self, optimizer: Optimizer) -> None:
+        """Makes gradients that the last step of `optimizer` has used gradients of its next step.
+
+        Those that `zero_grad` has dropped are gone.
+        """
         if self.defer_to_user_hooks:
             for flat, _ in self._gradients.items():
-                if not self._is_submitted(flat):
+                if self._groups[flat][0] is optimizer and not self._is_submitted(flat):
                     self._gradients.resume_stepped(flat)
 
     def check_may_drop(self, optimizer: Optimizer) -> None:

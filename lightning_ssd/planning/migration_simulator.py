@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
@@ -195,10 +195,12 @@ class _Simulation:
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
         self.traffic: list[IntervalTraffic] = []
         self.now = 0.0
-        self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """(due, bytes, drive) of the prefetches that begin with an operator."""
-        self.end: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """(due, bytes, drive) of the offloads that begin at the end of an operator."""
+        self.prefetches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        """(operator that waits, bytes, drive) of the prefetches that begin with an operator of each step."""
+        self.offloads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        """The same of the offloads that begin at the end of an operator of each step."""
+        self.running: tuple[list[tuple[int, int, int]], ...] = [], []
+        """The same of offloads and prefetches of the step before, which run when the first simulated step begins."""
         self.recomputed = 0.0
         for migration in plan.migrations:
             self._add(migration)
@@ -210,15 +212,14 @@ class _Simulation:
             self.seconds[migration.before % self.count] += recompute_seconds
             self.recomputed += recompute_seconds
             return
-        for cycle in range(-1, STEPS):
-            base = cycle * self.count
-            if base + migration.before < 0:
-                continue
-            if base + migration.absent_from > 0:
-                offload = (base + migration.absent_from, tensor.nbytes, migration.drive)
-                self.end[max(-1, base + migration.after)].append(offload)
-            prefetch = (base + migration.before, tensor.nbytes, migration.drive)
-            self.begin[max(0, base + migration.absent_until)].append(prefetch)
+        for transfers, running, begin, due, first in (
+            (self.offloads, self.running[0], migration.after, migration.absent_from, 1),
+            (self.prefetches, self.running[1], migration.absent_until, migration.before, 0),
+        ):
+            before = begin // self.count * self.count  # operators of the steps before the one in which it begins
+            transfers[begin - before].append((due - before, tensor.nbytes, migration.drive))
+            if begin < self.count <= due - first:  # an operator of the next step waits for it, from the `first` one on
+                running.append((due - self.count, tensor.nbytes, migration.drive))
 
     def run(self) -> MigrationPrediction:
         stalls: list[tuple[int, float]] = []
@@ -233,8 +234,12 @@ class _Simulation:
         free_at = begun = 0.0
         first_part = 0
         times = list(accumulate(self.seconds, initial=0.0))
+        for transfers, running in zip((self.out, self.into), self.running, strict=True):
+            for due, nbytes, drive in running:
+                transfers.add(drive, due, nbytes)
         for index, following in pairwise(self._events()):
-            self._offload(index - 1)
+            if index:
+                self._add_all(self.out, self.offloads, index - 1)
             while jobs and jobs[0][0] < index:
                 ready, job = jobs.popleft()
                 base = ready - job.ready
@@ -243,8 +248,7 @@ class _Simulation:
             if index == (STEPS - 1) * self.count:
                 begun, first_part = self.now, len(self.traffic)
                 stalls.clear()
-            for due, nbytes, drive in self.begin.get(index, ()):
-                self.into.add(drive, due, nbytes)
+            self._add_all(self.into, self.prefetches, index)
             wait = 0.0
             while True:
                 if waiting:
@@ -273,8 +277,8 @@ class _Simulation:
     def _events(self) -> list[int]:
         """Returns the operators at whose begin a transfer may begin or be due, and some between them, in order."""
         events = {part * self.count // RESOLUTION for part in range(RESOLUTION)}
-        events.update(index + 1 for index in self.end)
-        events.update(self.begin)
+        events.update(index + 1 for index in self.offloads)
+        events.update(self.prefetches)
         for migration in self.plan.migrations:
             events.update((migration.absent_from, migration.before))
         for job in self.step.jobs:
@@ -298,9 +302,13 @@ class _Simulation:
             _, due, nbytes = computed.pop(0)
             self.into.add(HOST, due, nbytes)
 
-    def _offload(self, index: int) -> None:
-        for due, nbytes, drive in self.end.get(index, ()):
-            self.out.add(drive, due, nbytes)
+    def _add_all(
+        self, transfers: _Transfers, of_step: Mapping[int, Sequence[tuple[int, int, int]]], index: int
+    ) -> None:
+        """Queues the transfers that begin at operator `index`; `of_step`: those of each step."""
+        operator = index % self.count
+        for due, nbytes, drive in of_step.get(operator, ()):
+            transfers.add(drive, index - operator + due, nbytes)
 
     def _advance(self, seconds: float, due: int) -> None:
         out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)

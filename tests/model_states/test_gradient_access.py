@@ -337,6 +337,57 @@ def test_gradients_that_zero_grad_does_not_drop_are_stepped_again(
     compare(tmp_path, make, states, precision=precision)
 
 
+class StepsWithNewGroup(StepsAgain):
+    """Its last block is in no optimizer before the second step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers().optimizer.add_param_group({"params": list(self.blocks[1].parameters())})  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.blocks[0].parameters())
+
+
+@pytest.mark.parametrize("case", ["", "no backward"])
+@pytest.mark.parametrize("states", PLACES)
+def test_gradients_of_earlier_steps_are_kept_when_groups_change(tmp_path: Path, case: str, states: str) -> None:
+    def make() -> Toy:
+        module = StepsWithNewGroup(**ADAMW)
+        module.case = case
+        return module
+
+    compare(tmp_path, make, states)
+
+
+class Alternates(Toy):
+    """Two optimizers in turn, as a GAN has; each zeroes its gradients before its own backward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()[batch_idx % 2]  # type: ignore[index]
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        loss = self.loss(batch[0])
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        self.seen.append(loss.detach().clone())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(block.parameters()) for block in self.blocks]
+
+
+def test_a_step_records_no_gradients_that_another_optimizer_has_used(tmp_path: Path) -> None:
+    def train(states: str | None, **strategy: Any) -> Any:
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+        return fit(tmp_path, Alternates(), states, strategy=strategy, plugins=plugin)
+
+    assert_same(train("ssd", recover=True), train(None))
+
+
 class SkipsBackward(Toy):
     """Its second batch has neither `zero_grad` nor backward, as an epoch for BatchNorm's statistics."""
 
