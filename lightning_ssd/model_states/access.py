@@ -23,7 +23,7 @@ Threads: the training thread, and autograd's while the training thread waits in 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
 from lightning_ssd.model_states.operands import (
+    differentiate,
     export,
     geometry,
     map_tensors,
@@ -46,6 +47,7 @@ from lightning_ssd.model_states.parameter import (
     OffloadedParameter,
     OffloadedView,
     WholeWeight,
+    apply,
     as_non_view,
     autocast_to,
     hollow,
@@ -200,10 +202,11 @@ class Access:
                 f"{next(iter(found.values())).source.name}, which is offloaded, is given to a compiled function. "
                 "Compile the module whose forward calls the function (`module.compile()`), or give it a `.clone()`."
             )
-        if func is torch.autograd.grad:
-            self._use_full_precision(found.values())
+        if func is torch.autograd.grad or func is torch.autograd.backward:
+            if func is torch.autograd.grad:
+                self._use_full_precision(found.values())
             with references_saved():
-                return func(*args, **kwargs)  # it looks for the tensors' nodes, and reads no values
+                return differentiate(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
@@ -331,9 +334,9 @@ class Access:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
                     self.grad_dtype.summed_on_host.add(source.flat)
-                return cast(Tensor, WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
+                return apply(WholeWeight, tensor, source)
         if computing and tensor.requires_grad:
-            return cast(Tensor, _Values.apply(tensor, self._value(tensor)))  # type: ignore[no-untyped-call]
+            return apply(_Values, tensor, self._value(tensor))
         return self._value(tensor)
 
     def values(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
@@ -390,6 +393,8 @@ class Access:
             if id(value) in originals:
                 return originals[id(value)]
             if type(value) is not Tensor or value.layout is not torch.strided:
+                return value
+            if torch._C._functorch.is_functorch_wrapped_tensor(value):  # a transform's result, no view of a weight
                 return value
             for key, base in bases.items():
                 if (offset := offset_in(value, base)) is None:

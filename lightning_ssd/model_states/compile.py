@@ -5,9 +5,11 @@ its parameters are ordinary ones meanwhile. So Dynamo compiles the same program 
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from types import FunctionType
+from inspect import unwrap
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -30,6 +32,50 @@ def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from compiled_regions(child)
+
+
+def may_read_weights(region: nn.Module, multiplies: Callable[[nn.Module], bool]) -> bool:
+    """Returns whether compiled code may use a weight of a product otherwise than in one product under autocast.
+
+    It may read it elsewhere, disable autocast, or use it by two modules. The names in the code of modules that have
+    such weights below them tell; functions that this code calls with a module are not examined.
+
+    Args:
+        region: a compiled module.
+        multiplies: returns whether a module has weights of a product.
+    """
+    owners: Counter[nn.Parameter] = Counter()
+    for part in region.modules():
+        if multiplies(part):
+            owners.update(part.parameters(recurse=False))
+        if not any(map(multiplies, part.modules())):
+            continue
+        if part._forward_hooks or part._forward_pre_hooks:
+            return True
+        own = type(part).__module__.startswith(("torch.nn.modules.linear", "torch.nn.modules.conv"))
+        if own or type(part).__name__ == "Conv1D":
+            continue
+        for name in ("forward", *_compiled_methods(part)):
+            code = getattr(unwrap(getattr(part, name)), "__code__", None)
+            if code is None or not _READING.isdisjoint(_names(code)):
+                return True
+    return max(owners.values(), default=0) > 1
+
+
+_READING = frozenset(
+    ("weight", "bias", "parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "autocast")
+)
+"""Names in code that may read weights, or disable autocast."""
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names and strings in `code`, and in the functions that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def renew_guards(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd.model_states.compile import compiled_regions, may_read_weights
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
@@ -139,16 +140,26 @@ def _divide(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterat
     yield of_flat
 
 
+def _multiplies(module: nn.Module) -> bool:
+    """Returns whether autocast casts the parameters of `module`, which are factors of its product."""
+    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
+
+
 def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:
     """Returns the compute dtype of each parameter: autocast's, where autocast would cast the parameter anyway.
 
     Autocast casts a weight once a forward and keeps the copy until backward. A weight of that dtype needs no copy, and
     the product has the same numbers. (The gradients of a weight that one forward uses several times are summed in that
     dtype, and in fp32 by Lightning, which disables autocast's cache.)
+
+    Compiled code calls no `__torch_function__` that would give it fp32 weights where it uses them otherwise: if it may
+    do so, all of its weights are fp32, and it casts them itself.
     """
     dtypes: dict[nn.Parameter, torch.dtype] = {}
+    reading = [region for region in compiled_regions(module) if may_read_weights(region, _multiplies)]
+    in_fp32 = {part for region in reading for part in region.modules()}
     for owner in module.modules():
-        casts = isinstance(owner, (nn.Linear, nn.modules.conv._ConvNd)) or type(owner).__name__ == "Conv1D"
+        casts = _multiplies(owner) and owner not in in_fp32
         for parameter in owner.parameters(recurse=False):
             dtype = autocast if autocast is not None and casts and parameter.dtype == torch.float32 else parameter.dtype
             dtypes[parameter] = dtype if dtypes.get(parameter, dtype) == dtype else parameter.dtype

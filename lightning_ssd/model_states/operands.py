@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
-from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, saves_references
+from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, offloaded_in, saves_references
 
 
 def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -114,6 +114,48 @@ def substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: substitute(item, values) for key, item in value.items()}
     return value
+
+
+def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Runs `torch.autograd.grad` or `backward` with respect to offloaded parameters.
+
+    Torch takes their nodes in place of them, so that user code which backward calls (hooks, autograd functions,
+    recomputation) may use offloaded tensors: `func` calls no `__torch_function__` by itself.
+
+    Args:
+        func: the function, which looks for the nodes of tensors and reads no values.
+        args: its arguments; inputs are the second one, or passed by name.
+        kwargs: its keyword arguments.
+    """
+    inputs: Any = kwargs.get("inputs") if "inputs" in kwargs or len(args) < 2 else args[1]
+    outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+    given = list(offloaded_in(inputs).values())
+    trained = all(isinstance(tensor, OffloadedParameter) and tensor.requires_grad for tensor in given)
+    if not trained or offloaded_in(outputs) or kwargs.get("materialize_grads") and kwargs.get("allow_unused") is False:
+        return func(*args, **kwargs)
+    edges: dict[int, Any] = {id(tensor): get_gradient_edge(tensor) for tensor in given}
+    options = {name: value for name, value in kwargs.items() if name not in ("inputs", "materialize_grads")}
+    if materialize := kwargs.get("materialize_grads"):  # which torch refuses for nodes
+        options["allow_unused"] = True
+    arguments = (outputs,) if func is torch.autograd.backward else (outputs, substitute(inputs, edges))
+    if func is torch.autograd.backward:
+        options["inputs"] = substitute(inputs, edges)
+    with torch._C._EnableTorchFunction():
+        result = func(*arguments, **options)
+    if not materialize:
+        return result
+    create_graph = bool(kwargs.get("create_graph"))
+    return tuple(
+        torch.zeros_like(tensor, dtype=_plain_dtype(tensor), requires_grad=create_graph)
+        if gradient is None
+        else gradient
+        for gradient, tensor in zip(result, inputs, strict=True)
+    )
+
+
+def _plain_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype that a tensor has in plain training."""
+    return tensor.source.item.dtype if isinstance(tensor, OffloadedParameter) else tensor.dtype  # type: ignore[attr-defined]
 
 
 def export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:

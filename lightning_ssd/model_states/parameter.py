@@ -5,12 +5,15 @@ run directly. Every other operator on an offloaded parameter is run by its `Acce
 """
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, offloaded_weights, storage_of
@@ -93,6 +96,8 @@ class _RunsOperators:
             kind = KINDS.get(func) or kind_of(func)
             if kind in cls._DIRECT:
                 return func(*args, **(kwargs or {}))
+            if not torch.is_grad_enabled():
+                _note_function(args)
             try:
                 if _runs_on_memory(kind, args, kwargs):
                     result = func(*args, **(kwargs or {}))
@@ -211,7 +216,7 @@ class FollowedView(OffloadedView):
     @staticmethod
     def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
         """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = _AsNonView.apply(value, backed)  # type: ignore[no-untyped-call]
+        view = apply(_AsNonView, value, backed)
         view.__class__ = FollowedView
         assert isinstance(view, FollowedView)
         view._init(source, offset, versioned, backed)
@@ -283,6 +288,15 @@ class _SavedOffloadedView(SavedWeight):
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
         return view.source.values(view)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Applies an autograd function to tensors that no transform of `torch.func` maps, outside of the transforms."""
+    outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        outside = temporarily_clear_interpreter_stack()
+    with outside:
+        return cast(Tensor, function.apply(*args))
 
 
 class WholeWeight(torch.autograd.Function):
@@ -390,8 +404,15 @@ def _shares_weights(result: Any) -> bool:
 
 
 def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether autocast is enabled and casts arguments of matrix products on `device` to `dtype`."""
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == dtype
+    """Returns whether autocast is enabled and casts arguments of matrix products on `device` to `dtype`.
+
+    Transforms such as `torch.func.vmap` divide products into operators of which autocast casts only some.
+    """
+    return (
+        torch.is_autocast_enabled(device.type)
+        and torch.get_autocast_dtype(device.type) == dtype
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> bool:
@@ -428,6 +449,33 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False
     return True
+
+
+def _note_function(args: Any) -> None:
+    """Has gradients of 16-bit weights summed in fp32, if a user's autograd function that was given them runs `args`.
+
+    Torch does not call `__torch_function__` for `torch.autograd.Function.apply`, whose backward may return gradients
+    in fp32, as it does in plain training.
+    """
+    for value in args:
+        if type(value) is not OffloadedParameter or not (value.flat.mixed and value.requires_grad):
+            continue
+        if torch.is_inference_mode_enabled():
+            return
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(_FRAMES):
+            if frame is None:
+                break
+            if frame.f_code is _APPLY and any(given is value for given in frame.f_locals["args"]):
+                value.source.access.grad_dtype.sum_in_fp32(value)
+                break
+            frame = frame.f_back
+
+
+_APPLY = cast(MethodType, torch.autograd.Function.apply).__func__.__code__
+
+_FRAMES = 32
+"""Python calls between an autograd function and an operator that it runs, at most."""
 
 
 def saves_references() -> bool:

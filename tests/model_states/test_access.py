@@ -143,7 +143,7 @@ def test_operators_on_weights_inside_of_a_transform_name_a_remedy(tmp_path: Path
 
         def loss(self, batch: Tensor) -> Tensor:
             weight: Any = self.blocks[0].norm.weight
-            scale = weight.clone() if self.cloned else weight
+            scale = (weight.clone() if self.cloned else weight).view(-1)
             total = torch.func.vmap(lambda row: (row * scale).sum())(self(batch))
             return total.square().mean()  # type: ignore[no-any-return]
 
@@ -154,6 +154,22 @@ def test_operators_on_weights_inside_of_a_transform_name_a_remedy(tmp_path: Path
         train(tmp_path, offloading(), Scaled(), rows(3))
     assert any("Clone the weights before the transform" in note for note in caught.value.__notes__)
     assert_same(train(tmp_path, offloading(), Remedied(), rows(3)), train(tmp_path, "auto", Remedied(), rows(3)))
+
+
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_modules_and_weights_inside_of_vmap(tmp_path: Path, precision: Any, states: str) -> None:
+    """Autocast casts the arguments of products, but not of the operators that `vmap` divides a linear layer into."""
+
+    class Mapped(BlocksModel):
+        def loss(self, batch: Tensor) -> Tensor:
+            weight, bias = self.blocks[1].up.weight, self.blocks[0].norm.weight
+            outputs = torch.func.vmap(self)(batch)
+            products = torch.func.vmap(lambda row: nn.functional.linear(row * bias, weight))(batch)
+            return outputs.float().square().mean() + products.float().square().mean()
+
+    expected = train(tmp_path, "auto", Mapped(), rows(3), precision=precision)
+    assert_same(train(tmp_path, offloading(states), Mapped(), rows(3), precision=precision), expected)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -327,6 +343,40 @@ def test_gradients_of_weights_that_have_16_bits_on_the_device(tmp_path: Path, ho
         return torch.autograd.grad(loss, [one, other])
 
     compare(tmp_path, lambda: Toy(hook, act), "host", precision="bf16-mixed")
+
+
+class InFp32(torch.autograd.Function):
+    """A linear layer in fp32 under autocast, whose gradients are in fp32, too."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class LinearInFp32(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return InFp32.apply(x, self.weight)
+
+
+class WithFunction(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up = LinearInFp32(8, 8)
+        self.blocks[1].down = LinearInFp32(8, 8)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
+def test_gradients_of_an_autograd_function_in_fp32(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Weights that are on the device in 16 bits get gradients that a user's function computes in fp32 unrounded."""
+    compare(tmp_path, WithFunction, "host", precision="bf16-mixed", **arguments)
 
 
 @pytest.mark.parametrize("states", PLACES)

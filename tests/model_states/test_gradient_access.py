@@ -559,3 +559,62 @@ class AccumulateGradHooks(Toy):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_hooks_on_nodes_that_accumulate_gradients(tmp_path: Path, precision: str) -> None:
     compare(tmp_path, AccumulateGradHooks, "host", precision=precision)
+
+
+class Differentiated(Toy):
+    """Computes gradients of chosen weights, while functions, hooks and recomputation in backward use other weights."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.automatic_optimization = False
+        self.unused = nn.Linear(2, 2)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        module = self
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                return gradient * module.blocks[1].up.weight.norm()
+
+        def hidden(x: Tensor) -> Tensor:
+            return nn.functional.linear(x, module.blocks[0].down.weight)
+
+        x = Scaled.apply(self.blocks[0](batch))
+        x = torch.utils.checkpoint.checkpoint(hidden, x, use_reentrant=False)
+        x.register_hook(lambda gradient: gradient + module.blocks[1].down.bias.detach().mean())
+        return self.blocks[1](x).float().square().mean()
+
+    def on_train_start(self) -> None:
+        bias = self.blocks[1].up.bias
+        bias.register_post_accumulate_grad_hook(lambda parameter: self.seen.append(parameter.grad.clone()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        chosen = [*self.blocks.parameters(), self.unused.weight]
+        if self.how == "backward":
+            self.manual_backward(loss, retain_graph=True, inputs=chosen[:-1])
+            self.manual_backward(loss, inputs=[self.blocks[0].up.weight, self.blocks[1].down.bias])
+        else:
+            gradients = torch.autograd.grad(loss, chosen, materialize_grads=True)
+            for parameter, gradient in zip(chosen, gradients, strict=True):
+                parameter.grad = gradient
+        self.seen.append([None if one.grad is None else one.grad.clone() for one in self.parameters()])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_gradients_of_chosen_weights(tmp_path: Path, how: str, precision: str, states: str) -> None:
+    """`backward(inputs=...)` accumulates gradients, and user code in backward may use other offloaded weights."""
+    compare(tmp_path, lambda: Differentiated(how), states, precision=precision)

@@ -13,6 +13,7 @@ from lightning_ssd import ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.activations.weights import storage_of
 from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, UnitTiers, find_units, make_model_states
+from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.models import MakeOptimizer, Model
 from tests.support.states import host, loader, train
@@ -163,6 +164,69 @@ class UsedOutside(Model):
 def test_parameters_used_outside_their_modules(tmp_path: Path) -> None:
     expected = train(tmp_path, "auto", UsedOutside())
     assert_same(train(tmp_path, host(gpu_memory="1B"), UsedOutside()), expected)
+
+
+class Uses(nn.Module):
+    """Uses a weight otherwise than in one product under autocast; subclasses have one of the methods as `forward`."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.__class__ = type(use, (Uses,), {"forward": getattr(Uses, use)})
+        self.linear = nn.Linear(8, 8)
+        if use == "tied":
+            self.other = nn.Linear(8, 8)
+            self.other.weight = self.linear.weight
+
+    def read(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.linear.weight.mean()
+
+    def standardized(self, x: Tensor) -> Tensor:
+        weight = next(self.linear.parameters())
+        return nn.functional.linear(x, weight - weight.mean(1, keepdim=True))
+
+    def without_autocast(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float())
+
+    def tied(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.linear(x)))
+
+    def hooked(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def multiplies(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class CompiledUses(Toy):
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Uses(use) for _ in range(2))
+        for block in self.blocks:
+            if use == "hooked":
+                block.linear.register_forward_hook(lambda linear, inputs, result: result * linear.weight.mean())  # type: ignore[union-attr, arg-type]
+            block.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("use", ["read", "standardized", "without_autocast", "tied", "hooked"])
+def test_compiled_blocks_that_use_a_weight_in_fp32(tmp_path: Path, use: str) -> None:
+    """In mixed precision, compiled code has the whole weights where plain training computes with them."""
+    torch._dynamo.reset()
+    compare(tmp_path, lambda: CompiledUses(use), "host", precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("use", ["multiplies", "read"])
+def test_weights_of_compiled_products_are_prefetched_in_16_bit(tmp_path: Path, use: str) -> None:
+    """Code that uses them otherwise transfers twice the bytes."""
+    torch._dynamo.reset()
+    found: set[torch.dtype] = set()
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            found.update(flat.dtype for flat in trainer.strategy.model_states.stores if "blocks" in flat.name)
+
+    fit(tmp_path, CompiledUses(use), "host", callbacks=[Looks()], precision="bf16-mixed", max_steps=1)
+    assert found == {torch.bfloat16 if use == "multiplies" else torch.float32}
 
 
 class Compiled(Model):
