@@ -28,7 +28,7 @@ import gc
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,26 +261,48 @@ def table(runs: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(results: list[dict[str, Any]], figure: Path) -> None:
-    """Draws the step over the peak of every mode, a panel for each result, ours as filled marks."""
+    """Draws the step over the peak of every mode, a panel for each model: ours filled, and the hull of all others."""
     import matplotlib.pyplot as plt
 
-    _, panels = plt.subplots(1, len(results), figsize=(1 + 3.2 * len(results), 3.6), squeeze=False)
-    for axes, result in zip(panels[0], results, strict=True):
-        for mode, runs in result["runs"].items():
-            if any("error" in run for run in runs):
-                continue
-            peak, step = (statistics.median(run[name] for run in runs) for name in ("peak", "step"))
-            ours = mode.startswith(("ours", "planned"))
-            color = "C0" if "eager" in mode else "C1"
-            axes.plot(peak / 2**30, step, "o" if ours else "s", color=color, fillstyle="full" if ours else "none")
-            axes.annotate(mode, (peak / 2**30, step), textcoords="offset points", xytext=(5, 3), fontsize=6)
-        cap = f" in {result['gpu']:g} GiB" if result.get("gpu") else ""
-        axes.set_title(f"{result['model']}{cap}", fontsize=9)
+    models = list(dict.fromkeys(result["model"] for result in results))
+    _, panels = plt.subplots(1, len(models), figsize=(1 + 4 * len(models), 4), squeeze=False)
+    for model, axes in zip(models, panels[0], strict=True):
+        others: dict[str, list[tuple[float, float]]] = {"C0": [], "C1": []}
+        for result in [one for one in results if one["model"] == model]:
+            cap = f", {result['gpu']:.0f} GiB" if result.get("gpu") else ""
+            for mode, runs in result["runs"].items():
+                if any("error" in run for run in runs):
+                    continue
+                peak, step = (statistics.median(run[name] for run in runs) for name in ("peak", "step"))
+                ours, color = mode.startswith(("ours", "planned")), "C0" if "eager" in mode else "C1"
+                if not ours:
+                    others[color].append((peak / 2**30, step))
+                axes.plot(peak / 2**30, step, "o" if ours else "s", color=color, fillstyle="full" if ours else "none")
+                offset, side = ((-6, -9), "right") if ours else ((6, 4), "left")
+                place = {"textcoords": "offset points", "xytext": offset, "ha": side, "fontsize": 7}
+                axes.annotate(mode + cap, (peak / 2**30, step), **place)
+        for color, points in others.items():
+            if points:
+                axes.plot(*zip(*lower_hull(points), strict=True), ":", color=color)
+        axes.set_title(model, fontsize=9)
         axes.set_xlabel("GPU peak, GiB")
         axes.margins(0.25)
     panels[0][0].set_ylabel("step, s")
     plt.tight_layout()
     plt.savefig(figure, dpi=120)
+
+
+def lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the points on the lower convex hull, in the order of their first coordinate."""
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

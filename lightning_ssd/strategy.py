@@ -144,8 +144,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             Unless `states="gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
             would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are
-            summed in 16 bits. Weights in bf16, under `bf16-true` all of them, compute in bf16 and are stepped in fp32.
-            (Plain Lightning steps them in bf16, where changes below a 256th of a weight are lost.)
+            summed in 16 bits by compiled code, and by torch before 2.10. Weights in bf16, under `bf16-true` all of
+            them, compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, where changes below a
+            256th of a weight are lost.)
             On a CPU device, every optimizer of `torch.optim` gives the same bits as plain Lightning, with all its
             settings. On a GPU, the last digits of a step are those of torch's fused CPU kernels. Optimizers of
             `torch.optim`, and classes given to `lightning_ssd.register_optimizer`, step unit by unit. Other classes may
