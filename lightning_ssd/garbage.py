@@ -1,10 +1,6 @@
 """Full garbage collections during a training, which examine the objects of the training alone."""
 
 import gc
-from typing import Any
-
-FULL = 2
-"""Generation of a full collection."""
 
 AT_STARTUP = 1000
 """More objects than an interpreter freezes when it starts (Python 3.12: 375)."""
@@ -19,21 +15,19 @@ class ShortCollections:
     that exist then are exempt. None of them belongs to a micro-batch, whose tensors would otherwise be kept until the
     training ends if they are in a reference cycle. Nothing is changed if user code has frozen objects itself.
 
-    Threads: the training thread; `_note` runs on the thread whose allocation has caused a collection.
+    Threads: the training thread. Collections are counted, and no callback of theirs is used: one that runs within
+    compiled code would be compiled, too.
     """
 
     def __init__(self) -> None:
-        self._due = False
-        """Whether there was a full collection, and no object was exempt since."""
-        self._frozen = False
-        if gc.get_freeze_count() <= AT_STARTUP:
-            gc.callbacks.append(self._note)
+        self._before = _full_collections()
+        self._decided = self._frozen = False
 
     def begin_micro_batch(self) -> None:
-        """Exempts the present objects if there was a full collection. No micro-batch runs."""
-        if not self._due:
+        """Exempts the present objects after the first full collection. No micro-batch runs."""
+        if self._decided or _full_collections() == self._before:
             return
-        self._end_notes()
+        self._decided = True
         if gc.get_freeze_count() <= AT_STARTUP:
             gc.collect()
             gc.freeze()
@@ -41,14 +35,9 @@ class ShortCollections:
 
     def end(self) -> None:
         """Ends the exemption."""
-        self._end_notes()
         if self._frozen:
             gc.unfreeze()
 
-    def _note(self, phase: str, info: dict[str, Any]) -> None:
-        self._due = self._due or (phase == "stop" and info["generation"] == FULL)
 
-    def _end_notes(self) -> None:
-        self._due = False
-        if self._note in gc.callbacks:
-            gc.callbacks.remove(self._note)
+def _full_collections() -> int:
+    return int(gc.get_stats()[-1]["collections"])

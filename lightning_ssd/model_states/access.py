@@ -22,6 +22,7 @@ Threads: the training thread, and autograd's while the training thread waits in 
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -155,12 +156,43 @@ class Access:
                 continue
             weights = _weights(parameter)
             if weights.flat.mixed:
-                raise RuntimeError(
-                    f"compiled code has changed {weights.name} in place, which is offloaded and has 16 bits on the "
-                    "device. Change it outside of the compiled module, or set `states='gpu'`."
-                )
+                raise _changed_by_compiled(weights.name)
             with torch.no_grad():
                 weights.write(weights.read())
+
+    @contextlib.contextmanager
+    def whole(self, owners: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+        """Gives compiled code whole weights that have 16 bits on the device, where autocast would not cast them so.
+
+        Args:
+            owners: modules with the names of their offloaded parameters.
+
+        Raises:
+            RuntimeError: the compiled code has changed a weight.
+        """
+        found = {
+            (module, name): parameter
+            for module, name in owners
+            if isinstance(parameter := module._parameters.get(name), OffloadedParameter)
+            and parameter.flat.mixed
+            and not autocast_to(parameter.flat.dtype, parameter.flat.device)
+        }
+        if not found:
+            yield
+            return
+        parameters = {id(parameter): parameter for parameter in found.values()}
+        with self._values(parameters, computing=torch.is_grad_enabled()) as values:
+            versions = {key: value._version for key, value in values.items()}
+        try:
+            for (module, name), parameter in found.items():
+                module._parameters[name] = values[id(parameter)]  # type: ignore[assignment]
+            yield
+        finally:
+            for (module, name), parameter in found.items():
+                module._parameters[name] = parameter
+        for key, value in values.items():
+            if value._version != versions[key]:
+                raise _changed_by_compiled(parameters[key].source.name)
 
     def begin_forward(self, flat_params: Iterable[FlatParameter]) -> None:
         """Begins a forward that is given the compute weights of `flat_params`."""
@@ -267,6 +299,8 @@ class Access:
         writes = bool(offloaded_in(written, kwargs.get("out")))
         computing = torch.is_grad_enabled() and not writes
         matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
+        if matmul and computing:
+            self._note_repeated((*args, *kwargs.values()))
         with self._values(found, computing=computing, matmul=matmul) as values, references_saved():
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: value._version for key, value in values.items()}
@@ -338,6 +372,13 @@ class Access:
         if computing and tensor.requires_grad:
             return apply(_Values, tensor, self._value(tensor))
         return self._value(tensor)
+
+    def _note_repeated(self, args: Sequence[Any]) -> None:
+        """Has gradients of 16-bit weights that a product is given twice summed in fp32: autocast casts each of them."""
+        given = [arg for arg in args if isinstance(arg, OffloadedParameter) and arg.flat.mixed and arg.requires_grad]
+        for parameter, uses in Counter(given).items():
+            if uses > 1 and not _weights(parameter).whole and autocast_to(parameter.flat.dtype, parameter.flat.device):
+                self.grad_dtype.sum_in_fp32(parameter)
 
     def values(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
         """Returns the present values of `tensor`, which no operator may change: they are the resident ones, or a copy.
@@ -533,6 +574,13 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def _changed_by_compiled(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"compiled code has changed {name} in place, which is offloaded and has 16 bits on the device. Change it "
+        "outside of the compiled module, or set `states='gpu'`."
+    )
 
 
 def _weights(parameter: OffloadedParameter) -> Weights:

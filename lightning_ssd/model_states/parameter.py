@@ -94,10 +94,10 @@ class _RunsOperators:
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kind = KINDS.get(func) or kind_of(func)
+            if not torch.is_grad_enabled():
+                _note_function(args, kwargs)
             if kind in cls._DIRECT:
                 return func(*args, **(kwargs or {}))
-            if not torch.is_grad_enabled():
-                _note_function(args)
             try:
                 if _runs_on_memory(kind, args, kwargs):
                     result = func(*args, **(kwargs or {}))
@@ -451,13 +451,13 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
     return True
 
 
-def _note_function(args: Any) -> None:
+def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
     """Has gradients of 16-bit weights summed in fp32, if a user's autograd function that was given them runs `args`.
 
     Torch does not call `__torch_function__` for `torch.autograd.Function.apply`, whose backward may return gradients
     in fp32, as it does in plain training.
     """
-    for value in args:
+    for value in offloaded_in(args, kwargs).values():
         if type(value) is not OffloadedParameter or not (value.flat.mixed and value.requires_grad):
             continue
         if torch.is_inference_mode_enabled():

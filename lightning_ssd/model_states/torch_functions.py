@@ -17,7 +17,7 @@ class Kind(Enum):
     DTYPE = auto()
     """Reads no element; the result depends on the dtype with which the model was built."""
     MATMUL = auto()
-    """Computes, writes no argument, returns no view, and autocast casts its arguments to 16 bits."""
+    """Computes, writes no argument, returns no view, and autocast casts its arguments to 16 bits on each device."""
     KERNEL = auto()
     """Computes, writes no argument and returns no view."""
     OPERATOR = auto()
@@ -144,8 +144,6 @@ KINDS: dict[Any, Kind] = {
             Tensor.__rmatmul__,
             torch.mm,
             Tensor.mm,
-            torch.mv,
-            Tensor.mv,
             torch.bmm,
             Tensor.bmm,
             torch.addmm,

@@ -102,13 +102,24 @@ def hook_compiled_region(
     if not offloaded and not with_masters:
         return []
     flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
+    owners = [
+        (module, name)
+        for module in region.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in flat_of
+    ]
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         if summoned():
             yield
             return
-        with prefetcher.resident(flat_params, record=True), access.ordinary(offloaded), ordinary(with_masters):
+        with (
+            prefetcher.resident(flat_params, record=True),
+            access.whole(owners),
+            access.ordinary(offloaded),
+            ordinary(with_masters),
+        ):
             yield
 
     return [run_calls_within(region, context)]

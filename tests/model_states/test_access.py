@@ -1,7 +1,7 @@
 """User code that reads and writes offloaded weights, against plain Lightning."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +377,75 @@ class WithFunction(Toy):
 def test_gradients_of_an_autograd_function_in_fp32(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Weights that are on the device in 16 bits get gradients that a user's function computes in fp32 unrounded."""
     compare(tmp_path, WithFunction, "host", precision="bf16-mixed", **arguments)
+
+
+class OfShape(torch.autograd.Function):
+    """Reads only the shape of a weight in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.shape = weight.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.linspace(0, 1, 64, device=gradient.device).view(ctx.shape) * gradient.sum() / 3
+
+
+class OfRows(torch.autograd.Function):
+    """Gives weights to an operator in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        rows = torch.cat(weights)
+        ctx.save_for_backward(x, rows)
+        return x @ rows.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, rows = ctx.saved_tensors
+        return gradient.float() @ rows, *(gradient.float().T @ x / 3).split(8)
+
+
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("function", [OfShape, OfRows])
+def test_gradients_of_an_autograd_function_that_multiplies_by_no_weight(
+    tmp_path: Path, function: Any, states: str
+) -> None:
+    class Applied(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            weights = [block.up.weight for block in self.blocks][: 1 if function is OfShape else 2]
+            return super().loss(batch) + function.apply(batch, *weights).float().square().mean()
+
+    compare(tmp_path, Applied, states, precision="bf16-mixed")
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm": lambda weight, _: torch.mm(weight, weight),
+    "linear": lambda weight, _: nn.functional.linear(weight, weight),
+    "addmm": lambda weight, _: torch.addmm(weight, weight, mat2=weight),
+    "mv": lambda weight, x: torch.mv(weight, x[0]),
+    "mv_method": lambda weight, x: weight.mv(x[0]),
+}
+
+
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_a_weight_elsewhere(tmp_path: Path, name: str, states: str) -> None:
+    """Autocast casts each argument of a product, so that gradients of a weight given twice are summed in fp32.
+
+    On a CPU it casts nothing for `mv`.
+    """
+
+    class Multiplied(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Linear(8, 8)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) + PRODUCTS[name](self.square.weight, batch).float().square().mean()
+
+    compare(tmp_path, Multiplied, states, precision="bf16-mixed")
 
 
 @pytest.mark.parametrize("states", PLACES)

@@ -215,6 +215,135 @@ def test_compiled_blocks_that_use_a_weight_in_fp32(tmp_path: Path, use: str) -> 
     compare(tmp_path, lambda: CompiledUses(use), "host", precision="bf16-mixed")
 
 
+class Gained(nn.Linear):
+    """Names no weight, but a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gain = nn.Parameter(torch.linspace(0.3, 1.7, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Conv1D(nn.Linear):
+    """Has the name of a layer of transformers that multiplies by its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class ReadsInMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x * self.linear.weight.norm()  # type: ignore[no-any-return]
+
+
+class ReadsInBase(ReadsInMethod):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x) * 0.5
+
+
+class ReadsByReference(ReadsInMethod):
+    def __init__(self) -> None:
+        super().__init__()
+        self.references = [self.linear.weight]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x * self.references[0].norm()  # type: ignore[no-any-return]
+
+
+class ReadsByNames(ReadsInMethod):
+    def scaled(self, x: Tensor) -> Tensor:
+        result = self.linear(x)
+        for name in ("weight", "bias"):
+            result = result + x * getattr(self.linear, name).norm()
+        return result  # type: ignore[no-any-return]
+
+
+def _decorated(forward: Any) -> Any:
+    return lambda self, x: forward(self, x)
+
+
+class ReadsInDecorated(ReadsInMethod):
+    @_decorated
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x * self.linear.weight.norm()  # type: ignore[no-any-return]
+
+
+def _scaled(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) + x * linear.weight.norm()  # type: ignore[no-any-return]
+
+
+class ReadsInFunction(ReadsInMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return _scaled(self.linear, x)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [Gained, lambda: Conv1D(8, 8), ReadsInMethod, ReadsInBase, ReadsByReference, ReadsByNames, ReadsInDecorated,
+     ReadsInFunction],
+)  # fmt: skip
+def test_compiled_blocks_that_read_weights_by_other_code(tmp_path: Path, block: Any) -> None:
+    class Reading(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block()])
+            self.blocks[0].compile(backend="aot_eager")
+
+    torch._dynamo.reset()
+    compare(tmp_path, Reading, "host", precision="bf16-mixed")
+
+
+class OtherAutocast(Toy):
+    """Calls compiled blocks under the training's autocast, and under another one or none."""
+
+    def __init__(self, **autocast: Any) -> None:
+        super().__init__()
+        self.autocast = autocast
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+    def loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", **self.autocast):
+            other = self(batch).float().square().mean()
+        return super().loss(batch) + other
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("autocast", [{"enabled": False}, {"dtype": torch.float16}])
+def test_compiled_blocks_under_another_autocast(tmp_path: Path, autocast: dict[str, Any], states: str) -> None:
+    """Compiled code has the whole weights where autocast does not cast them to the dtype on the device."""
+    torch._dynamo.reset()
+    arguments: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    compare(tmp_path, lambda: OtherAutocast(**autocast), states, precision="bf16-mixed", **arguments)
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_before_optimizer_step", "on_train_epoch_end"])
+def test_compiled_blocks_in_hooks(tmp_path: Path, hook: str) -> None:
+    """Lightning calls hooks under no autocast."""
+
+    def sample(module: Any) -> Any:
+        with torch.no_grad():
+            return module(torch.linspace(-1, 1, 16, device=module.device).view(2, 8))
+
+    def make() -> Toy:
+        module = Toy(hook, sample)
+        for block in module.blocks:
+            block.compile(backend="aot_eager")
+        return module
+
+    torch._dynamo.reset()
+    compare(tmp_path, make, "host", precision="bf16-mixed")
+
+
 @pytest.mark.parametrize("use", ["multiplies", "read"])
 def test_weights_of_compiled_products_are_prefetched_in_16_bit(tmp_path: Path, use: str) -> None:
     """Code that uses them otherwise transfers twice the bytes."""
