@@ -220,6 +220,7 @@ def test_state_of_other_objects_and_gradients_of_other_tensors_are_restored(allo
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 @settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 24), st.integers(1, 64), max_size=12),
@@ -300,6 +301,7 @@ def test_gradients_that_were_added_in_fp32_to_earlier_ones_are_not_added_again(
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 @settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 12), st.integers(1, 64), max_size=6),
