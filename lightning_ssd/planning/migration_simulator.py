@@ -198,9 +198,9 @@ class _Simulation:
         self.prefetches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """(operator that waits, bytes, drive) of the prefetches that begin with an operator of each step."""
         self.offloads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """The same of the offloads that begin at the end of an operator of each step."""
+        """(operator that waits, bytes, drive) of the offloads that begin at the end of an operator of each step."""
         self.running: tuple[list[tuple[int, int, int]], ...] = [], []
-        """The same of offloads and prefetches of the step before, which run when the first simulated step begins."""
+        """(operator that waits, bytes, drive) of offloads and of prefetches that the step before has begun."""
         self.recomputed = 0.0
         for migration in plan.migrations:
             self._add(migration)
