@@ -21,7 +21,11 @@ class ShortCollections:
 
     def __init__(self) -> None:
         self._before = _full_collections()
-        self._decided = self._frozen = False
+        """Full collections of the process before the training."""
+        self._decided = False
+        """Whether there was one in the training, so that objects are exempt, or never will be."""
+        self._frozen = False
+        """Whether this object has exempted them."""
 
     def begin_micro_batch(self) -> None:
         """Exempts the present objects after the first full collection. No micro-batch runs."""

@@ -42,10 +42,10 @@ class MicroBatchRetry:
         inputs: arguments of `training_step`.
         states: offloaded model states; `None`: all are on the device.
         forward: runs `training_step`.
-        delay_steps: whether the optimizer steps of offloaded gradients begin after backward. Else they may have begun
-            when it runs out of memory, and the micro-batch can't be run again.
         save_memory: called before the second attempt, with the part of the first one that has failed ("forward" or
             "backward"); applies a policy that needs less device memory.
+        delay_steps: whether the optimizer steps of offloaded gradients begin after backward. Else they may have begun
+            when it runs out of memory, and the micro-batch can't be run again.
     """
 
     def __init__(

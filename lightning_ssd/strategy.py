@@ -271,8 +271,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
-        own: dict[str, Any] = {"_restore_callbacks": [], "_precision": None}
-        own |= {"_restore_allocator": None, "_collections": None}
+        own: dict[str, Any] = {"_restore_callbacks": []}
+        own |= dict.fromkeys(("_restore_allocator", "_collections", "_precision"))
         return super().__getstate__() | own | {"_precision_plugin": self._precision or self._precision_plugin}
 
     # ---- the device ----

@@ -15,7 +15,7 @@ from tests.support.states import host, train
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen() -> Iterator[None]:
-    """Also that a training leaves no callback: the next full collection would freeze objects for ever."""
+    """Before a test and after it, so that each training has ended its exemption."""
     assert gc.get_freeze_count() < 1000
     yield
     gc.collect()

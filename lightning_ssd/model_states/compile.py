@@ -123,7 +123,7 @@ def _names_of(called: Iterable[object], cls: type) -> set[str]:
             with contextlib.suppress(ValueError):  # an empty cell
                 if isinstance(cell.cell_contents, FunctionType):
                     left.append(cell.cell_contents)
-        for name in found - {"device"}:  # of the first parameter, usually
+        for name in found - {"device"}:  # a property of Lightning's and other modules, which may name parameters
             left += [value for value in _definitions(cls, name) if isinstance(value, _METHODS)]
             value = getattr(function, "__globals__", {}).get(name)
             if isinstance(value, FunctionType) and value.__module__ == getattr(function, "__module__", None):
