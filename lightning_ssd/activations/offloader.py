@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
@@ -54,6 +55,11 @@ from lightning_ssd.storage import IOStats
 from lightning_ssd.storage_tags import KEPT_IN
 from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
+
+_innermost_hooks: Callable[[bool], tuple[Any, Any] | None] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+"""Returns the innermost saved-tensor hooks, pack and unpack."""
 
 _WITHOUT_HOOKS = (
     "Tensors are offloaded by saved-tensor hooks. To train without them, set `offload='none'` and `states='gpu'` of "
@@ -189,15 +195,37 @@ class ActivationOffloader(Uncopied):
         try:
             with saved_tensors_hooks(self.pack, self.unpack), self._mode or contextlib.nullcontext():
                 yield
-            with self._lock:  # the forward's local variables are freed, so storages may be unshared now
-                self._offload_waiting(len(self._waiting))
-                self._in_flight.evict_copied()
+            self._make_all_progress()  # the forward's local variables are freed, so storages may be unshared now
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):  # of a function that refuses them, such as `torch.func.grad`
                 error.add_note(_WITHOUT_HOOKS)
             raise
         finally:
             self._forwards -= 1
+
+    def pause(self) -> bool:
+        """Removes the hooks and the mode from a running forward until `resume`, if no others were entered inside.
+
+        Meanwhile, autograd saves tensors as in plain training. Called on the training thread between two operations.
+
+        Returns:
+            Whether they were removed; False before torch 2.8, which does not say whose hooks are the innermost.
+        """
+        hooks = _innermost_hooks and _innermost_hooks(False)
+        if hooks != (self.pack, self.unpack) or _get_current_dispatch_mode() is not self._mode:
+            return False
+        _pop_mode()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._make_all_progress()
+        return True
+
+    def resume(self) -> None:
+        """Applies the hooks and the mode again that `pause` has removed."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        assert self._mode is not None
+        _push_mode(self._mode)
+        with torch._C._DisableTorchDispatch():
+            self._make_all_progress()
 
     def limit_window(self, limit: Callable[[int, Callable[[int], int]], int] | None = None) -> None:
         """Reduces the window of the present micro-batch, which has saved nothing yet, to one that has room.
@@ -351,6 +379,12 @@ class ActivationOffloader(Uncopied):
                     return _keep(tensor)
             data = None if record is None else record.data
             return SavedHandle(tensor, self._new_record(storage, data, choice, tiers), self._empty)
+
+    def _make_all_progress(self) -> None:
+        """Offloads and evicts all waiting storages that can be."""
+        with self._lock:
+            self._offload_waiting(len(self._waiting))
+            self._in_flight.evict_copied()
 
     def _make_progress(self) -> None:
         """Offloads and evicts waiting storages while the forward saves kept ones."""

@@ -1,16 +1,20 @@
-"""Applies a plan to a forward: saved results of each operation are kept, offloaded, or dropped and recomputed."""
+"""Applies a plan to a forward: saved results of each operation are kept, offloaded, or dropped and recomputed.
+
+Intercepting an operation takes the host longer than launching it. So unit calls in which the plan keeps every saved
+tensor run as in plain training, without the mode and without saved-tensor hooks.
+"""
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
 from lightning_ssd.activations.recompute import (
-    Pack,
     Recomputed,
     RecomputeNode,
     before_change,
@@ -18,7 +22,7 @@ from lightning_ssd.activations.recompute import (
     random_state,
 )
 from lightning_ssd.activations.record import SavedStorage
-from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitDispatchMode
+from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode
 from lightning_ssd.storage_tags import CHOICE, TRIED
 from lightning_ssd.types import Choice
 
@@ -39,12 +43,36 @@ class PlannedOp(NamedTuple):
     ends: float
 
 
-OpSchedule = Mapping[Segment, Sequence[PlannedOp]]
-"""The operations of each segment of a forward."""
+@dataclass(frozen=True)
+class OpSchedule:
+    """The plan's choices for the operations of a forward.
+
+    Attributes:
+        operations: the operations of each segment.
+        plain_calls: unit calls that run as in plain training.
+    """
+
+    operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
+    plain_calls: frozenset[UnitCall] = frozenset()
+
+
+class SavedTensorHooks(Protocol):
+    """The part of `ActivationOffloader` that `PlanMode` uses; see there."""
+
+    device: torch.device
+
+    def pack(self, tensor: Tensor, /) -> Any: ...
+    def unpack(self, saved: Any, /) -> Tensor: ...
+    def pause(self) -> bool: ...
+    def resume(self) -> None: ...
 
 
 def make_schedule(
-    graph: ForwardGraph, choices: Mapping[int, Choice], recompute_ops: Mapping[int, Sequence[int]]
+    graph: ForwardGraph,
+    choices: Mapping[int, Choice],
+    recompute_ops: Mapping[int, Sequence[int]],
+    *,
+    plain_calls: bool = False,
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
 
@@ -52,6 +80,8 @@ def make_schedule(
         graph: graph of a recorded forward.
         choices: choice for saved buffers, by number; the placement policy decides about the others.
         recompute_ops: for each recomputed buffer, indices of the operations that recompute it.
+        plain_calls: whether unit calls may run as in plain training: no weights are offloaded, whose references
+            autograd saves instead of tensors.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
     saved: dict[int, dict[int, int]] = {}
@@ -73,7 +103,35 @@ def make_schedule(
         schedule.setdefault(operation.segment, []).append(
             PlannedOp(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
-    return schedule
+    return OpSchedule(schedule, _plain_calls(graph, choices, of_operation) if plain_calls else frozenset())
+
+
+def _plain_calls(
+    graph: ForwardGraph, choices: Mapping[int, Choice], of_operation: Mapping[int, Mapping[int, Choice]]
+) -> frozenset[UnitCall]:
+    """Returns the unit calls whose operations need not be intercepted, and in which autograd saves only kept tensors.
+
+    Operations that change a tensor in place are intercepted, because values may be recomputed from that tensor.
+
+    Args:
+        graph: graph of a recorded forward.
+        choices: choice for saved buffers, by number.
+        of_operation: choices for the results of each operation.
+    """
+    calls = {operation.unit_call for operation in graph.operations if operation.segment.begun_by == "enter"}
+    unsure = {
+        number
+        for number, buffer in enumerate(graph.buffers)
+        if choices.get(number, "keep") != "keep" or (buffer.unit_call is not None and buffer.maker is None)
+    }
+    for index, operation in enumerate(graph.operations):
+        if operation.segment.begun_by == "enter" and (
+            operation.func._schema.is_mutable
+            or any(choice != "keep" for choice in of_operation.get(index, {}).values())
+            or not unsure.isdisjoint(operation.inputs)
+        ):
+            calls.discard(operation.unit_call)
+    return frozenset(calls)
 
 
 class PlanMode(UnitDispatchMode):
@@ -88,24 +146,17 @@ class PlanMode(UnitDispatchMode):
 
     Args:
         units: as in `UnitDispatchMode`.
-        device: device of the forwards.
-        pack: pack hook of the activation offloader.
-        unpack: unpack hook of the activation offloader.
+        hooks: the activation offloader.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Sequence[nn.Module]],
-        device: torch.device,
-        pack: Pack,
-        unpack: Callable[[Any], Tensor],
-    ) -> None:
+    def __init__(self, units: Sequence[Sequence[nn.Module]], hooks: SavedTensorHooks) -> None:
         super().__init__(units)
-        self.schedule: OpSchedule = {}
+        self.schedule = OpSchedule()
         """Schedule of the forwards that begin from now on."""
-        self._device = device
-        self._pack = pack
-        self._unpack = unpack
+        self._hooks = hooks
+        self._containing = _containing(units)
+        self._plain_call: UnitCall | None = None
+        """The running unit call that runs as in plain training."""
         self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
@@ -122,6 +173,7 @@ class PlanMode(UnitDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._end_plain_call()
         self._held.clear()
         super().__exit__(*error)
 
@@ -142,8 +194,32 @@ class PlanMode(UnitDispatchMode):
                 self.proved.add(number)
 
     def begin_segment(self, segment: Segment) -> None:
-        self._planned = self.schedule.get(segment, ())
+        self._planned = self.schedule.operations.get(segment, ())
         self._next = 0
+        call = UnitCall(segment.unit, segment.call_index)
+        if (
+            segment.begun_by == "enter"
+            and call in self.schedule.plain_calls
+            and call.unit not in self._containing
+            and self._plain_call is None
+            and self._hooks.pause()
+        ):
+            self._plain_call = call
+
+    def unit_returned(self, unit_call: UnitCall, output: object) -> None:
+        if unit_call != self._plain_call:
+            return
+        self._end_plain_call()
+        for tensor in tensors_of(output):
+            # Units that are intercepted may save it.
+            if type(tensor) is Tensor and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                setattr(storage, CHOICE, choice_of(storage) or "keep")
+
+    def _end_plain_call(self) -> None:
+        if self._plain_call is not None:
+            self._plain_call = None
+            self._hooks.resume()
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable:
@@ -152,10 +228,14 @@ class PlanMode(UnitDispatchMode):
         if planned is None or not planned.choices:
             return func(*args, **kwargs)
         recompute = "recompute" in planned.choices.values()
-        random = random_state(func, self._device) if recompute else None
+        random = random_state(func, self._hooks.device) if recompute else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
-        node = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if recompute else None
+        node = (
+            RecomputeNode(func, args, kwargs, tensors, random, self._hooks.pack, self._hooks.unpack)
+            if recompute
+            else None
+        )
         for position, choice in planned.choices.items():
             tensor = tensors[position]
             if choice != "recompute":
@@ -180,6 +260,16 @@ class PlanMode(UnitDispatchMode):
         self._next += 1
         self.elapsed = self.slowdown * planned.ends
         return planned
+
+
+def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:
+    """Returns the indices of units that contain modules of other units."""
+    of_module = {module: index for index, modules in enumerate(units) for module in modules}
+    return frozenset(
+        index
+        for index, modules in enumerate(units)
+        if any(of_module.get(inner, index) != index for module in modules for inner in module.modules())
+    )
 
 
 def choice_of(storage: torch.UntypedStorage) -> Choice | None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.uncopied import ModuleHook, Uncopied
 
 
@@ -87,6 +88,12 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self._entered -= 1
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: torch would wrap `__torch_dispatch__` so that each operation takes twice as long."""
+        return False
+
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if in_backward() or not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation
             return func(*args, **(kwargs or {}))

@@ -321,9 +321,11 @@ class PlanRunner:
                 recompute_ops[item.buffer] = item.recompute_ops
         if self._mode is None:
             modules = [unit.modules for unit in profiler.units]
-            self._mode = PlanMode(modules, self._offloader.device, self._offloader.pack, self._offloader.unpack)
+            self._mode = PlanMode(modules, self._offloader)
         self._mode.slowdown = self._slowdown
-        self._mode.schedule = make_schedule(profiler.graph, choices, recompute_ops)
+        self._mode.schedule = make_schedule(
+            profiler.graph, choices, recompute_ops, plain_calls=not any(part.offloaded for part in plan.placements)
+        )
         return self._mode
 
     def _close_mode(self) -> None:

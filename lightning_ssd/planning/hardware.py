@@ -19,8 +19,8 @@ class HostOverhead:
     """Seconds that following a plan adds on the host thread that launches the GPU's work.
 
     Attributes:
-        follow: seconds per dispatched operation of a forward under a plan.
-        save: seconds per saved tensor that is packed and unpacked.
+        follow: seconds per intercepted operation of a forward.
+        save: seconds per saved tensor of an intercepted unit, which is packed and unpacked.
         note: seconds per recomputed operation to record its inputs in forward.
         repeat: seconds per recomputed operation to replay it in backward.
         send: seconds per tensor that is offloaded.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
 
+from lightning_ssd.planning.few_launches import plan_few_launches
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -60,6 +61,9 @@ TIE = 1 + 1e-9
 
 NO_TIME = 1e20
 """Parameters/s of a CPU whose optimizer steps take no time."""
+
+DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
+"""Tried weights of the device's seconds in plans with few launches."""
 
 CLOSE_ENOUGH = 1.001
 """Factor on the step time without stalls and recomputation below which the search ends."""
@@ -191,6 +195,7 @@ class _Search:
             if not self.is_over():
                 self.try_point(point)
         self.refine()
+        self.try_few_launches()
         self.share_steps()
         return of_papers
 
@@ -211,6 +216,7 @@ class _Search:
             resident = sum(len(unit.own_parts) for unit in self.model.units[: point.resident])
             self.try_point(replace(point, resident=resident))
             self.refine()
+        self.try_few_launches()
         self.share_steps()
         return begin
 
@@ -325,6 +331,22 @@ class _Search:
                 if amount == parts == 1:
                     return
                 amount, parts = max(1, amount // 2), max(1, parts // 2)
+
+    def try_few_launches(self) -> None:
+        """Simulates plans with few launches if those of the fastest plan lengthen its step."""
+        base = self.fastest.plan
+        without = simulate(self.model, self.hardware.with_launches(0.0), base)
+        if self.fastest.score[1] <= CLOSE_ENOUGH * without.step_seconds:
+            return
+        excess = self.consider(plan_few_launches(self.model, self.hardware, base, 0, 0.0)).gpu_peak_bytes
+        for device_weight in DEVICE_WEIGHTS:
+            nbytes = excess - self.hardware.gpu_bytes
+            for _ in range(2 * MAX_TRIES):
+                plan = plan_few_launches(self.model, self.hardware, base, nbytes, device_weight)
+                over = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
+                if over <= 0:
+                    break
+                nbytes += over + int(MARGIN * self.hardware.gpu_bytes)
 
     def share_steps(self) -> None:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ class Plan:
     def keeps_all(self) -> bool:
         """True if all saved tensors are kept on the GPU, so that the forward needs no dispatch mode."""
         return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
+
+    @property
+    def intercepted(self) -> list[bool]:
+        """Whether the operations of each unit's forward are intercepted, in the order of the units.
+
+        A unit runs as in plain training if it and the next one, which saves its output, keep all saved tensors, and
+        all weights are on the GPU (see `activations/plan_mode.py`).
+        """
+        if self.keeps_all or any(part.offloaded for part in self.placements):
+            return [not self.keeps_all] * len(self.units)
+        units = list(self.units.values())
+        following = chain((unit.input for unit in units[1:]), ["keep"])
+        return [
+            {unit.input, *unit.operators.values(), output} != {"keep"}
+            for unit, output in zip(units, following, strict=True)
+        ]
 
     @property
     def placements(self) -> Iterator[PartPlan]:

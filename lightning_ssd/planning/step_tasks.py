@@ -88,7 +88,7 @@ class StepTasks:
         """The last task of each job that uses staging memory."""
         self._kept_weights = kept_weights(model, plan)
         self._launch = hardware.launch
-        self._followed = not plan.keeps_all
+        self._intercepted = plan.intercepted
         self.launch_seconds = 0.0
         self.launches: list[tuple[Task, float]] = []
 
@@ -197,7 +197,9 @@ class StepTasks:
             step, stage.forward + self._shared(weights + stage.swapped), prefetched, *updated, *room
         )
         launch = self._launch
-        added = launch.follow * stage.operations + launch.save * stage.num_saved if self._followed else 0.0
+        added = 0.0
+        if self._intercepted[stage.unit]:
+            added = launch.follow * stage.operations + launch.save * stage.num_saved
         added += launch.note * stage.remat_operations + launch.send * stage.num_swapped
         self._add_launch(compute, stage.launch + added)
         if weights:

@@ -91,7 +91,7 @@ class _Costs:
         # Without a prefetch window, backward finds every offloaded tensor in its tier.
         policy = OffloadPolicy(KeepAll(), window_bytes=0)
         self._offloader = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, policy, min_bytes=1)
-        self._plan_mode = PlanMode([[self._model]], device, self._offloader.pack, self._offloader.unpack)
+        self._plan_mode = PlanMode([[self._model]], self._offloader)
 
     def close(self) -> None:
         self._plan_mode.close()

@@ -185,9 +185,7 @@ class Profiler(Uncopied):
 
     def begin_checking(self) -> None:
         """Compares recomputed tensors with the saved ones in the next micro-batch."""
-        mode = self._plan_mode = PlanMode(
-            [unit.modules for unit in self.units], self._offloader.device, self._offloader.pack, self._offloader.unpack
-        )
+        mode = self._plan_mode = PlanMode([unit.modules for unit in self.units], self._offloader)
         recompute_ops = {item.buffer: item.recompute_ops for item in self.saved if item.recomputable}
         mode.schedule = make_schedule(self.graph, dict.fromkeys(recompute_ops, "recompute"), recompute_ops)
         mode.checking = True

@@ -23,9 +23,10 @@ from lightning_ssd.planning import (
     plan_with_coefficient,
     simulate,
 )
+from lightning_ssd.planning.few_launches import plan_few_launches
 from lightning_ssd.planning.planners import CAUTION
-from lightning_ssd.planning.saved_groups import default_plan, default_window
-from lightning_ssd.types import Choice
+from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
+from lightning_ssd.types import Choice, InputChoice
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, divide, machines, make_model, models
 from tests.support.transformer import transformer_profile
@@ -44,6 +45,9 @@ def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) 
     excess, seconds = min(scores.values())
     assert scores["holistic"][0] == excess
     assert scores["holistic"][1] <= seconds * (1 + 1e-8)
+
+
+KEEP: InputChoice = "keep"
 
 
 def choices(plan: Plan) -> set[str]:
@@ -389,14 +393,56 @@ def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
 
 
 def test_less_memory_where_not_all_fits() -> None:
-    """The fastest plan has overhead, too: plans for less memory are compared with it on an equally slow host."""
+    """The fastest plan has overhead, too: plans for less memory are compared with it on an equally slow host.
+
+    States are offloaded, so that all units are intercepted.
+    """
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
     machine = replace(H100, launch=HostOverhead(follow=0.15), gpu_bytes=38 * GB)
     best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     least = simulate(model, machine, plan_for_least_memory(model, machine, fixed=fixed))
     assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
     assert least.step_seconds <= 1.02 * best.step_seconds
+
+
+def test_where_launches_bound_a_step_few_units_are_intercepted() -> None:
+    """Three of eight units free the memory, and the others run as in plain training."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, forward=0.01, launch=0.1, operations=9)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=HostOverhead(follow=0.01, send=0.001), gpu_bytes=33 * GB)
+    everything = {group.key: KEEP for group in saved_groups(model)}
+    kept = simulate(model, machine, build_plan(model, weights=["gpu"] * 8, states=["gpu"] * 8, saved=everything))
+    plan = make_plan(model, machine, fixed=fixed)
+    best = simulate(model, machine, plan)
+    assert best.gpu_peak_bytes <= machine.gpu_bytes < kept.gpu_peak_bytes
+    assert sum(plan.intercepted) == 3
+    assert best.step_seconds < kept.step_seconds + 3.5 * 9 * 0.01
+
+
+def test_units_with_offloaded_states_are_all_intercepted() -> None:
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
+    machine = replace(H100, launch=HostOverhead(follow=0.01), gpu_bytes=33 * GB)
+    assert all(make_plan(model, machine, fixed=fixed).intercepted)
+
+
+@settings(max_examples=50, deadline=None)
+@given(models(), machines(), st.floats(0, 1), st.floats(0, 2))
+def test_plans_with_few_launches_free_what_they_are_asked_to(
+    model: ModelProfile, machine: HardwareProfile, share: float, device_weight: float
+) -> None:
+    base = make_plan(model, machine)
+    most = sum(operator.saved_bytes for unit in model.units for operator in unit.operators)
+    plan = plan_few_launches(model, machine, base, int(share * most), device_weight)
+    plan.check(model)
+    freed = sum(
+        operator.saved_bytes
+        for unit in model.units
+        for operator in unit.operators
+        if plan.units[unit.name].operators[operator.name] != "keep"
+    )
+    assert freed >= int(share * most)
 
 
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:

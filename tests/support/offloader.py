@@ -145,7 +145,7 @@ class Directed:
     def _make_plan_mode(self, choices: dict[int, Choice]) -> None:
         recompute_ops = {item.buffer: item.recompute_ops for item in self.graph.saved(self.offloader.min_bytes)
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
-        self.plan_mode = PlanMode(self.units, CPU, self.offloader.pack, self.offloader.unpack)
-        self.plan_mode.schedule = make_schedule(self.graph, choices, recompute_ops)
+        self.plan_mode = PlanMode(self.units, self.offloader)
+        self.plan_mode.schedule = make_schedule(self.graph, choices, recompute_ops, plain_calls=True)
         self.offloader.begin_micro_batch()
         change_policy(self.offloader, mode=self.plan_mode)

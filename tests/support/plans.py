@@ -37,7 +37,7 @@ def planner(**arguments: Any) -> SwapPlanner:
 
 
 def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.25) -> Plan:
-    """Returns a plan with random choices for all saved tensors.
+    """Returns a plan with random choices for all saved tensors. About a third of the units keep all of theirs.
 
     Args:
         plan: plan with the other entries.
@@ -47,13 +47,17 @@ def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.2
     """
     generator = random.Random(seed)
     units = {}
+    keeps = False
     for unit in profile.units:
         operators: dict[str, Any] = {}
+        kept_before, keeps = keeps, generator.random() < 0.35
         for operator in unit.operators:
             again = operator.recompute_seconds is not None and generator.random() < recompute
-            operators[operator.name] = "recompute" if again else generator.choice(["keep", "host", "ssd"])
+            choice = "recompute" if again else generator.choice(["keep", "host", "ssd"])
+            operators[operator.name] = "keep" if keeps else choice
         before = plan.units[unit.name]
-        units[unit.name] = UnitPlan(before.weights, before.states, generator.choice(["keep", "host", "ssd"]), operators)
+        where: Any = "keep" if keeps or kept_before else generator.choice(["keep", "host", "ssd"])
+        units[unit.name] = UnitPlan(before.weights, before.states, where, operators)
     return replace(plan, units=units, window_bytes=generator.choice([0, 2**14, 2**20]))
 
 

@@ -1,0 +1,113 @@
+"""Plans for a step that is bound by the host's launches: memory is freed with the least work for the host.
+
+Any unit that does not keep all of its saved tensors has its operations intercepted, and each tensor that is swapped or
+recomputed takes the host the same time, whatever its size. So few units free large tensors, and all others run as in
+plain training.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.types import Choice
+
+
+@dataclass(frozen=True)
+class _Freed:
+    """A saved tensor that a plan may free in forward.
+
+    Attributes:
+        operator: name of the operator that saves it.
+        nbytes: its bytes.
+        choice: "host" or "recompute", whichever takes less.
+        seconds: what the choice takes.
+    """
+
+    operator: str
+    nbytes: int
+    choice: Choice
+    seconds: float
+
+
+def plan_few_launches(
+    model: ModelProfile, hardware: HardwareProfile, base: Plan, nbytes: int, device_weight: float
+) -> Plan:
+    """Returns the plan that frees `nbytes` of saved tensors on the GPU with little time of the host.
+
+    Bytes per second of the host are maximized greedily: for a unit with its first tensors, which also takes the
+    interception of its operations, and for each further tensor of it. Inputs of units are kept.
+
+    Args:
+        model: profile of the model.
+        hardware: profile of the machine.
+        base: plan whose placement of model states and windows are used.
+        nbytes: bytes to free; all that can be freed are if they are fewer.
+        device_weight: factor on the seconds of copies and of recomputation on the device, which count in addition.
+    """
+    all_intercepted = any(part.offloaded for part in base.placements)
+    tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
+    choices: list[dict[str, Choice]] = [{operator.name: "keep" for operator in unit.operators} for unit in model.units]
+    queue: list[tuple[float, int, int, int]] = []
+    """Of the next tensors of each unit: negative bytes per second, unit, begin and end."""
+    for index, unit in enumerate(model.units):
+        if tensors[index]:
+            interception = 0.0 if all_intercepted else _interception(unit, hardware)
+            rate, count = _best_first(tensors[index], interception)
+            queue.append((-rate, -index, 0, count))
+    heapq.heapify(queue)
+    while queue and nbytes > 0:
+        _, index, begin, end = heapq.heappop(queue)
+        for freed in tensors[-index][begin:end]:
+            choices[-index][freed.operator] = freed.choice
+            nbytes -= freed.nbytes
+        if end < len(tensors[-index]):
+            following = tensors[-index][end]
+            heapq.heappush(queue, (-following.nbytes / max(following.seconds, _NO_TIME), index, end, end + 1))
+    units = {
+        unit.name: replace(base.units[unit.name], input="keep", operators=of_unit)
+        for unit, of_unit in zip(model.units, choices, strict=True)
+    }
+    return replace(base, units=units)
+
+
+_NO_TIME = 1e-12
+"""Seconds that replace none, by which bytes can be divided."""
+
+
+def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
+    """Returns the host's seconds to intercept the operations and saved tensors of a unit's forward."""
+    operations = sum(operator.operations for operator in unit.operators)
+    saved = sum(operator.saved_bytes > 0 for operator in unit.operators) + (unit.input_bytes > 0)
+    return hardware.launch.follow * operations + hardware.launch.save * saved
+
+
+def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> list[_Freed]:
+    """Returns the tensors of a unit in falling order of bytes per second."""
+
+    def freed(operator: OperatorProfile) -> _Freed:
+        launch, nbytes = hardware.launch, operator.saved_bytes
+        swapped = launch.send + launch.fetch + device_weight * nbytes / hardware.copy_out_both
+        options: list[tuple[float, Choice]] = [(swapped, "host")]
+        if operator.recompute_seconds is not None:
+            repeated = (launch.note + launch.repeat) * operator.again_operations
+            options.append((repeated + device_weight * operator.recompute_seconds, "recompute"))
+        seconds, choice = min(options)
+        return _Freed(operator.name, nbytes, choice, max(seconds, _NO_TIME))
+
+    tensors = [freed(operator) for operator in unit.operators if operator.saved_bytes]
+    return sorted(tensors, key=lambda tensor: tensor.nbytes / tensor.seconds, reverse=True)
+
+
+def _best_first(tensors: Sequence[_Freed], interception: float) -> tuple[float, int]:
+    """Returns how many of a unit's first tensors free the most bytes per second: the rate, and that number."""
+    nbytes, seconds = 0, interception
+    rates = []
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        seconds += tensor.seconds
+        rates.append(nbytes / seconds)
+    best = max(rates)
+    return best, rates.index(best) + 1
