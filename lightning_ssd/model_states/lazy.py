@@ -4,6 +4,7 @@ A checkpoint of all weights and optimizer states needs RAM for one tensor at a t
 """
 
 import contextlib
+import copy
 import io
 import os
 import re
@@ -55,6 +56,10 @@ class LazyTensor(Tensor):
     def values(self) -> Tensor:
         """Returns the values without storing them in the tensor."""
         return self.load() if self._read is None else self._read()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # `__torch_function__` would search all objects in `memo`, and pass a copy of it on.
+        return copy.deepcopy(self.load(), memo)
 
     @classmethod
     def __torch_function__(

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import dataclasses
 import errno
 import gc
 import os
@@ -360,6 +361,23 @@ def test_optimizer_states_on_ssds_are_kept_there_until_the_optimizer_is_freed(tm
     del optimizer, tensors, lazy, trainer
     gc.collect()
     assert len(open_scratch_files()) <= others
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A user's record of a training."""
+
+    name: str
+    settings: Any
+    optimizer: torch.optim.Optimizer
+
+
+def test_optimizers_are_copied_with_other_objects(tmp_path: Path, strategy: Any) -> None:
+    trainer, plain = fitted(tmp_path, strategy), fitted(tmp_path, "auto")
+    settings = Result("settings", None, None)  # type: ignore[arg-type]
+    copied = copy.deepcopy(Result("result", settings, trainer.optimizers[0]))
+    assert copied.optimizer is not trainer.optimizers[0]
+    assert_same(copied.optimizer.state_dict()["state"], plain.optimizers[0].state_dict()["state"])
 
 
 class Keeping(Model):
