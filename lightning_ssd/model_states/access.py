@@ -310,8 +310,13 @@ class Access:
                 args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
             result = func(*substitute(args, values), **substitute(kwargs, values))
             changed = [key for key, value in values.items() if value._version != versions[key]]
-            if any(values[key].grad_fn is not node for key, node in nodes.items()):
-                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+            for tensor in (found[key] for key, node in nodes.items() if values[key].grad_fn is not node):
+                if tensor.requires_grad:
+                    raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+                raise RuntimeError(
+                    f"`{func.__name__}` writes a tensor that requires a gradient to a view of {tensor.source.name}, "
+                    "which is offloaded, and autograd can't follow a view of it. Write within `torch.no_grad()`."
+                )
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
             changed += [id(tensor) for tensor in running_statistics(func, args, kwargs) if id(tensor) in values]
