@@ -201,9 +201,8 @@ class GradientOffloader:
             return False
         if (flat, required) in self._expected:  # a gradient in several parts is complete at the end of backward only
             return self._expected[flat, required] == sum(required)
-        # In the first backward, the end of backward decides; with a shared pool that would be too late. A weight that
-        # one forward of its unit uses has one gradient.
-        return self._pool is not None and self._prefetcher.has_one_forward(flat)
+        # In the first backward, the end of backward decides; with a shared pool that would be too late.
+        return self._pool is not None and self._prefetcher.has_one_gradient(flat)
 
     def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
         """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.

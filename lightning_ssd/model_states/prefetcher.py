@@ -62,6 +62,8 @@ class ParamPrefetcher:
         """Loads of the resident flat parameters."""
         self._forwards = [0] * len(units)
         """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
+        self._recomputed: set[int] = set()
+        """Units whose weights operators outside of their forwards have used in this micro-batch's backward."""
         self._nodes: dict[int, _RunningNode] = {}
         """The autograd node that each thread in backward runs."""
         self._retired: set[FlatParameter] = set()
@@ -80,6 +82,7 @@ class ParamPrefetcher:
                 self._expected[self._kind] = self._uses
             self._kind = kind
             self._forwards = [0] * len(self._units)
+            self._recomputed.clear()
             self._nodes.clear()
             self._uses = []
             self._cursor = 0
@@ -126,6 +129,8 @@ class ParamPrefetcher:
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
                     if record:
+                        if torch._C._current_graph_task_id() != -1:
+                            self._recomputed.add(unit)
                         self._use(unit)
                     else:
                         self._make_resident(unit)
@@ -135,9 +140,13 @@ class ParamPrefetcher:
                 for flat in held:
                     flat.users -= 1
 
-    def has_one_forward(self, flat: FlatParameter) -> bool:
-        """Returns whether the unit of `flat` has had one forward in this micro-batch."""
-        return self._forwards[self._unit_of[flat]] == 1
+    def has_one_gradient(self, flat: FlatParameter) -> bool:
+        """Returns whether autograd accumulates one gradient of each weight of `flat`, as far as is known in backward.
+
+        A unit has had one forward then, and no reentrant checkpoint has used its weights elsewhere.
+        """
+        unit = self._unit_of[flat]
+        return self._forwards[unit] == 1 and unit not in self._recomputed
 
     def unshard(self, flat: FlatParameter) -> None:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.

@@ -30,9 +30,29 @@ class Repeated(BlocksModel):
         return output
 
 
+class Tied(BlocksModel):
+    """Weights of the first block are used again under reentrant checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        x = self.blocks[2](self.blocks[1](first(x)))
+        output: Tensor = checkpoint(lambda y: nn.functional.linear(y, first.up.weight), x, use_reentrant=True)
+        return output
+
+
+class TiedModule(BlocksModel):
+    """A part of the first block is called again under reentrant checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        output: Tensor = checkpoint(first.down, self.blocks[2](self.blocks[1](first(x))), use_reentrant=True)
+        return output
+
+
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str) -> None:
-    compare(tmp_path, Repeated, states)
+@pytest.mark.parametrize("module", [Repeated, Tied, TiedModule])
+def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str, module: Any) -> None:
+    compare(tmp_path, module, states)
 
 
 class LateGradient(ToyModel):
