@@ -232,7 +232,8 @@ class Access:
         if torch._guards.CompileContext.try_get() is not None:
             raise RuntimeError(
                 f"{next(iter(found.values())).source.name}, which is offloaded, is given to a compiled function. "
-                "Compile the module whose forward calls the function (`module.compile()`), or give it a `.clone()`."
+                "Compile the module whose forward calls the function (`module.compile()`), in `setup` at the latest, "
+                "or give it a `.clone()`."
             )
         if func is torch.autograd.grad or func is torch.autograd.backward:
             if func is torch.autograd.grad:

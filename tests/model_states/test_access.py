@@ -206,6 +206,28 @@ def test_methods_that_would_replace_a_parameters_memory_are_refused_by_its_name(
     )
 
 
+def test_blocks_may_be_compiled_until_training_begins(tmp_path: Path) -> None:
+    class Compiled(Toy):
+        hook = "setup"
+
+        def compile_blocks(self, hook: str) -> None:
+            if hook == self.hook:
+                for block in self.blocks:
+                    block.compile(backend="aot_eager")
+
+        def setup(self, stage: str) -> None:
+            self.compile_blocks("setup")
+
+        def on_fit_start(self) -> None:
+            self.compile_blocks("on_fit_start")
+
+    compare(tmp_path, Compiled, "host")
+    late = Compiled()
+    late.hook = "on_fit_start"
+    with pytest.raises(RuntimeError, match="in `setup` at the latest"):
+        fit(tmp_path, late, "host")
+
+
 # ---- typical user code ----
 
 
