@@ -1,14 +1,16 @@
 """`StepState`: the state that a `training_step` may change, recorded before it, and restored before it is run again.
 
 It consists of the states of random number generators, and of everything that is reachable from the module, the batch,
-parameter groups of optimizers and learning rate schedulers: attributes, buffers, states of metrics, and the containers
-and objects that attributes refer to. Lightning's logged values are recorded, too. Tensors are copied to the host. Large
+parameter groups of optimizers and learning rate schedulers: attributes, also those of the user's classes, buffers,
+states of metrics, hooks, variables that functions share with the code around them, and the containers and objects that
+these refer to. Lightning's logged values and the grad mode are recorded, too. Tensors are copied to the host. Large
 tensors, the batch's and parameters are not copied: their version counters tell whether they were changed, and then the
 state can't be restored. Large writable NumPy arrays have no counters, so that a state with one can't be restored
 either. Global variables, files and loggers are not recorded.
 """
 
 import argparse
+import contextlib
 import functools
 import io
 import random
@@ -17,6 +19,7 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import (
     BuiltinFunctionType,
+    CellType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -45,7 +48,7 @@ FEW = 10_000
 """Most elements of a container whose elements are recorded, too."""
 
 _ATOMS = (
-    str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType,
+    str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType,
     torch.dtype, torch.device, pl.Trainer, pl.LightningDataModule, torch.utils.data.DataLoader,
     torch.utils.data.Dataset, torch.optim.Optimizer,
 )  # fmt: skip
@@ -55,6 +58,9 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 
 _HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Python's own classes whose attributes are a user's values."""
+
+_LIBRARIES = {"torch", "numpy", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ssd"}
+"""Packages whose functions and classes have no state that a `training_step` changes."""
 
 
 class StepState:
@@ -75,6 +81,7 @@ class StepState:
         self, module: pl.LightningModule, inputs: object, logged: dict[str, Any] | None, offloaded: set[nn.Parameter]
     ) -> None:
         self._random = random_states()
+        self._grad_enabled = torch.is_grad_enabled()
         self._logged = logged
         self.leaves: list[Tensor] = []
         self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
@@ -83,6 +90,11 @@ class StepState:
         """Tensors that are not copied, and their versions."""
         self._opaque: type | None = None
         """Class of an iterator, file or large array, which can't be restored; `None`: there is none."""
+        self._code: list[object] = []
+        """Functions and hooks, whose objects are recorded last."""
+        self._is_code = False
+        """Whether objects are recorded that are reached by code alone: files and iterators among them are no obstacle,
+        as most code only has them to log to."""
         self._copied = 0
         """Bytes that were copied."""
         self._seen: dict[int, object] = {}
@@ -92,9 +104,14 @@ class StepState:
             if parameter not in offloaded:
                 self._compared.append((parameter, parameter._version))
                 self.leaves.append(parameter)
+        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._restores.append(lambda: _set_trained(trained))
         with torch._C._DisableTorchDispatch():  # modes of the user see no copies
-            self._record([module, *self._keys.values()], copy=True)
+            # The attributes of a module of TorchScript do not contain its buffers.
+            self._record([module, *module.buffers(), *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
+            self._is_code = True
+            self._record(self._code, copy=True)
 
     def obstacle(self) -> str | None:
         """Returns why the state can't be restored; `None`: it can."""
@@ -112,6 +129,7 @@ class StepState:
             for restore in self._restores:
                 restore()
         set_random_states(self._random)
+        torch.set_grad_enabled(self._grad_enabled)
 
     def _record(self, values: Iterable[object], *, copy: bool) -> None:
         """Records objects, and those that they refer to."""
@@ -129,6 +147,12 @@ class StepState:
         kind: Any = type(value)
         if _is_special(kind):
             self._record_special(value, copy=copy)
+            return ()
+        if issubclass(kind, FunctionType | MethodType | functools.partial):
+            if self._is_code:
+                return self._record_code(value)
+            self._seen.pop(id(value))
+            self._code.append(value)
             return ()
         referred: list[object] = []
         if isinstance(value, dict):
@@ -148,12 +172,67 @@ class StepState:
             before = dict(attributes)
             self._restores.append(lambda: _refill(attributes, before))
             module = isinstance(value, nn.Module)
-            referred += [each for name, each in before.items() if not (module and name.endswith("_hooks"))]
+            hooks = [name for name in before if module and "_hooks" in name]
+            self._record_hooks([before[name] for name in hooks])
+            referred += [each for name, each in before.items() if name not in hooks]
         if slots := _slots(kind):
             given = {slot: slot.__get__(value) for slot in slots if _is_set(slot, value)}
             self._restores.append(lambda: _refill_slots(value, slots, given))
             referred += given.values()
+        for owner in _stateful_classes(kind):
+            if id(owner) not in self._seen:
+                self._seen[id(owner)] = owner
+                self._code += self._record_class(owner)
         return referred
+
+    def _record_hooks(self, hooks: list[dict[int, object]]) -> None:
+        """Records the hooks of a module, such as those that a `training_step` registers and removes."""
+        before = [(mapping, dict(mapping)) for mapping in hooks]
+        self._code += [hook for _, items in before for hook in items.values()]
+
+        def restore() -> None:
+            for mapping, items in before:
+                if mapping or items:
+                    _refill(mapping, items)
+
+        if before:
+            self._restores.append(restore)
+
+    def _record_code(self, function: Any) -> list[object]:
+        """Records the variables that a user's function shares with the code around it, its attributes and defaults."""
+        if isinstance(function, MethodType):
+            return [function.__self__, function.__func__]
+        if isinstance(function, functools.partial):
+            return [function.func, function.args, function.keywords]
+        if _is_library(function.__module__):
+            return []
+        cells = _contents(function)
+        attributes, before = vars(function), dict(vars(function))
+
+        def restore() -> None:
+            for cell, content in cells:
+                cell.cell_contents = content
+            _refill(attributes, before)
+
+        if cells or before:
+            self._restores.append(restore)
+        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        return [*(content for _, content in cells), *before.values(), *defaults]
+
+    def _record_class(self, kind: type) -> list[object]:
+        """Records the attributes of a user's class, without methods and other descriptors."""
+        before = _class_attributes(kind)
+
+        def restore() -> None:
+            now = _class_attributes(kind)
+            for name in now.keys() - before.keys():
+                delattr(kind, name)
+            for name, value in before.items():
+                if name not in now or now[name] is not value:
+                    setattr(kind, name, value)
+
+        self._restores.append(restore)
+        return list(before.values())
 
     def _record_special(self, value: Any, *, copy: bool) -> None:
         if isinstance(value, Tensor):
@@ -164,6 +243,11 @@ class StepState:
         elif (restore := _restore_generator(value)) is not None:
             self._restores.append(restore)
         else:
+            self._refuse(value)
+
+    def _refuse(self, value: object) -> None:
+        """Records that an object can't be restored."""
+        if not self._is_code:
             self._opaque = type(value)
 
     def _may_copy(self, nbytes: int) -> bool:
@@ -175,8 +259,10 @@ class StepState:
 
     def _record_array(self, array: Any) -> None:
         if not self._may_copy(array.nbytes):
-            self._opaque = type(array)
+            self._refuse(array)
             return
+        if array.dtype.hasobject:
+            self._record(array.ravel().tolist(), copy=True)
         before = array.copy()
         self._restores.append(lambda: np.copyto(array, before))
 
@@ -235,12 +321,47 @@ def _is_special(kind: type) -> bool:
 def _is_recorded(kind: type) -> bool:
     """Returns whether attributes of objects of a class are recorded.
 
-    Those of Python's own classes, such as threads and locks, are not, nor are those of this package.
+    Those of Python's own classes, such as threads and locks, are not, nor are those of this package and of torch's
+    internals.
     """
-    package = kind.__module__.partition(".")[0]
-    if package == "lightning_ssd":
+    package = _package(kind.__module__)
+    if package == "lightning_ssd" or kind.__module__.startswith("torch._"):
         return issubclass(kind, nn.Module)
     return package not in sys.stdlib_module_names or kind in _HOLDERS
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _is_library(module: str | None) -> bool:
+    """Returns whether functions and classes of a module have no state that a `training_step` changes."""
+    package = _package(module or "builtins")
+    return package in _LIBRARIES or package in sys.stdlib_module_names
+
+
+@functools.lru_cache(maxsize=1024)
+def _stateful_classes(kind: type) -> tuple[type, ...]:
+    """Returns the classes of an object whose attributes are recorded."""
+    return tuple(owner for owner in kind.__mro__ if not _is_library(owner.__module__)) if _is_recorded(kind) else ()
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """Returns the attributes of a class, without methods, nested classes and other descriptors."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") or isinstance(value, type) or hasattr(type(value), "__get__"))
+    }
+
+
+def _contents(function: FunctionType) -> list[tuple[CellType, object]]:
+    """Returns the variables that a function shares with the code around it, and their values, if they have any."""
+    found: list[tuple[CellType, object]] = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # assigned later
+            found.append((cell, cell.cell_contents))
+    return found
 
 
 def _attributes(value: object) -> dict[str, Any] | None:
@@ -275,6 +396,12 @@ def _refill_slots(
             slot.__set__(value, given[slot])
         elif _is_set(slot, value):
             slot.__delete__(value)
+
+
+def _set_trained(parameters: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, trained in parameters:
+        if parameter.requires_grad != trained:
+            parameter.requires_grad_(trained)
 
 
 def _restore_generator(value: Any) -> Callable[[], object] | None:

@@ -4,6 +4,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -42,6 +43,10 @@ class Counts:
     def __init__(self) -> None:
         self.calls = 0
         self.last: deque[float] = deque(maxlen=4)
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
 
 
 class Stateful(pl.LightningModule):
@@ -210,6 +215,58 @@ class OtherState(Stateful):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([*self.parameters(), self.prompt], lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class CodeState(Stateful):
+    """State that code reaches: variables of functions and hooks, objects of methods, attributes of the class.
+
+    Its forward also changes hooks, the grad mode and `requires_grad`, and changes them back if it does not fail.
+    """
+
+    classwide: list[int] = []  # noqa: RUF012
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).classwide, type(self).steps = [], 0
+        calls, number, counts = [], 0, Counts()
+
+        def count() -> int:
+            nonlocal number
+            number += 1
+            return number + len(calls)
+
+        def add(found: dict[str, int]) -> int:
+            found["calls"] = found.get("calls", 0) + 1
+            return found["calls"]
+
+        self.first.register_forward_hook(lambda *_: calls.append(1))
+        self.functions = [count, partial(add, {}), counts.count]
+        self.objects = np.array([[], None], dtype=object)
+        self.scripted = torch.jit.script(nn.BatchNorm1d(WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.classwide.append(1)
+        type(self).steps += 1
+        self.objects[0].append(1)
+        self.seen += [*(one() for one in self.functions), len(self.classwide), self.steps, len(self.objects[0])]
+        changed = [self.last.weight.requires_grad, torch.is_grad_enabled(), len(self.norm._forward_hooks)]
+        self.seen += map(float, changed)
+        handle = self.norm.register_forward_hook(lambda module, args, output: output * 1.5)
+        torch.set_grad_enabled(False)
+        self.last.weight.requires_grad_(False)
+        self.block(self.block(batch))
+        self.last.weight.requires_grad_(True)
+        torch.set_grad_enabled(True)
+        handle.remove()
+        return super().training_step(self.scripted(batch).detach(), batch_idx)
+
+
+@pytest.mark.parametrize("allocation", [2, 12, 50, 58])
+def test_state_that_code_reaches_is_restored(allocation: int) -> None:
+    run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), module=CodeState, batches=3)
+    assert run.failures == 1
+    assert_equal(train("auto", module=CodeState, batches=3), run)
 
 
 @pytest.mark.parametrize("allocation", [10, 50])
