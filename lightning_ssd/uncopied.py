@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
 
 class Uncopied:
     """Base class of objects that own threads, files or buffers of one training, or work on its tensors.
@@ -51,6 +54,11 @@ class NoHook(_Unscriptable):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks can be registered on `module`: modules of TorchScript refuse them."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def _none() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.untraced import untraced
-from lightning_ssd.uncopied import ModuleHook, Uncopied
+from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
 
 class Segment(NamedTuple):
@@ -51,7 +51,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
     The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it.
 
     Args:
-        units: modules of each unit.
+        units: modules of each unit. Operations of modules that take no hooks belong to the unit before.
     """
 
     supports_higher_order_operators = True
@@ -67,7 +67,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self.elapsed: float | None = None
         """Profiled seconds of the forward up to the present operation; None if unknown."""
         for index, modules in enumerate(units):
-            for module in modules:
+            for module in filter(takes_hooks, modules):
                 self._hook(index, module)
 
     def close(self) -> None:

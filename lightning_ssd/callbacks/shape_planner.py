@@ -75,9 +75,9 @@ class ShapePlanner(SwapPlanner):
             self._planned = self._plans.make(shape, trained, self._progress)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _report_plan(self) -> None:
         if self.plan is not None and not self.calibrating:  # else it needs none
-            super().on_train_end(trainer, pl_module)
+            super()._report_plan()
 
     @override
     def _end(self) -> None:

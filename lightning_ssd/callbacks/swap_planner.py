@@ -312,6 +312,11 @@ class SwapPlanner(StepProfiling):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report_plan()
+        self._end()  # removes the hooks from the model, which user code may script or trace at the end of the training
+
+    def _report_plan(self) -> None:
+        """Logs a report on the last plan, or that there was none."""
         runner = self.runner
         if runner is None or runner.plan is None or self.calibrating:
             log.warning(

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from lightning_ssd.uncopied import ModuleHook
+from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -152,7 +152,7 @@ def renew_guards(module: nn.Module) -> None:
     Torch 2.11 and others skip the guards of parameters while the module's dictionary of them is unchanged. So a change
     of dtype in place went unnoticed, and code that was compiled for bf16 weights read fp32 ones.
     """
-    for part in module.modules():
+    for part in filter(takes_hooks, module.modules()):  # others have no dictionary of their own
         part._parameters["_renewed"] = None  # changes the version of the dictionary
         del part._parameters["_renewed"]
 

@@ -12,6 +12,7 @@ from lightning_ssd.model_states.masters import MasteredParameter
 from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 from lightning_ssd.types import OffloadTierName, Tier
+from lightning_ssd.uncopied import takes_hooks
 
 MASTERED_DTYPES = (torch.bfloat16,)
 """Dtypes of weights that have fp32 master weights, on the device and off it."""
@@ -53,7 +54,7 @@ def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
 
 
 def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) -> set[nn.Parameter]:
-    """Returns the parameters to offload: dense ones that are large enough.
+    """Returns the parameters to offload: dense ones that are large enough, and that no module of TorchScript owns.
 
     Args:
         module: the model.
@@ -65,7 +66,8 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
     whole = (torch.float32,) if fitting else (*WHOLE_DTYPES, torch.float16)
     resident: set[nn.Parameter] = set()
     for owner in module.modules():
-        if getattr(owner, "sparse", False):  # an embedding, whose gradient is no dense tensor
+        # The gradient of a sparse embedding is no dense tensor, and no hook can prefetch weights of TorchScript.
+        if getattr(owner, "sparse", False) or not takes_hooks(owner):
             resident.update(owner.parameters(recurse=False))
     return {
         parameter

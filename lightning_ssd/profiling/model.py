@@ -43,7 +43,7 @@ from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.types import Tier
-from lightning_ssd.uncopied import ModuleHook, Uncopied
+from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
 QUEUE = 128
 """Operations that surely fit into a GPU's launch queue, together with the copies of their saved tensors."""
@@ -259,7 +259,7 @@ class Profiler(Uncopied):
         self._begun = self._ahead = 0
         self._launches.clear()
         for index, unit in enumerate(self.units):
-            for module in unit.modules:
+            for module in filter(takes_hooks, unit.modules):
                 hook = ModuleHook(self._launch_hook(index))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 

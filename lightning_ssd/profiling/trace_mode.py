@@ -30,7 +30,7 @@ from lightning_ssd.activations import (
 from lightning_ssd.device import make_clock
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.storage_tags import BUFFER
-from lightning_ssd.uncopied import ModuleHook
+from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
 HEAD_START = 0.5
 """Seconds of work that a GPU executes before timed operations, which lowers its clock to the sustained rate."""
@@ -85,7 +85,7 @@ class TraceMode(UnitDispatchMode):
         for modules in units:
             for unit in modules:
                 for name, module in unit.named_modules():
-                    if module is not unit:
+                    if module is not unit and takes_hooks(module):
                         self._handles += self._track_module(name, module)
 
     def __enter__(self) -> Any:

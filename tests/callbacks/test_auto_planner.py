@@ -291,6 +291,62 @@ def test_batches_without_tensors_keep_hooks_enabled_and_are_not_planned(
     assert see.outcomes[-1] == outcome and all(see.hooks)
 
 
+class _Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh().square()
+
+
+class TorchScript(pl.LightningModule):
+    """Its blocks are scripted or traced, so that they take no hooks; the module is scripted when it was trained."""
+
+    def __init__(self, checkpointing: Any = "none") -> None:
+        super().__init__()
+        scripted = [torch.jit.script(_Squares()) for _ in range(2)]
+        traced = torch.jit.trace(_Squares(), torch.randn(2, 16))  # type: ignore[no-untyped-call]
+        self.blocks = torch.nn.Sequential(_Squares(), *scripted, traced, _Squares(), torch.jit.script(_Squares()))
+        self.script: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def on_train_end(self) -> None:
+        self.script = self.to_torchscript()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_modules_of_torchscript_are_planned_with_the_numbers_of_plain_lightning(
+    states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    def trained(strategy: Any, *callbacks: pl.Callback) -> TorchScript:
+        torch.manual_seed(1)
+        module = TorchScript()
+        if states == "host":  # offloaded weights have hooks until the training has ended
+            module.on_train_end = lambda: None  # type: ignore[method-assign]
+        trainer = quiet_trainer(tmp_path, strategy=strategy, callbacks=list(callbacks), max_epochs=1)
+        trainer.fit(module, DataLoader(Lengths([2] * 16), batch_size=None))
+        return module
+
+    trained("auto")  # TorchScript optimizes code in the first training of a process, which has other last digits
+    plain = trained("auto")
+    use(Meter(1e6, 999_990), monkeypatch)
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states})
+    mine = trained(strategy, see)
+    assert see.planned[-1] and see.outcomes[-1] == "plan"
+    assert_same(dict(plain.state_dict()), dict(mine.state_dict()))
+    if states == "gpu":
+        assert_same(mine.script(torch.ones(2, 16)), mine(torch.ones(2, 16)))
+
+
 def test_all_is_kept_on_a_cpu(tmp_path: Path, see: See) -> None:
     fit(tmp_path, [2] * 3, [see])
     assert see.hooks == [False] * 3 and see.outcomes == ["keep"] * 3 and not see.stats.stored

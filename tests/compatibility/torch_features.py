@@ -271,9 +271,25 @@ class PaddedRows(nn.Module):
         return self.attention(rows, rows, rows)[0] - goal - own
 
 
+def with_torchscript() -> nn.Module:
+    scripted, traced = torch.jit.script(mlp()), torch.jit.trace(mlp(), torch.randn(2, WIDTH))  # type: ignore[no-untyped-call]
+    return nn.Sequential(mlp(), scripted, traced, torch.jit.script(nn.BatchNorm1d(WIDTH)))
+
+
+class _Compiled(nn.Module):
+    """A user's module: `torch.compile` leaves the forward of torch's own containers uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
 def compiled(backend: str, **how: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = nn.Sequential(mlp(), mlp())
+        model = nn.Sequential(_Compiled(), _Compiled())
         for layer in model:
             layer.compile(backend=backend, **how)
         return model
@@ -332,5 +348,6 @@ CASES = [
     case("float64, 0-dimensional and unused parameters", make=Double),
     case("Buffers that change in the forward", make=Buffered),
     Case("`channels_last`", ChannelsLast),
+    case("Modules of TorchScript, scripted and traced", make=with_torchscript),
     case("`Module.compile` of each layer, aot_eager", make=compiled("aot_eager")),
 ]
