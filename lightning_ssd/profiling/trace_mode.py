@@ -227,7 +227,13 @@ class TraceMode(UnitDispatchMode):
         where = self._where[-1] if self._where else ""
         self.graph.operations.append(
             Operation(
-                func, self._segment, self.unit_call, where, inputs, flops, _is_deterministic(func, args, kwargs, result)
+                func,
+                self._segment,
+                self.unit_call,
+                where,
+                inputs,
+                flops,
+                _is_deterministic(func, args, kwargs, result, self._device),
             )
         )
         return result
@@ -332,8 +338,16 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
     return found
 
 
-def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Returns True if an operation may be executed again. `PlanMode` compares the results of a second execution."""
+def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, device: torch.device) -> bool:
+    """Returns True if an operation may be executed again. `PlanMode` compares the results of a second execution.
+
+    Args:
+        func: the operation.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        result: its result.
+        device: the training device, whose generator is set back for the second execution.
+    """
     name = func._schema.name
     if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
         return False
@@ -344,5 +358,6 @@ def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: A
     # Without an input tensor, the result has the default dtype, which may be another one in backward.
     if not given or any(value.is_inference() for value in (*given, *tensors_of(result))):
         return False
-    # A generator of the user would have to be reset to its state in the forward.
-    return not (is_random(func) and kwargs.get("generator") is not None)
+    # A generator of the user, or of another device, would have to be reset to its state in the forward.
+    elsewhere = any(value.device != device for value in (*given, *tensors_of(result)))
+    return not (is_random(func) and (elsewhere or kwargs.get("generator") is not None))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.activations import ActivationOffloader, is_random
+from lightning_ssd.profiling import TraceMode
 from lightning_ssd.types import Choice
 from tests.support.aliases import MODULES, PROGRAMS, Program, input_of, run, same
-from tests.support.offloader import Directed, Hooks, gradients, open_offloader
+from tests.support.offloader import CPU, Directed, Hooks, gradients, open_offloader
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -294,3 +295,12 @@ def test_random_programs(offloader: ActivationOffloader, program: Program, survi
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
 def test_many_random_programs(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
     check(offloader, program, survivors)
+
+
+@pytest.mark.parametrize(("device", "deterministic"), [("cpu", True), ("meta", False)])
+def test_random_operators_of_other_devices_are_not_recomputed(device: str, deterministic: bool) -> None:
+    """The state of the training device's generator is no state of theirs: a mask that is drawn on the CPU, say."""
+    with TraceMode([], CPU) as recorder:
+        torch.bernoulli(torch.ones(4, device=device))
+    random = [one.deterministic for one in recorder.graph.operations if is_random(one.func)]
+    assert random == [deterministic]
