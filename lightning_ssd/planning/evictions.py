@@ -15,7 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import HOST, GPUStep, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration import (
+    HOST,
+    ByteChanges,
+    Bytes,
+    GPUStep,
+    Migration,
+    MigrationMachine,
+    MigrationPlan,
+    wrapped,
+)
 
 IN_FLIGHT = 0.05
 """Share of the GPU's capacity that is left for prefetches that have begun: without it, operators wait for each one."""
@@ -24,7 +33,7 @@ PARTS = 256
 """Parts of a step, in each of which the drives' transfers are added up."""
 
 
-class _Period(NamedTuple):
+class Period(NamedTuple):
     """An inactive period. Operators as in `Migration`.
 
     Attributes:
@@ -33,6 +42,7 @@ class _Period(NamedTuple):
         after: last operator that uses the tensor before the period.
         before: operator that needs it.
         seconds: duration of the period in a step without waits.
+        last: `before`, counted from the step in which the operator after `after` is.
     """
 
     tensor: int
@@ -40,6 +50,7 @@ class _Period(NamedTuple):
     after: int
     before: int
     seconds: float
+    last: int
 
 
 @dataclass(slots=True)
@@ -53,7 +64,7 @@ class _Absence:
         recomputed: whether the tensor is recomputed, and does not migrate.
     """
 
-    period: _Period
+    period: Period
     start: int
     stop: int
     recomputed: bool = False
@@ -74,61 +85,36 @@ class EvictionPlanner:
         self._count = len(profile.operators)
         ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
         self._sources = [tuple(ids[source] for source in tensor.sources) for tensor in profile.tensors]
-        self._periods: list[_Period] = []
+        self._periods: list[Period] = []
         for one in profile.periods:
             nbytes = profile.tensors[one.tensor].nbytes
             before = one.before if one.before > one.after else one.before + self._count
             if nbytes >= min_bytes and one.after + 1 < before:
-                self._periods.append(_Period(one.tensor, nbytes, one.after, before, one.seconds))
+                last = before if one.after + 1 < self._count else before - self._count
+                self._periods.append(Period(one.tensor, nbytes, one.after, before, one.seconds, last))
+        self._begins: list[list[int]] = [[] for _ in profile.operators]
+        """Numbers of the periods that begin with each operator."""
+        for number, period in enumerate(self._periods):
+            self._begins[(period.after + 1) % self._count].append(number)
+        self._across = [number for number, period in enumerate(self._periods) if period.last > self._count]
+        """Numbers of the periods in which a step begins."""
 
-    def plan(
-        self,
-        cpu_units: frozenset[str] = frozenset(),
-        price: float | None = None,
-        share: float = 1.0,
-        in_flight: float = IN_FLIGHT,
-    ) -> MigrationPlan:
-        """Returns a plan.
-
-        Args:
-            cpu_units: units whose optimizer steps on the CPU.
-            price: seconds of transfers that a second of recomputation has to save; None: nothing is recomputed.
-            share: share of the bytes that are worth this price, the cheapest ones first, that may be recomputed.
-            in_flight: share of the GPU's capacity that is left for prefetches that have begun.
-        """
-        step = GPUStep(self._profile, self._machine, cpu_units)
-        memory = _Memory(step.nbytes)
-        host = _HostMemory(step.host_bytes, self._machine.host_bytes, self._count)
-        recomputed = [] if price is None else self._recompute(memory, price, share)
-        capacity = self._machine.gpu_bytes
-        limit = int((1 - in_flight) * capacity)
-        evicted = self._evict(memory.beyond(limit), self._candidates(step, recomputed), host)
-        for one in evicted:
-            memory.add(one.start, one.stop, -one.period.nbytes)
-        recomputed = memory.necessary(recomputed, limit)
-        self._prefetch(memory.beyond(capacity), evicted)
-        for one in evicted:
-            memory.add(one.stop, one.period.before, one.period.nbytes)
-        absent = memory.necessary([one for one in evicted if one.start < one.stop] + recomputed, capacity)
-        drives = self._assign([one for one in absent if not one.recomputed], host)
-        migrations = (
-            Migration(one.period.tensor, one.period.after, one.start, one.stop, one.period.before, drive)
-            for one, drive in zip(absent, [*drives, *[None] * (len(absent) - len(drives))], strict=True)
-        )
-        return MigrationPlan(tuple(migrations), cpu_units)
-
-    def _recompute(self, memory: "_Memory", price: float, share: float) -> list[_Absence]:
-        """Returns the tensors that are recomputed instead of migrated, the cheapest ones first, and frees their memory.
+    def recomputed(self, price: float) -> tuple[Period, ...]:
+        """Returns the periods after which tensors are recomputed instead of migrated, the cheapest ones first.
 
         No tensor is among them from which another one is recomputed; the one that saves more time is chosen.
+
+        Args:
+            price: seconds of transfers that a second of recomputation has to save.
         """
         machine = self._machine
         rate = price * min(machine.link_in, sum(read for read, _ in machine.drives) or inf)
         ranked = []
         for period in self._periods:
             seconds = self._profile.tensors[period.tensor].recompute_seconds
-            is_forward = self._profile.operators[period.before % self._count].phase == "forward"
-            if seconds is not None and not is_forward and seconds * rate < period.nbytes:
+            if seconds is None or seconds * rate >= period.nbytes:
+                continue
+            if self._profile.operators[period.before % self._count].phase != "forward":
                 order = seconds / period.nbytes, -period.seconds
                 ranked.append((seconds * rate - period.nbytes, order, period))
         recomputed: set[int] = set()
@@ -140,38 +126,55 @@ class EvictionPlanner:
                 recomputed.add(period.tensor)
                 needed.update(sources)
                 chosen.append((order, period))
-        left = share * sum(period.nbytes for _, period in chosen)
-        absent = []
-        for _, period in sorted(chosen):
-            if left <= 0:
-                break
-            left -= period.nbytes
-            absent.append(_Absence(period, period.after + 1, period.before, recomputed=True))
-            memory.add(period.after + 1, period.before, -period.nbytes)
-        return absent
+        return tuple(period for _, period in sorted(chosen))
 
-    def _candidates(self, step: GPUStep, recomputed: Sequence[_Absence]) -> list[_Period]:
-        """Returns the periods of tensors that may be evicted, until they are needed to recompute others."""
+    def plan(self, step: GPUStep, recomputed: Sequence[Period] = (), in_flight: float = IN_FLIGHT) -> MigrationPlan:
+        """Returns a plan.
+
+        Args:
+            step: the step without the units that the CPU steps.
+            recomputed: periods after which tensors may be recomputed.
+            in_flight: share of the GPU's capacity that is left for prefetches that have begun.
+        """
+        memory = _Memory(step.nbytes)
+        host = _HostMemory(step.host_bytes, self._machine.host_bytes, self._count)
+        dropped = [_Absence(one, one.after + 1, one.before, recomputed=True) for one in recomputed]
+        memory.add([(one.start, one.stop, -one.period.nbytes) for one in dropped])
+        capacity = self._machine.gpu_bytes
+        limit = int((1 - in_flight) * capacity)
+        evicted = self._evict(memory.beyond(limit), self._candidates(step, recomputed), host)
+        memory.add([(one.start, one.stop, -one.period.nbytes) for one in evicted])
+        dropped = memory.necessary(dropped, limit)
+        self._prefetch(memory.beyond(capacity), evicted)
+        memory.add([(one.stop, one.period.before, one.period.nbytes) for one in evicted])
+        absent = memory.necessary([one for one in evicted if one.start < one.stop] + dropped, capacity)
+        drives = self._assign([one for one in absent if not one.recomputed], host)
+        migrations = (
+            Migration(one.period.tensor, one.period.after, one.start, one.stop, one.period.before, drive)
+            for one, drive in zip(absent, [*drives, *[None] * (len(absent) - len(drives))], strict=True)
+        )
+        return MigrationPlan(tuple(migrations), step.cpu_units)
+
+    def _candidates(self, step: GPUStep, recomputed: Sequence[Period]) -> list[Period | None]:
+        """Returns the periods of tensors that may be evicted, until they are needed to recompute others, by number."""
         if not self._machine.drives and not self._machine.host_bytes:
-            return []
+            return [None] * len(self._periods)
         needed: dict[int, list[int]] = defaultdict(list)
         for one in recomputed:
-            for source in self._sources[one.period.tensor]:
-                needed[source] += one.period.before, one.period.before + self._count
-        periods = {(one.period.tensor, one.period.after) for one in recomputed}
-        found = []
-        for period in self._periods:
-            if period.tensor in step.absent or (period.tensor, period.after) in periods:
-                continue
-            if uses := needed.get(period.tensor):
+            for source in self._sources[one.tensor]:
+                needed[source] += one.before, one.before + self._count
+        dropped = {(one.tensor, one.after) for one in recomputed}
+        found: list[Period | None] = list(self._periods)
+        for number, period in enumerate(self._periods):
+            if period.tensor in step.absent or (period.tensor, period.after) in dropped:
+                found[number] = None
+            elif uses := needed.get(period.tensor):
                 before = min((use for use in uses if period.after < use < period.before), default=period.before)
-                period = period._replace(before=before)
-                if period.after + 1 == before:
-                    continue
-            found.append(period)
+                last = period.last - period.before + before
+                found[number] = period._replace(before=before, last=last) if period.after + 1 < before else None
         return found
 
-    def _evict(self, pressure: Sequence[int], periods: Sequence[_Period], host: "_HostMemory") -> list[_Absence]:
+    def _evict(self, pressure: Sequence[int], periods: Sequence[Period | None], host: "_HostMemory") -> list[_Absence]:
         """Returns the evicted tensors, absent from the operator on that needs their memory until their next use.
 
         Args:
@@ -180,41 +183,38 @@ class EvictionPlanner:
             host: host memory, whose room limits evictions if there are no drives.
         """
         count = self._count
-        begins: dict[int, list[int]] = defaultdict(list)
         heap: list[tuple[float, int]] = []  # (-operator of the next use, candidate)
-        lasts = []
-        for number, period in enumerate(periods):
-            first = (period.after + 1) % count
-            last = first + period.before - period.after - 1
-            begins[first].append(number)
-            lasts.append(last)
-            if last > count:
-                heap.append((count - last, number))
+        for number in self._across:
+            if (period := periods[number]) is not None and period.last > count:
+                heap.append((count - period.last, number))
         heapify(heap)
         starts: dict[int, int] = {}
-        ends: dict[int, int] = defaultdict(int)
+        ends = [0] * (2 * count)
         absent = 0
         for operator, beyond in enumerate(pressure):
-            absent -= ends.pop(operator, 0)
-            for number in begins.get(operator, ()):
-                # Tensors that are absent when the step begins are the first ones that are evicted before it ends.
-                heappush(heap, (-inf if number in starts else -lasts[number], number))
+            absent -= ends[operator]
+            for number in self._begins[operator]:
+                if (period := periods[number]) is not None:
+                    # Tensors that are absent when the step begins are the first ones that are evicted before it ends.
+                    heappush(heap, (-inf if number in starts else -period.last, number))
             while absent < beyond and heap:
                 order, number = heappop(heap)
                 if -order <= operator:
                     continue
                 period = periods[number]
+                assert period is not None
                 if number not in starts and not self._machine.drives:
                     if not host.fits(period):
                         continue
                     host.add(period)
-                is_early = -order < lasts[number]
+                is_early = -order < period.last
                 starts[number] = operator + count if is_early else operator
-                ends[lasts[number] - count if is_early else lasts[number]] += period.nbytes
+                ends[period.last - count if is_early else period.last] += period.nbytes
                 absent += period.nbytes
         return [
-            _Absence(periods[number], periods[number].before - lasts[number] + start, periods[number].before)
+            _Absence(period, period.before - period.last + start, period.before)
             for number, start in starts.items()
+            if (period := periods[number]) is not None
         ]
 
     def _prefetch(self, beyond: Sequence[int], evicted: Sequence[_Absence]) -> None:
@@ -236,7 +236,7 @@ class EvictionPlanner:
         early: set[int] = set()
         prefetched = 0
         for operator in range(self._count - 1, -1, -1):
-            late = [number for number in ends[operator] if number in early] if operator in ends else []
+            late = [number for number in ends.get(operator, ()) if number in early]
             for number in begins.get(operator, ()):
                 heappush(heap, (-operator, number))
                 early.add(number)
@@ -325,14 +325,14 @@ class _HostMemory:
         self._nbytes = np.full(count, nbytes)
         self._limit = limit
 
-    def fits(self, period: _Period) -> bool:
+    def fits(self, period: Period) -> bool:
         """Returns whether there is room for a tensor in its whole period."""
         return period.nbytes <= self._limit and all(
             self._nbytes[first:last].max() + period.nbytes <= self._limit
             for first, last in wrapped(period.after + 1, period.before, len(self._nbytes))
         )
 
-    def add(self, period: _Period) -> None:
+    def add(self, period: Period) -> None:
         """Adds a tensor."""
         for first, last in wrapped(period.after + 1, period.before, len(self._nbytes)):
             self._nbytes[first:last] += period.nbytes
@@ -345,26 +345,36 @@ class _Memory:
         nbytes: bytes before the first change.
     """
 
-    def __init__(self, nbytes: Sequence[int]) -> None:
-        self._nbytes = np.array(nbytes)
+    def __init__(self, nbytes: Bytes) -> None:
+        self._nbytes = nbytes.copy()
 
     def beyond(self, limit: int) -> list[int]:
         """Returns the bytes beyond a limit (negative: below it) while each operator runs."""
         beyond: list[int] = (self._nbytes - limit).tolist()
         return beyond
 
-    def add(self, start: int, stop: int, nbytes: int) -> None:
-        """Changes the bytes while the operators from `start` to before `stop` run; operators as in `Migration`."""
-        for first, last in wrapped(start, stop, len(self._nbytes)):
-            self._nbytes[first:last] += nbytes
+    def add(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """Adds bytes, each from a start to a stop; operators as in `Migration`."""
+        if changes:
+            total = ByteChanges(len(self._nbytes))
+            total.add(*zip(*changes, strict=True))
+            self._nbytes += total.sums()
 
     def necessary(self, absences: Sequence[_Absence], limit: int) -> list[_Absence]:
         """Returns the absences without which bytes exceed a limit, and ends the others, the last ones first."""
         kept = []
+        count = len(self._nbytes)
         for one in reversed(absences):
-            ranges = wrapped(one.start, one.stop, len(self._nbytes))
-            if any(self._nbytes[first:last].max() + one.period.nbytes > limit for first, last in ranges):
+            most = limit - one.period.nbytes
+            ranges = list(wrapped(one.start, one.stop, count))
+            # Most absences are necessary where they begin or end.
+            if (
+                self._nbytes.item(one.start % count) > most
+                or self._nbytes.item((one.stop - 1) % count) > most
+                or any(self._nbytes[first:last].max() > most for first, last in ranges)
+            ):
                 kept.append(one)
             else:
-                self.add(one.start, one.stop, one.period.nbytes)
+                for first, last in ranges:
+                    self._nbytes[first:last] += one.period.nbytes
         return kept[::-1]

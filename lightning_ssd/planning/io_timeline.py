@@ -11,6 +11,9 @@ from lightning_ssd.planning.migration import HOST, Direction, MigrationMachine, 
 CHUNK = 128
 """Operators whose room for a transfer is added up at first: most transfers need no more."""
 
+WAYS: dict[Direction, int] = {"out": 1, "in": -1}
+"""1 for offloads, which use room from their begin on, and -1 for prefetches, which use it from their end backwards."""
+
 Floats = NDArray[np.float64]
 
 
@@ -36,8 +39,8 @@ class IOTimeline:
         """Bytes that the link, and each drive, can carry beside planned transfers while each operator runs."""
         self._rooms: dict[tuple[Direction, int], Floats] = {}
         """Bytes that both can carry, for two steps, by direction and drive."""
-        self._free: dict[int, dict[tuple[Direction, int], _FreeOperators]] = {}
-        """Operators that have room, by the way in which they are searched."""
+        self._free: dict[tuple[Direction, int], _FreeOperators] = {}
+        """Operators that have room, by direction and drive."""
         tiers = range(HOST, len(machine.drives))
         self._rates = {tier: (machine.rate(tier, "out"), machine.rate(tier, "in")) for tier in tiers}
         """Bytes/s from the GPU, and to it, of each drive and of host memory."""
@@ -62,7 +65,7 @@ class IOTimeline:
             self._rooms[direction, HOST] = np.tile(link, 2)
             for number, drive in enumerate(self._drives):
                 self._rooms[direction, number] = np.tile(np.minimum(link, drive[direction]), 2)
-        self._free = {way: {key: _FreeOperators(self._count, way) for key in self._rooms} for way in (1, -1)}
+        self._free = {key: _FreeOperators(self._count, WAYS[key[0]]) for key in self._rooms}
 
     def transfer_seconds(self, size: float, drive: int) -> float:
         """Returns the seconds of offload and prefetch of `size` bytes, on an idle drive (or `HOST`) and link."""
@@ -96,12 +99,12 @@ class IOTimeline:
         return (start, stop), max((elapsed[0] - slack[0]) / (size / out), (elapsed[1] - slack[1]) / (size / back))
 
     def _reach(self, direction: Direction, drive: int, start: int, stop: int, size: int) -> int | None:
-        """Returns the operator while which a transfer ends that begins with `start` (backwards if `stop` is before it).
+        """Returns the operator while which a transfer ends that begins with `start`, in the way of its direction.
 
         None: it does not end before `stop`.
         """
-        way = 1 if start <= stop else -1
-        room, free = self._rooms[direction, drive], self._free[way][direction, drive]
+        way = WAYS[direction]
+        room, free = self._rooms[direction, drive], self._free[direction, drive]
         done, count = 0.0, CHUNK
         while (stop - (start := free.first(start))) * way > 0:
             if done + room.item(start) >= size:
@@ -120,11 +123,11 @@ class IOTimeline:
             direction: from the GPU, or to it.
             drive: number of the drive, or `HOST`.
             start: first operator whose room is used.
-            stop: operator before which room is used; if it is before `start`, room is used backwards in time.
+            stop: operator before which room is used, backwards in time for a prefetch.
             size: bytes.
         """
-        way = 1 if start <= stop else -1
-        start = self._free[way][direction, drive].first(start)
+        way = WAYS[direction]
+        start = self._free[direction, drive].first(start)
         if (stop - start) * way <= 0:
             return
         most, count = abs(stop - start), CHUNK
@@ -159,10 +162,8 @@ class IOTimeline:
 
     def _exhaust(self, direction: Direction, drive: int, operators: NDArray[np.int64]) -> None:
         """Removes operators that have no room left on a drive, or on the link (`HOST`)."""
-        tiers = range(HOST, len(self._drives)) if drive == HOST else (drive,)
-        for free in (of_way[direction, tier] for of_way in self._free.values() for tier in tiers):
-            for operator in operators.tolist():
-                free.remove(operator)
+        for tier in range(HOST, len(self._drives)) if drive == HOST else (drive,):
+            self._free[direction, tier].remove(operators.tolist())
 
 
 class _FreeOperators:
@@ -186,11 +187,14 @@ class _FreeOperators:
             links[operator] = operator = links[following]
         return operator
 
-    def remove(self, operator: int) -> None:
-        """Removes an operator from both steps."""
-        for one in (operator, operator + self._count):
-            if self._next[one] == one:
-                self._next[one] = one + self._way
+    def remove(self, operators: Sequence[int]) -> None:
+        """Removes operators from both steps."""
+        links, count, way = self._next, self._count, self._way
+        for operator in operators:
+            if links[operator] == operator:
+                links[operator] = operator + way
+            if links[operator + count] == operator + count:
+                links[operator + count] = operator + count + way
 
 
 def _ordered(values: Floats, start: int, stop: int) -> Floats:

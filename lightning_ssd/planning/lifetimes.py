@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.validation import (
@@ -109,8 +109,7 @@ class TensorLifetime:
         return self.allocated is None and self.freed is None
 
 
-@dataclass(frozen=True)
-class InactivePeriod:
+class InactivePeriod(NamedTuple):
     """A time in which a tensor is allocated and no operator uses it.
 
     Attributes:

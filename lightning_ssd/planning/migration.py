@@ -2,10 +2,12 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile
@@ -15,6 +17,8 @@ HOST = -1
 """Number that stands for host memory among the drives."""
 
 Direction = Literal["out", "in"]
+
+Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,7 @@ class MigrationMachine:
         return link if drive == HOST else min(link, self.drives[drive][direction == "out"])
 
 
-@dataclass(frozen=True)
-class Migration:
+class Migration(NamedTuple):
     """A tensor that is out of GPU memory in an inactive period, or is dropped and recomputed.
 
     Operators are indices in the step; those of the next step are larger than the last index of this one.
@@ -115,17 +118,23 @@ class ByteChanges:
     """Changes of bytes over ranges of operators, which are added up once."""
 
     def __init__(self, count: int) -> None:
-        self._changes = [0] * (count + 1)
+        self._changes: Bytes = np.zeros(count + 1, np.int64)
 
-    def add(self, start: int, stop: int, nbytes: int) -> None:
-        """Changes the bytes while the operators from `start` to before `stop` run; operators as in `Migration`."""
-        for first, last in wrapped(start, stop, len(self._changes) - 1):
-            self._changes[first] += nbytes
-            self._changes[last] -= nbytes
+    def add(self, starts: ArrayLike, stops: ArrayLike, nbytes: ArrayLike) -> None:
+        """Changes the bytes while the operators from each start to before its stop run; operators as in `Migration`."""
+        starts, stops, nbytes = (np.array(one, np.int64, ndmin=1) for one in (starts, stops, nbytes))
+        count = len(self._changes) - 1
+        first = starts % count
+        last = first + stops - starts
+        np.add.at(self._changes, first, nbytes)
+        np.subtract.at(self._changes, np.minimum(last, count), nbytes)
+        wraps = last > count
+        self._changes[0] += nbytes[wraps].sum()
+        np.subtract.at(self._changes, np.minimum(last - count, first)[wraps], nbytes[wraps])
 
-    def sums(self) -> list[int]:
+    def sums(self) -> Bytes:
         """Returns the bytes while each operator runs."""
-        return list(accumulate(self._changes[:-1]))
+        return self._changes[:-1].cumsum()
 
 
 @dataclass
@@ -151,77 +160,121 @@ class CPUStep:
     parameters: int = 0
 
 
+@dataclass
 class GPUStep:
     """A step without the units that the CPU steps: seconds of its operators, and bytes while each runs.
 
     Attributes:
         seconds: GPU seconds of each operator.
         nbytes: bytes of all tensors in GPU memory while each operator runs.
+        cpu_units: units that the CPU steps.
         host_bytes: optimizer states and gradients in host memory.
         jobs: optimizer steps on the CPU.
         absent: indices of tensors that are not migrated on their own.
     """
 
-    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str]) -> None:
-        self.seconds = [one.end - one.start for one in profile.operators]
-        self.nbytes = list(profile.total)
-        self.host_bytes = 0
-        self.absent: set[int] = set()
-        self.jobs: list[CPUStep] = []
-        if cpu_units:
-            changes = ByteChanges(len(profile.operators))
-            self._move(profile, machine, cpu_units, changes)
-            self.nbytes = [one + change for one, change in zip(self.nbytes, changes.sums(), strict=True)]
+    seconds: list[float]
+    nbytes: Bytes
+    cpu_units: frozenset[str]
+    host_bytes: int = 0
+    jobs: list[CPUStep] = field(default_factory=list)
+    absent: set[int] = field(default_factory=set)
 
-    def _move(
-        self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str], changes: ByteChanges
-    ) -> None:
-        moved, whole = defaultdict[int, int](int), defaultdict[int, int](int)
-        for unit, stepped in profile.optimizer_bytes.items():
-            for use, nbytes in stepped.items():
-                whole[use] += nbytes
-                moved[use] += nbytes if unit in cpu_units else 0
-        for use, nbytes in moved.items():
-            self.seconds[use] *= 1 - nbytes / whole[use]
-        for unit, members in profile.by_unit.items():
-            if unit in cpu_units:
-                self._move_unit(profile, machine, unit, members, changes)
 
-    def _move_unit(
-        self,
-        profile: LifetimeProfile,
-        machine: MigrationMachine,
-        unit: str,
-        members: Sequence[int],
-        changes: ByteChanges,
-    ) -> None:
+class GPUSteps:
+    """The steps of a profile in which the CPU steps some units, or none.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+    """
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine) -> None:
+        self._profile = profile
+        self._machine = machine
+        self._seconds = [one.end - one.start for one in profile.operators]
+        self._nbytes: Bytes = np.array(profile.total, np.int64)
+        self._optimizer_bytes = defaultdict[int, int](int)
+        """Bytes of the tensors of all units that an operator of the optimizer uses."""
+        for uses in profile.optimizer_bytes.values():
+            for use, nbytes in uses.items():
+                self._optimizer_bytes[use] += nbytes
+        self._moved: dict[str, _MovedUnit] = {}
+        """Units that the CPU steps in any step so far."""
+
+    def without(self, cpu_units: frozenset[str] = frozenset()) -> GPUStep:
+        """Returns the step in which the CPU steps `cpu_units`."""
+        step = GPUStep(self._seconds.copy(), self._nbytes.copy(), cpu_units)
+        stepped = defaultdict[int, int](int)
+        freed: list[tuple[int, int, int]] = []
+        for unit in self._profile.by_unit if cpu_units else ():
+            if unit not in cpu_units:
+                continue
+            if unit not in self._moved:
+                self._moved[unit] = self._move(unit)
+            moved = self._moved[unit]
+            for use, nbytes in self._profile.optimizer_bytes[unit].items():
+                stepped[use] += nbytes
+            freed += moved.freed
+            step.absent.update(moved.absent)
+            step.host_bytes += moved.host_bytes
+            if moved.job is not None:
+                step.jobs.append(moved.job)
+        for use, nbytes in stepped.items():
+            step.seconds[use] *= 1 - nbytes / self._optimizer_bytes[use]
+        if freed:
+            changes = ByteChanges(len(step.seconds))
+            changes.add(*zip(*freed, strict=True))
+            step.nbytes -= changes.sums()
+        return step
+
+    def _move(self, unit: str) -> "_MovedUnit":
+        profile = self._profile
         count = len(profile.operators)
         job = CPUStep(unit, ready=0, absent_from=0, before=count)
         stepped = profile.optimizer_bytes[unit]
+        moved = _MovedUnit()
         gradients = []
-        for index in members:
+        for index in profile.by_unit[unit]:
             tensor = profile.tensors[index]
             uses = [use for use in tensor.uses if use not in stepped]
             if tensor.kind == "optimizer state":
-                self.absent.add(index)
-                self.host_bytes += tensor.nbytes
-                changes.add(0, count, -tensor.nbytes)
+                moved.absent.append(index)
+                moved.host_bytes += tensor.nbytes
+                moved.freed.append((0, count, tensor.nbytes))
             elif tensor.kind == "gradient" and uses:
                 gradients.append(tensor)
-                self.absent.add(index)
+                moved.absent.append(index)
                 job.ready = max(job.ready, uses[-1])
                 job.gradients += tensor.nbytes
             elif tensor.kind == "weight" and 0 < len(uses) < len(tensor.uses):  # frozen weights are not stepped
                 job.weights += tensor.nbytes
                 job.parameters += tensor.nbytes // tensor.itemsize
                 job.before = min(job.before, uses[0])
-        self.host_bytes += job.gradients
-        if not gradients:
-            return
-        # The copy has twice the time that it takes on an idle link, before an operator waits for it.
-        done = profile.operators[job.ready].end + 2 * job.gradients / machine.link_out
-        job.absent_from = max(job.ready + 1, bisect_left(profile.operators, done, key=lambda one: one.start))
-        for tensor in gradients:
-            last = count if tensor.freed is None else tensor.freed + 1
-            changes.add(min(job.absent_from, last), last, -tensor.nbytes)
-        self.jobs.append(job)
+        moved.host_bytes += job.gradients
+        if gradients:
+            moved.job = job
+            # The copy has twice the time that it takes on an idle link, before an operator waits for it.
+            done = profile.operators[job.ready].end + 2 * job.gradients / self._machine.link_out
+            job.absent_from = max(job.ready + 1, bisect_left(profile.operators, done, key=lambda one: one.start))
+            for tensor in gradients:
+                last = count if tensor.freed is None else tensor.freed + 1
+                moved.freed.append((min(job.absent_from, last), last, tensor.nbytes))
+        return moved
+
+
+@dataclass
+class _MovedUnit:
+    """A unit that the CPU steps.
+
+    Attributes:
+        job: its optimizer step on the CPU; None: no gradient is computed.
+        host_bytes: optimizer states and gradients in host memory.
+        absent: as in `GPUStep`.
+        freed: (start, stop, bytes) of tensors that are not in GPU memory; operators as in `Migration`.
+    """
+
+    job: CPUStep | None = None
+    host_bytes: int = 0
+    absent: list[int] = field(default_factory=list)
+    freed: list[tuple[int, int, int]] = field(default_factory=list)

@@ -1,19 +1,24 @@
 """Simulates a step in which single tensors migrate: drives, link and CPU over time, and the operators that wait."""
 
+import sys
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
+from typing import NamedTuple
+
+import numpy as np
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
     HOST,
     ByteChanges,
+    Bytes,
     CPUStep,
     Direction,
     GPUStep,
+    GPUSteps,
     Migration,
     MigrationMachine,
     MigrationPlan,
@@ -27,8 +32,7 @@ STEPS = 2
 """Simulated steps: migrations that wrap round the step are in flight when the second begins."""
 
 
-@dataclass(frozen=True)
-class IntervalTraffic:
+class IntervalTraffic(NamedTuple):
     """A time in which the set of running work does not change: operators between two events, or a stall before one.
 
     Attributes:
@@ -99,7 +103,29 @@ def simulate_migrations(
     needs first; so urgent transfers overtake others. All transfers of one direction share the link: host memory has the
     bandwidth that drives leave, which are slower and would be idle otherwise.
     """
-    return _Simulation(profile, machine, plan).run()
+    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    found = _Simulation(profile, machine, plan, step).run()
+    assert found is not None
+    return found
+
+
+def simulate_better(
+    profile: LifetimeProfile,
+    machine: MigrationMachine,
+    plan: MigrationPlan,
+    step: GPUStep,
+    best: MigrationPrediction,
+) -> MigrationPrediction | None:
+    """Returns the prediction of `simulate_migrations`, or None as soon as it has no better score than `best`.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        plan: the plan.
+        step: the step without the units that the CPU steps.
+        best: prediction of another plan.
+    """
+    return _Simulation(profile, machine, plan, step).run(best.score)
 
 
 class _Transfers:
@@ -108,54 +134,59 @@ class _Transfers:
     Args:
         machine: the machine.
         direction: from the GPU, or to it.
+
+    Attributes:
+        left: numbers of unfinished transfers.
+        first_due: the first operator that waits for a transfer.
     """
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
         self._link = machine.link_out if direction == "out" else machine.link_in
-        self._rates = {drive: machine.rate(drive, direction) for drive in (*range(len(machine.drives)), HOST)}
-        self._queues: dict[int, list[list[float]]] = {drive: [] for drive in self._rates}
+        self._queues: dict[int, list[list[float]]] = {drive: [] for drive in (*range(len(machine.drives)), HOST)}
         """[operator that needs it, number, bytes left] of each transfer of a drive, in this order."""
+        self._drives = [(drive, machine.rate(drive, direction), queue) for drive, queue in self._queues.items()]
+        """Each drive with its bytes/s and its queue."""
         self._count = 0
-        self._first_due = inf
-        """The first operator that waits for a transfer."""
-        self.left: dict[float, float] = {}
-        """Bytes left of each unfinished transfer, by number."""
+        self.left: set[float] = set()
+        self.first_due: float = inf
 
     def add(self, drive: int, due: int, nbytes: float) -> float:
         """Queues a transfer that the operator `due` waits for. Returns its number."""
         self._count += 1
         insort(self._queues[drive], [due, self._count, nbytes])
-        self._first_due = min(self._first_due, due)
-        self.left[self._count] = nbytes
+        self.left.add(self._count)
+        if due < self.first_due:
+            self.first_due = due
         return self._count
 
     def seconds_until(self, due: int) -> float:
         """Returns the time until all transfers have ended that operators up to `due` wait for."""
         total = longest = 0.0
-        if due < self._first_due:
+        if due < self.first_due:
             return total
-        for drive, queue in self._queues.items():
+        for _, rate, queue in self._drives:
             needed = 0.0
             for when, _, nbytes in queue:
                 if when > due:
                     break
                 needed += nbytes
             total += needed
-            longest = max(longest, needed / self._rates[drive])
+            longest = max(longest, needed / rate)
         return max(longest, total / self._link)
 
     def advance(self, seconds: float, due: int) -> dict[int, float]:
         """Transfers for `seconds`, first tensors that operators up to `due` need. Returns the bytes of each drive."""
         carried: dict[int, float] = {}
-        if not self.left:
-            return carried
         link = self._link * seconds
         ended = False
-        for last in (due, inf) if due >= self._first_due else (inf,):
-            for drive, queue in self._queues.items():
+        for last in (due, inf) if due >= self.first_due else (inf,):
+            for drive, rate, queue in self._drives:
                 if not queue or queue[0][0] > last:
                     continue
-                room = limit = min(self._rates[drive] * seconds - carried.get(drive, 0.0), link)
+                room = rate * seconds - carried.get(drive, 0.0)
+                if room > link:
+                    room = link
+                limit = room
                 while room > 0 and queue and queue[0][0] <= last:
                     entry = queue[0]
                     if entry[2] > room:
@@ -163,44 +194,71 @@ class _Transfers:
                         room = 0.0
                     else:
                         room -= entry[2]
-                        del self.left[entry[1]]
-                        queue.pop(0)
+                        self.left.remove(queue.pop(0)[1])
                         ended = True
                 if limit > 0:
                     carried[drive] = carried.get(drive, 0.0) + limit - room
                     link -= limit - room
         if ended:
-            self._first_due = self._find_first_due()
+            self._find_first_due()
         return carried
-
-    def _find_first_due(self) -> float:
-        return min((queue[0][0] for queue in self._queues.values() if queue), default=inf)
 
     def finish(self, due: int) -> None:
         """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
-        for queue in self._queues.values():
+        for _, _, queue in self._drives:
             while queue and queue[0][0] <= due:
-                del self.left[queue.pop(0)[1]]
-        self._first_due = self._find_first_due()
+                self.left.remove(queue.pop(0)[1])
+        self._find_first_due()
+
+    def _find_first_due(self) -> None:
+        self.first_due = inf
+        for _, _, queue in self._drives:
+            if queue and queue[0][0] < self.first_due:
+                self.first_due = queue[0][0]
+
+
+_Begun = tuple[int, int, int]
+"""Drive, operator that waits (possibly one of the next step), and bytes of a transfer that begins in each step."""
 
 
 class _Simulation:
-    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> None:
+    """Two steps, of which the second one is that of the steady state.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        plan: the plan.
+        step: the step without the units that the CPU steps.
+    """
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan, step: GPUStep) -> None:
         self.profile = profile
         self.machine = machine
         self.plan = plan
         self.count = len(profile.operators)
-        self.step = GPUStep(profile, machine, plan.cpu_units)
-        self.seconds = list(self.step.seconds)
+        self.step = step
+        self.seconds = step.seconds.copy()
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
+        self.now = self.begun = 0.0
+        """Time, and begin of the simulated step, since the begin of the first one."""
         self.traffic: list[IntervalTraffic] = []
-        self.now = 0.0
-        self.prefetches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """(operator that waits, bytes, drive) of the prefetches that begin with an operator of each step."""
-        self.offloads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """(operator that waits, bytes, drive) of the offloads that begin at the end of an operator of each step."""
-        self.running: tuple[list[tuple[int, int, int]], ...] = [], []
-        """(operator that waits, bytes, drive) of offloads and of prefetches that the step before has begun."""
+        """Transfers of the simulated step."""
+        self.prefetches: dict[int, list[_Begun]] = defaultdict(list)
+        """Prefetches that begin with an operator of each step."""
+        self.offloads: dict[int, list[_Begun]] = defaultdict(list)
+        """Offloads that begin when the operator before has ended."""
+        self.jobs = deque(
+            sorted(
+                ((cycle * self.count + job.ready, job) for cycle in range(STEPS) for job in step.jobs),
+                key=lambda item: item[0],
+            )
+        )
+        """CPU steps, with the last operator of backward that uses their gradients."""
+        self.waiting: list[tuple[float, CPUStep, int]] = []
+        """CPU steps whose gradients are offloaded: number of the transfer, job, operator that needs the weights."""
+        self.computed: list[tuple[float, int, int]] = []
+        """New weights: when the CPU has made them, operator that needs them, bytes."""
+        self.cpu_free_at = 0.0
         self.recomputed = 0.0
         for migration in plan.migrations:
             self._add(migration)
@@ -212,133 +270,138 @@ class _Simulation:
             self.seconds[migration.before % self.count] += recompute_seconds
             self.recomputed += recompute_seconds
             return
-        for transfers, running, begin, due, first in (
-            (self.offloads, self.running[0], migration.after, migration.absent_from, 1),
-            (self.prefetches, self.running[1], migration.absent_until, migration.before, 0),
-        ):
-            before = begin // self.count * self.count  # operators of the steps before the one in which it begins
-            transfers[begin - before].append((due - before, tensor.nbytes, migration.drive))
-            if begin < self.count <= due - first:  # an operator of the next step waits for it, from the `first` one on
-                running.append((due - self.count, tensor.nbytes, migration.drive))
+        count, drive, nbytes = self.count, migration.drive, tensor.nbytes
+        step, operator = divmod(migration.after + 1, count)
+        self.offloads[operator].append((drive, migration.absent_from - step * count, nbytes))
+        step, operator = divmod(migration.absent_until, count)
+        self.prefetches[operator].append((drive, migration.before - step * count, nbytes))
+        # In the first step, the transfers run that the step before has begun and an operator of this one waits for.
+        if migration.after < count < migration.absent_from:
+            self.out.add(drive, migration.absent_from - count, nbytes)
+        if migration.absent_until < count <= migration.before:
+            self.into.add(drive, migration.before - count, nbytes)
 
-    def run(self) -> MigrationPrediction:
-        stalls: list[tuple[int, float]] = []
-        jobs = deque(
-            sorted(
-                ((cycle * self.count + job.ready, job) for cycle in range(STEPS) for job in self.step.jobs),
-                key=lambda item: item[0],
-            )
-        )
-        waiting: list[tuple[float, CPUStep, int]] = []  # transfer of the gradients, job, operator that needs weights
-        computed: list[tuple[float, int, int]] = []  # when the CPU has made new weights, their bytes, that operator
-        free_at = begun = 0.0
-        first_part = 0
+    def run(self, best: tuple[int, float] = (sys.maxsize, inf)) -> MigrationPrediction | None:
+        """Returns the prediction, or None as soon as its score can't be better than `best`."""
+        gpu_bytes, host_peak, written = self._memory()
+        excess = max(0, int(gpu_bytes.max()) - self.machine.gpu_bytes)
         times = list(accumulate(self.seconds, initial=0.0))
-        for transfers, running in zip((self.out, self.into), self.running, strict=True):
-            for due, nbytes, drive in running:
-                transfers.add(drive, due, nbytes)
-        for index, following in pairwise(self._events()):
-            if index:
-                self._add_all(self.out, self.offloads, index - 1)
-            while jobs and jobs[0][0] < index:
-                ready, job = jobs.popleft()
-                base = ready - job.ready
-                number = self.out.add(HOST, base + job.absent_from, job.gradients)
-                waiting.append((number, job, base + self.count + job.before))
-            if index == (STEPS - 1) * self.count:
-                begun, first_part = self.now, len(self.traffic)
-                stalls.clear()
-            self._add_all(self.into, self.prefetches, index)
-            wait = 0.0
-            while True:
-                if waiting:
-                    free_at = self._start_jobs(waiting, computed, free_at)
-                if computed:
-                    self._return_weights(computed)
-                seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
-                late = [ready for ready, due, _ in computed if due <= index]  # when the CPU has made new weights
-                if seconds:
-                    self._advance(seconds, index)
-                    self.out.finish(index)
-                    self.into.finish(index)
-                elif late:
-                    seconds = max(0.0, late[0] - self.now)
-                    self._advance(seconds, index)
-                    self.now = max(self.now, late[0])
-                else:
-                    break
-                wait += seconds
-            if wait > 0:
-                stalls.append((index % self.count, wait))
-            first = index % self.count
-            self._advance(times[first + following - index] - times[first], index)
-        return self._prediction(times[-1] + sum(wait for _, wait in stalls), stalls, begun, first_part)
-
-    def _events(self) -> list[int]:
-        """Returns the operators at whose begin a transfer may begin or be due, and some between them, in order."""
-        events = {part * self.count // RESOLUTION for part in range(RESOLUTION)}
-        events.update(index + 1 for index in self.offloads)
-        events.update(self.prefetches)
-        for migration in self.plan.migrations:
-            events.update((migration.absent_from, migration.before))
-        for job in self.step.jobs:
-            events.update((job.ready + 1, job.absent_from, job.before))
-        inside = sorted({index % self.count for index in events})
-        return [cycle * self.count + index for cycle in range(STEPS) for index in inside] + [STEPS * self.count]
-
-    def _start_jobs(
-        self, waiting: list[tuple[float, CPUStep, int]], computed: list[tuple[float, int, int]], free_at: float
-    ) -> float:
-        """Starts the CPU steps whose gradients have arrived. Returns when the CPU has no more work."""
-        for entry in [one for one in waiting if one[0] not in self.out.left]:
-            waiting.remove(entry)
-            free_at = max(free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
-            computed.append((free_at, entry[2], entry[1].weights))
-        return free_at
-
-    def _return_weights(self, computed: list[tuple[float, int, int]]) -> None:
-        """Begins the copies of the weights that the CPU has computed by now."""
-        while computed and computed[0][0] <= self.now:
-            _, due, nbytes = computed.pop(0)
-            self.into.add(HOST, due, nbytes)
-
-    def _add_all(
-        self, transfers: _Transfers, of_step: Mapping[int, Sequence[tuple[int, int, int]]], index: int
-    ) -> None:
-        """Queues the transfers that begin at operator `index`; `of_step`: those of each step."""
-        operator = index % self.count
-        for due, nbytes, drive in of_step.get(operator, ()):
-            transfers.add(drive, index - operator + due, nbytes)
-
-    def _advance(self, seconds: float, due: int) -> None:
-        out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)
-        if out or into:
-            self.traffic.append(IntervalTraffic(self.now, seconds, out, into))
-        self.now += seconds
-
-    def _prediction(
-        self, seconds: float, stalls: Sequence[tuple[int, float]], begun: float, first: int
-    ) -> MigrationPrediction:
-        nbytes, host = ByteChanges(self.count), ByteChanges(self.count)
-        written = 0
-        for migration in self.plan.migrations:
-            size = self.profile.tensors[migration.tensor].nbytes
-            nbytes.add(migration.absent_from, migration.absent_until, -size)
-            if migration.drive == HOST:
-                host.add(migration.after + 1, migration.before, size)
-            elif migration.drive is not None:
-                written += size
-        on_gpu = tuple(one + change for one, change in zip(self.step.nbytes, nbytes.sums(), strict=True))
-        traffic = tuple(
-            IntervalTraffic(one.start - begun, one.seconds, one.out, one.into) for one in self.traffic[first:]
-        )
+        if (excess, times[-1]) >= best:
+            return None
+        intervals = self._intervals(times)
+        for cycle in range(STEPS):
+            base = cycle * self.count
+            stalls: list[tuple[int, float]] = []
+            waited = 0.0
+            self.begun = self.now
+            self.traffic.clear()
+            for operator, seconds, offloads, prefetches in intervals:
+                index = base + operator
+                for drive, due, nbytes in offloads if index else ():
+                    self.out.add(drive, base + due, nbytes)
+                while self.jobs and self.jobs[0][0] < index:
+                    self._offload_gradients(*self.jobs.popleft())
+                for drive, due, nbytes in prefetches:
+                    self.into.add(drive, base + due, nbytes)
+                wait = self._wait(index)
+                if wait > 0:
+                    stalls.append((operator, wait))
+                    waited += wait
+                    if cycle == STEPS - 1 and (excess, times[-1] + waited) >= best:
+                        return None
+                self._advance(seconds, index)
         return MigrationPrediction(
-            seconds,
+            times[-1] + waited,
             tuple(stalls),
             self.recomputed,
-            on_gpu,
-            max(0, max(on_gpu) - self.machine.gpu_bytes),
-            self.step.host_bytes + max(host.sums()),
+            tuple(gpu_bytes.tolist()),
+            excess,
+            host_peak,
             written,
-            traffic,
+            tuple(self.traffic),
         )
+
+    def _memory(self) -> tuple[Bytes, int, int]:
+        """Returns the bytes in GPU memory while each operator runs, the peak of host memory, and the bytes written."""
+        migrations = self.plan.migrations
+        sizes = [self.profile.tensors[one.tensor].nbytes for one in migrations]
+        gpu, host = ByteChanges(self.count), ByteChanges(self.count)
+        gpu.add([one.absent_from for one in migrations], [one.absent_until for one in migrations], sizes)
+        in_host = [
+            (one.after + 1, one.before, size) for one, size in zip(migrations, sizes, strict=True) if one.drive == HOST
+        ]
+        if in_host:
+            host.add(*zip(*in_host, strict=True))
+        written = sum(
+            size for one, size in zip(migrations, sizes, strict=True) if one.drive is not None and one.drive != HOST
+        )
+        return self.step.nbytes - gpu.sums(), self.step.host_bytes + int(host.sums().max()), written
+
+    def _intervals(self, times: list[float]) -> list[tuple[int, float, list[_Begun], list[_Begun]]]:
+        """Returns the first operator of each part of a step, the part's seconds, and the transfers that begin with it.
+
+        Parts begin with operators at whose begin a transfer may begin or be due, and some between them.
+
+        Args:
+            times: begin of each operator, and the end of the step, if the GPU never waits.
+        """
+        migrations = self.plan.migrations
+        events = [part * self.count // RESOLUTION for part in range(RESOLUTION)]
+        events += self.offloads
+        events += self.prefetches
+        events += [one.absent_from for one in migrations]
+        events += [one.before for one in migrations]
+        for job in self.step.jobs:
+            events += job.ready + 1, job.absent_from, job.before
+        inside: list[int] = np.unique(np.array(events) % self.count).tolist()
+        return [
+            (one, times[following] - times[one], self.offloads.get(one, []), self.prefetches.get(one, []))
+            for one, following in pairwise([*inside, self.count])
+        ]
+
+    def _offload_gradients(self, ready: int, job: CPUStep) -> None:
+        """Begins the offload of the gradients of a CPU step, which the operator `ready` has used last."""
+        base = ready - job.ready
+        number = self.out.add(HOST, base + job.absent_from, job.gradients)
+        self.waiting.append((number, job, base + self.count + job.before))
+
+    def _wait(self, index: int) -> float:
+        """Lets operator `index` wait for transfers and the CPU. Returns the seconds."""
+        wait = 0.0
+        while self.waiting or self.computed or index >= self.out.first_due or index >= self.into.first_due:
+            self._start_jobs()
+            self._return_weights()
+            seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
+            late = [ready for ready, due, _ in self.computed if due <= index]
+            if seconds:
+                self._advance(seconds, index)
+                self.out.finish(index)
+                self.into.finish(index)
+            elif late:
+                seconds = max(0.0, late[0] - self.now)
+                self._advance(seconds, index)
+                self.now = max(self.now, late[0])
+            else:
+                break
+            wait += seconds
+        return wait
+
+    def _start_jobs(self) -> None:
+        """Starts the CPU steps whose gradients have arrived."""
+        for entry in [one for one in self.waiting if one[0] not in self.out.left]:
+            self.waiting.remove(entry)
+            self.cpu_free_at = max(self.cpu_free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
+            self.computed.append((self.cpu_free_at, entry[2], entry[1].weights))
+
+    def _return_weights(self) -> None:
+        """Begins the copies of the weights that the CPU has computed by now."""
+        while self.computed and self.computed[0][0] <= self.now:
+            _, due, nbytes = self.computed.pop(0)
+            self.into.add(HOST, due, nbytes)
+
+    def _advance(self, seconds: float, due: int) -> None:
+        out = self.out.advance(seconds, due) if self.out.left else {}
+        into = self.into.advance(seconds, due) if self.into.left else {}
+        if out or into:
+            self.traffic.append(IntervalTraffic(self.now - self.begun, seconds, out, into))
+        self.now += seconds

@@ -8,18 +8,20 @@ transfers as possible fit into the step as it is.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
 import numpy as np
 
-from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner
+from lightning_ssd.garbage import no_collections
+from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
 from lightning_ssd.planning.io_timeline import Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import InactivePeriod, LifetimeProfile
-from lightning_ssd.planning.migration import HOST, GPUStep, Migration, MigrationMachine, MigrationPlan, wrapped
-from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
-from lightning_ssd.planning.transfer_bounds import least_step_seconds
+from lightning_ssd.planning.migration import HOST, GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
+from lightning_ssd.planning.transfer_bounds import least_score
 
 SATURATED = 2.0
 """A drive is saturated for a migration if earlier ones make its transfers take longer by this factor."""
@@ -52,6 +54,7 @@ _Candidate = tuple[float, int, int, int, int]
 """Ratio of benefit and cost, and `absent_from`, `absent_until`, `before` and `drive` of a `Migration`."""
 
 
+@no_collections()
 def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of Teraio's algorithm.
 
@@ -83,6 +86,7 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
         search.io.lengthen(LONGER)
 
 
+@no_collections()
 def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of one search: migrations that have no room in a step are chosen by their benefit alone.
 
@@ -97,6 +101,7 @@ def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes:
     return MigrationPlan(tuple(search.necessary()))
 
 
+@no_collections()
 def plan_migrations(
     profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES
 ) -> tuple[MigrationPlan, MigrationPrediction]:
@@ -111,8 +116,8 @@ def plan_migrations(
         min_bytes: as in `plan_teraio`.
     """
     found = _BestPlan(profile, machine, min_bytes).find()
-    least = least_step_seconds(profile, machine) * (1 + 1e-9)  # additions round
-    if found[1].excess_bytes or found[1].step_seconds > least:
+    excess, seconds = least_score(profile, machine)
+    if found[1].score > (excess, seconds * (1 + 1e-9)):  # additions round
         teraio = plan_teraio(profile, machine, min_bytes)
         found = min(found, (teraio, simulate_migrations(profile, machine, teraio)), key=lambda one: one[1].score)
     return found
@@ -123,13 +128,12 @@ class _Choice:
     """Arguments of `EvictionPlanner.plan`, with the number of units that the CPU steps."""
 
     cpu_units: int = 0
-    price: float | None = None
-    share: float = 1.0
+    recomputed: tuple[Period, ...] = ()
     in_flight: float = IN_FLIGHT
 
 
 class _BestPlan:
-    """The search for the number of units that the CPU steps, and the price of recomputation.
+    """The search for the number of units that the CPU steps, and the tensors that are recomputed.
 
     Args:
         profile: as in `plan_teraio`.
@@ -141,9 +145,9 @@ class _BestPlan:
         self.profile = profile
         self.machine = machine
         self.planner = EvictionPlanner(profile, machine, min_bytes)
-        jobs = GPUStep(profile, machine, frozenset(one.unit for one in profile.tensors if one.unit)).jobs
+        self.steps = GPUSteps(profile, machine)
         # Units whose gradients are complete first have the most time for a CPU step.
-        jobs.sort(key=lambda job: job.ready)
+        jobs = sorted(self.steps.without(frozenset(profile.by_unit)).jobs, key=lambda job: job.ready)
         self.units = [job.unit for job in jobs]
         self.cpu_seconds = [0.0]
         """Seconds of a step by the work of the CPU, by the number of units that it steps."""
@@ -153,10 +157,12 @@ class _BestPlan:
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
             self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
-        self.tried: set[_Choice] = set()
-        self.predictions: dict[MigrationPlan, MigrationPrediction] = {}
         self.chosen = _Choice()
-        self.best = self._simulate(self.chosen)
+        plan = self.planner.plan(self.steps.without())
+        self.tried = {self.chosen}
+        self.plans = {plan}
+        """All plans that were simulated."""
+        self.best = plan, simulate_migrations(profile, machine, plan)
 
     def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
         """Returns the best plan, and its prediction."""
@@ -166,15 +172,17 @@ class _BestPlan:
         hidden = bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1
         is_better = self._try(_Choice(hidden))
         for price in PRICES:
-            if not self._try(replace(self.chosen, price=price)) and self.chosen.price is not None:
+            recomputed = self.planner.recomputed(price)
+            if not self._try(replace(self.chosen, recomputed=recomputed)) and self.chosen.recomputed:
                 break
         amount = len(self.units) // (8 if is_better else 4)
         while amount:
             counts = self.chosen.cpu_units + amount, self.chosen.cpu_units - amount
             if not any(self._try(replace(self.chosen, cpu_units=count)) for count in counts):
                 amount //= 2
-        for share in SHARES:
-            if self.chosen.price is None or not self._try(replace(self.chosen, share=share)):
+        at_price = self.chosen.recomputed
+        for share in SHARES if at_price else ():
+            if not self._try(replace(self.chosen, recomputed=_cheapest(at_price, share))):
                 break
         if self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT)):
             # The step waits less for transfers, and may wait for the CPU now.
@@ -188,19 +196,27 @@ class _BestPlan:
             return False
         if not best.excess_bytes and self.cpu_seconds[choice.cpu_units] > (1 - MIN_GAIN) * best.step_seconds:
             return False
-        found = self._simulate(choice)
-        if found[1].score >= best.score:
+        self.tried.add(choice)
+        step = self.steps.without(frozenset(self.units[: choice.cpu_units]))
+        plan = self.planner.plan(step, choice.recomputed, choice.in_flight)
+        if plan in self.plans:
             return False
-        self.best, self.chosen = found, choice
+        self.plans.add(plan)
+        found = simulate_better(self.profile, self.machine, plan, step, best)
+        if found is None:
+            return False
+        self.best, self.chosen = (plan, found), choice
         return True
 
-    def _simulate(self, choice: _Choice) -> tuple[MigrationPlan, MigrationPrediction]:
-        self.tried.add(choice)
-        units = frozenset(self.units[: choice.cpu_units])
-        plan = self.planner.plan(units, choice.price, choice.share, choice.in_flight)
-        if plan not in self.predictions:
-            self.predictions[plan] = simulate_migrations(self.profile, self.machine, plan)
-        return plan, self.predictions[plan]
+
+def _cheapest(periods: Sequence[Period], share: float) -> tuple[Period, ...]:
+    """Returns the first periods, whose tensors have at least a share of the bytes of all."""
+    left = share * sum(period.nbytes for period in periods)
+    for number, period in enumerate(periods):
+        if left <= 0:
+            return tuple(periods[:number])
+        left -= period.nbytes
+    return tuple(periods)
 
 
 class _Search:
@@ -219,7 +235,10 @@ class _Search:
         seconds = [one.end - one.start for one in profile.operators]
         self.nbytes = np.array(profile.total, dtype=np.float64)
         self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
-        self.pressed = bool(self.pressure.any())
+        self.reduced: Floats = np.empty(self.count)
+        """Memory for results: to allocate it for each candidate takes longer than to compute them."""
+        self.pressed_at = int(self.pressure.argmax())
+        """An operator under pressure, if there is any."""
         self.host: Floats = np.zeros(self.count)
         self.host_peak = 0.0
         self.io = IOTimeline(machine, seconds)
@@ -242,7 +261,7 @@ class _Search:
         """
         heap = self._candidates()
         heapify(heap)
-        while heap and self.pressed:
+        while heap and self._is_pressed():
             _, number = heappop(heap)
             period = self.periods[number]
             found = self._migrate(period, in_time=in_time)
@@ -255,6 +274,11 @@ class _Search:
                 self._add_migration(migration, drive, in_time=in_time)
             else:
                 heappush(heap, (-ratio, number))
+
+    def _is_pressed(self) -> bool:
+        if not self.pressure.item(self.pressed_at):
+            self.pressed_at = int(self.pressure.argmax())
+        return self.pressure.item(self.pressed_at) > 0
 
     def _candidates(self) -> list[tuple[float, int]]:
         """Returns a bound of the ratio (negative), and the period, of each candidate."""
@@ -309,7 +333,7 @@ class _Search:
         tensor = self.profile.tensors[period.tensor]
         benefit = 0.0
         for first, last in ((start, stop),) if stop <= self.count else wrapped(start, stop, self.count):
-            reduced = np.minimum(self.pressure[first:last], tensor.nbytes)
+            reduced = np.minimum(self.pressure[first:last], tensor.nbytes, out=self.reduced[first:last])
             reduced *= self.io.seconds[first:last]
             benefit += float(reduced.sum())  # `dot` would run on threads that spin on a busy machine
         if benefit <= 0:
@@ -354,8 +378,8 @@ class _Search:
         """Changes the memory of the operators without the tensor."""
         for first, last in wrapped(migration.absent_from, migration.absent_until, self.count):
             self.nbytes[first:last] += nbytes
-            self.pressure[first:last] = np.maximum(0.0, self.nbytes[first:last] - self.machine.gpu_bytes)
-        self.pressed = bool(self.pressure.any())
+            pressure = np.subtract(self.nbytes[first:last], self.machine.gpu_bytes, out=self.pressure[first:last])
+            np.maximum(0.0, pressure, out=pressure)
 
     def necessary(self) -> list[Migration]:
         """Returns the chosen migrations without those that memory does not need, the least beneficial ones first."""

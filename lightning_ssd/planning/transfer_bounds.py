@@ -9,6 +9,12 @@ PARTS = 96
 """Parts of a step, between whose begins transfers are added up."""
 
 
+def least_score(profile: LifetimeProfile, machine: MigrationMachine) -> tuple[int, float]:
+    """Returns the least `MigrationPrediction.score`: bytes that do not fit, and the seconds of a step."""
+    excess = 0 if machine.drives else max(0, max(profile.total) - machine.gpu_bytes - machine.host_bytes)
+    return (excess, profile.step_seconds) if excess else (0, least_step_seconds(profile, machine))
+
+
 def least_step_seconds(profile: LifetimeProfile, machine: MigrationMachine) -> float:
     """Returns the seconds that a step takes at least if memory fits.
 

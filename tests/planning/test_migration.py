@@ -1,6 +1,8 @@
 """Teraio's planner: memory fits while each operator runs, transfers fit their drives, and no migration is in vain."""
 
+import gc
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -9,12 +11,21 @@ from hypothesis import strategies as st
 from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, simulate
 from lightning_ssd.planning.evictions import EvictionPlanner
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
-from lightning_ssd.planning.migration import HOST, Migration, MigrationMachine, MigrationPlan, wrapped
-from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
+from lightning_ssd.planning.migration import (
+    HOST,
+    ByteChanges,
+    GPUSteps,
+    Migration,
+    MigrationMachine,
+    MigrationPlan,
+    wrapped,
+)
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
-from lightning_ssd.planning.transfer_bounds import least_step_seconds
+from lightning_ssd.planning.transfer_bounds import least_score, least_step_seconds
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any
+from tests.support.slow_migrations import SlowSearch, slow_bytes, slow_evictions, slow_step_seconds
 from tests.support.transformer import transformer_profile
 
 
@@ -142,10 +153,107 @@ def test_no_plan_is_faster_than_the_bound_of_its_transfers(data: st.DataObject) 
     machine = data.draw(machines(profile))
     least = least_step_seconds(profile, machine)
     assert least >= profile.step_seconds * (1 - 1e-9)
-    for plan in (plan_teraio(profile, machine, 1), EvictionPlanner(profile, machine, 1).plan()):
+    whole = GPUSteps(profile, machine).without()
+    for plan in (plan_teraio(profile, machine, 1), EvictionPlanner(profile, machine, 1).plan(whole)):
         found = simulate_migrations(profile, machine, plan)
         check_physics(machine, found)
         assert found.excess_bytes or found.step_seconds >= least * (1 - 1e-9)
+        excess, seconds = least_score(profile, machine)
+        assert found.score >= (excess, seconds * (1 - 1e-9))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_the_search_finds_the_plan_of_one_that_simulates_everything(data: st.DataObject) -> None:
+    """Neither plans that are simulated in part, or not at all, nor bounds change the result."""
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    plan, found = plan_migrations(profile, machine, min_bytes=1)
+    expected = SlowSearch(profile, machine, min_bytes=1).find()
+    assert found.score == expected[1].score
+    if found.score != simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1)).score:
+        assert (plan, found) == expected  # Teraio's plan is not made if it can't be better, only as good
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_evictions_are_those_of_a_search_among_all_tensors_at_each_operator(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    units = frozenset(data.draw(st.sets(st.sampled_from(sorted(profile.by_unit))))) if profile.by_unit else frozenset()
+    step = GPUSteps(profile, machine).without(units)
+    planner = EvictionPlanner(profile, machine, 1)
+    recomputed = planner.recomputed(data.draw(st.sampled_from([0.5, 2.0]))) if data.draw(st.booleans()) else ()
+    in_flight = data.draw(st.sampled_from([0.0, 0.05, 0.2]))
+    plan = planner.plan(step, recomputed, in_flight)
+    expected = slow_evictions(profile, machine, step, recomputed, in_flight)
+    assert [one[:5] for one in plan.migrations] == expected
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_step_takes_as_long_as_in_a_simulation_of_each_operator(data: st.DataObject) -> None:
+    """A simulation that is given the best score ends without a prediction unless the score is better."""
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    planner = EvictionPlanner(profile, machine, 1)
+    step = GPUSteps(profile, machine).without()
+    plans = plan_teraio(profile, machine, 1), planner.plan(step), planner.plan(step, planner.recomputed(1.0))
+    predictions = [simulate_migrations(profile, machine, plan) for plan in plans]
+    for plan, found in zip(plans, predictions, strict=True):
+        assert found.step_seconds == pytest.approx(slow_step_seconds(profile, machine, plan))
+        for best in predictions:
+            better = found if found.score < best.score else None
+            assert simulate_better(profile, machine, plan, step, best) == better
+
+
+@given(st.data())
+def test_steps_of_the_cpu_do_not_depend_on_those_made_before(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    units = st.sets(st.sampled_from(sorted(profile.by_unit) or [""])).map(frozenset)
+    steps = GPUSteps(profile, machine)
+    for cpu_units in data.draw(st.lists(units, max_size=4)):
+        step, alone = steps.without(cpu_units), GPUSteps(profile, machine).without(cpu_units)
+        assert step.nbytes.tolist() == alone.nbytes.tolist()
+        assert (step.seconds, step.host_bytes, step.jobs) == (alone.seconds, alone.host_bytes, alone.jobs)
+        assert step.absent == alone.absent
+        present = [tensor for index, tensor in enumerate(profile.tensors) if index not in step.absent]
+        # Offloaded gradients are in GPU memory until they are copied.
+        gradients = [profile.tensors[index] for index in step.absent if profile.tensors[index].kind == "gradient"]
+        for operator, nbytes in enumerate(step.nbytes.tolist()):
+            both = (
+                sum(one.nbytes for one in some if (one.allocated or 0) <= operator <= (one.freed or operator))
+                for some in (present, gradients)
+            )
+            least, most = accumulate(both)
+            assert least <= nbytes <= most
+
+
+@given(st.integers(1, 12), st.data())
+def test_changes_of_bytes_add_up_over_steps_that_repeat(count: int, data: st.DataObject) -> None:
+    changes = ByteChanges(count)
+    expected = []
+    for _ in range(data.draw(st.integers(0, 3))):
+        start = st.integers(0, 2 * count)
+        ranges = data.draw(st.lists(st.tuples(start, st.integers(0, count), st.integers(-50, 50)), min_size=1))
+        ranges = [(first, first + length, nbytes) for first, length, nbytes in ranges]
+        changes.add(*zip(*ranges, strict=True))
+        expected += ranges
+    assert changes.sums().tolist() == slow_bytes(expected, count)
+
+
+def test_planning_leaves_nothing_to_the_garbage_collector() -> None:
+    """Collections are delayed until it ends, so that cycles of references would keep memory for seconds."""
+    profile, machine = one_saved_tensor(10), MigrationMachine(10, 10, 100.0, 100.0, ((10.0, 1.0),))
+    plan_migrations(profile, machine, min_bytes=1)
+    gc.collect()
+    gc.disable()
+    try:
+        plan_migrations(profile, machine, min_bytes=1)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_the_bound_counts_what_the_optimizer_needs_beyond_memory() -> None:
@@ -165,7 +273,8 @@ def test_tensors_that_are_needed_last_are_evicted() -> None:
     )
     tensors = tuple(TensorLifetime(one, "a", "saved tensor", 10, (one, 7 - one), one, 7 - one) for one in range(4))
     machine = MigrationMachine(30, 0, 100.0, 100.0, ((10.0, 10.0),))
-    plan = EvictionPlanner(LifetimeProfile("model", operators, tensors), machine, 1).plan(in_flight=0.0)
+    profile = LifetimeProfile("model", operators, tensors)
+    plan = EvictionPlanner(profile, machine, 1).plan(GPUSteps(profile, machine).without(), in_flight=0.0)
     assert plan.migrations == (Migration(0, 0, 3, 5, 7, 0),)
 
 

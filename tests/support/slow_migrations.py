@@ -1,0 +1,258 @@
+"""Slow and simple versions of the planners' and the simulator's algorithms, whose results have to be the same."""
+
+from collections.abc import Sequence
+from math import inf
+
+from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
+from lightning_ssd.planning.lifetimes import LifetimeProfile
+from lightning_ssd.planning.migration import HOST, Direction, GPUStep, GPUSteps, MigrationMachine, MigrationPlan
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
+from lightning_ssd.planning.teraio import LESS_IN_FLIGHT, MIN_GAIN, PRICES, SHARES, plan_teraio
+
+
+def slow_bytes(changes: list[tuple[int, int, int]], count: int) -> list[int]:
+    """Adds (start, stop, bytes) operator by operator; operators as in `Migration`."""
+    nbytes = [0] * count
+    for start, stop, change in changes:
+        for operator in range(start, stop):
+            nbytes[operator % count] += change
+    return nbytes
+
+
+def slow_evictions(
+    profile: LifetimeProfile, machine: MigrationMachine, step: GPUStep, recomputed: Sequence[Period], in_flight: float
+) -> list[tuple[int, ...]]:
+    """Returns the migrations of `EvictionPlanner.plan` without their drives: examines all tensors at each operator."""
+    count = len(profile.operators)
+    ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
+    sizes = [tensor.nbytes for tensor in profile.tensors]
+    dropped = [[one.tensor, one.after, one.after + 1, one.before, one.before] for one in recomputed]
+    candidates = []
+    for tensor, after, before, _ in profile.periods if machine.drives or machine.host_bytes else ():
+        before += count if before <= after else 0
+        if tensor in step.absent or [tensor, after] in [one[:2] for one in dropped]:
+            continue
+        for other, _, _, _, use in dropped:
+            if tensor in [ids[source] for source in profile.tensors[other].sources]:
+                uses = [one for one in (use, use + count) if after < one < before]
+                before = min(uses, default=before)
+        if after + 1 < before:
+            candidates.append((tensor, after, before))
+
+    def changed(nbytes: list[int], *absences: list[int], sign: int = -1) -> list[int]:
+        changes = slow_bytes([(one[2], one[3], sign * sizes[one[0]]) for one in absences], count)
+        return [one + change for one, change in zip(nbytes, changes, strict=True)]
+
+    def necessary(nbytes: list[int], absences: list[list[int]], limit: int) -> tuple[list[int], list[list[int]]]:
+        kept: list[list[int]] = []
+        for one in absences[::-1]:
+            present = changed(nbytes, one, sign=1)
+            if any(present[index % count] > limit for index in range(one[2], one[3])):
+                kept.insert(0, one)
+            else:
+                nbytes = present
+        return nbytes, kept
+
+    limit = int((1 - in_flight) * machine.gpu_bytes)
+    nbytes = changed(step.nbytes.tolist(), *dropped)
+    # Eviction: `orders` has the next use of each tensor that may be evicted, inf if it is absent when the step begins.
+    host = [step.host_bytes] * count
+    firsts = [(after + 1) % count for _, after, _ in candidates]
+    lasts = [first + one[2] - one[1] - 1 for first, one in zip(firsts, candidates, strict=True)]
+    orders: dict[int, float] = {number: last - count for number, last in enumerate(lasts) if last > count}
+    starts: dict[int, int] = {}
+    away: list[tuple[int, int]] = []  # operator before which it is back, bytes
+    for operator in range(count):
+        for number in range(len(candidates)):
+            if firsts[number] == operator:
+                orders[number] = inf if number in starts else lasts[number]
+        while orders and sum(size for stop, size in away if stop > operator) < nbytes[operator] - limit:
+            number = max(orders, key=lambda number: (orders[number], -number))
+            tensor, after, before = candidates[number]
+            order = orders.pop(number)
+            if order <= operator:
+                continue
+            if number not in starts and not machine.drives:
+                held = [one + other for one, other in zip(
+                    host, slow_bytes([(after + 1, before, sizes[tensor])], count), strict=True
+                )]  # fmt: skip
+                if any(held[index % count] > machine.host_bytes for index in range(after + 1, before)):
+                    continue
+                host = held
+            early = order < lasts[number]
+            starts[number] = operator + count if early else operator
+            away.append((lasts[number] - count if early else lasts[number], sizes[tensor]))
+    evicted = []
+    for number, start in starts.items():
+        tensor, after, before = candidates[number]
+        evicted.append([tensor, after, before - lasts[number] + start, before, before])
+    nbytes = changed(nbytes, *evicted)
+    nbytes, dropped = necessary(nbytes, dropped, limit)
+    # Prefetches, backwards: `early` are those that have begun before the operator.
+    early_ones: set[int] = set()
+    ends = [(one[4] - 1) % count for one in evicted]
+    for operator in range(count - 1, -1, -1):
+        late = [n for n in early_ones if ends[n] - (evicted[n][4] - evicted[n][2]) == operator]
+        early_ones.update(n for n, end in enumerate(ends) if end == operator)
+        while True:
+            begun = [n for n in early_ones if n not in late]
+            if not begun or nbytes[operator] + sum(sizes[evicted[n][0]] for n in begun) <= machine.gpu_bytes:
+                break
+            late.append(max(begun, key=lambda n: (ends[n], -n)))
+        for number in late:
+            early_ones.remove(number)
+            evicted[number][3] -= ends[number] - operator
+    for number in early_ones:
+        evicted[number][3] -= ends[number] + 1
+    nbytes = changed(nbytes, *([one[0], one[1], one[3], one[4]] for one in evicted), sign=1)
+    absent = [one for one in evicted if one[2] < one[3]] + dropped
+    return [tuple(one) for one in necessary(nbytes, absent, machine.gpu_bytes)[1]]
+
+
+class _SlowTransfers:
+    """Unfinished transfers of one direction, as [operator that waits, number, bytes left, drive]."""
+
+    def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
+        self.link = machine.link_out if direction == "out" else machine.link_in
+        self.drives = {drive: machine.rate(drive, direction) for drive in (*range(len(machine.drives)), HOST)}
+        self.queue: list[list[float]] = []
+        self.count = 0
+
+    def add(self, drive: int, due: int, nbytes: int) -> int:
+        self.count += 1
+        self.queue.append([due, self.count, nbytes, drive])
+        self.queue.sort()
+        return self.count
+
+    def seconds_until(self, due: int) -> float:
+        needed = {
+            drive: sum(one[2] for one in self.queue if one[3] == drive and one[0] <= due) for drive in self.drives
+        }
+        return max(sum(needed.values()) / self.link, *(needed[drive] / rate for drive, rate in self.drives.items()))
+
+    def advance(self, seconds: float, due: int) -> None:
+        link = self.link * seconds
+        left = {drive: rate * seconds for drive, rate in self.drives.items()}
+        for last in (due, inf):
+            for drive in self.drives:
+                room = before = min(left[drive], link)
+                for entry in [one for one in self.queue if one[3] == drive and one[0] <= last]:
+                    carried = min(entry[2], room)
+                    entry[2] -= carried
+                    room -= carried
+                left[drive] -= before - room
+                link -= before - room
+        self.queue = [one for one in self.queue if one[2] > 0]
+
+    def finish(self, due: int) -> None:
+        self.queue = [one for one in self.queue if one[0] > due]
+
+
+def slow_step_seconds(profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> float:
+    """Returns the seconds of `simulate_migrations` for a plan without CPU steps, with each operator as an event."""
+    count = len(profile.operators)
+    seconds = [one.end - one.start for one in profile.operators]
+    out, into = _SlowTransfers(machine, "out"), _SlowTransfers(machine, "in")
+    for one in plan.migrations:
+        tensor = profile.tensors[one.tensor]
+        if one.drive is None:
+            seconds[one.before % count] += tensor.recompute_seconds or 0.0
+            continue
+        if one.absent_from > count:
+            out.add(one.drive, one.absent_from - count, tensor.nbytes)
+        if one.absent_until < count <= one.before:
+            into.add(one.drive, one.before - count, tensor.nbytes)
+    waited = 0.0
+    for index in range(2 * count):
+        waited = 0.0 if index == count else waited
+        for one in plan.migrations:
+            nbytes = profile.tensors[one.tensor].nbytes
+            for transfers, begin, due in (
+                (out, one.after + 1, one.absent_from), (into, one.absent_until, one.before)
+            ):  # fmt: skip
+                # The first step has only the transfers that an operator of it needs or that it has begun.
+                if one.drive is not None and begin % count == index % count and (index or transfers is into):
+                    transfers.add(one.drive, index + due - begin, nbytes)
+        while wait := max(out.seconds_until(index), into.seconds_until(index)):
+            for transfers in (out, into):
+                transfers.advance(wait, index)
+                transfers.finish(index)
+            waited += wait
+        for transfers in (out, into):
+            transfers.advance(seconds[index % count], index)
+    return sum(seconds) + waited
+
+
+class SlowSearch:
+    """The search of `plan_migrations`, which simulates each plan to its end, and Teraio's plan always."""
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
+        self.profile, self.machine, self.min_bytes = profile, machine, min_bytes
+        self.planner = EvictionPlanner(profile, machine, min_bytes)
+        jobs = GPUSteps(profile, machine).without(frozenset(profile.by_unit)).jobs
+        jobs.sort(key=lambda job: job.ready)
+        self.units = [job.unit for job in jobs]
+        self.cpu_seconds, free_at = [0.0], 0.0
+        for job in jobs:
+            arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
+            free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
+            needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
+            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
+        self.choice: tuple[int, float | None, float, float] = (0, None, 1.0, IN_FLIGHT)
+        self.best = self.simulate(*self.choice)
+
+    def simulate(
+        self, units: int, price: float | None, share: float, in_flight: float
+    ) -> tuple[MigrationPlan, MigrationPrediction]:
+        recomputed: list[Period] = []
+        if price is not None:
+            periods = self.planner.recomputed(price)
+            left = share * sum(one.nbytes for one in periods)
+            for one in periods:
+                if left > 0:
+                    recomputed.append(one)
+                left -= one.nbytes
+        step = GPUSteps(self.profile, self.machine).without(frozenset(self.units[:units]))
+        plan = self.planner.plan(step, recomputed, in_flight)
+        return plan, simulate_migrations(self.profile, self.machine, plan)
+
+    def attempt(self, *choice: int | float | None) -> bool:
+        units = choice[0]
+        if not 0 <= units <= len(self.units):
+            return False
+        best = self.best[1]
+        if not best.excess_bytes and self.cpu_seconds[units] > (1 - MIN_GAIN) * best.step_seconds:
+            return False
+        found = self.simulate(*choice)
+        if found[1].score >= best.score:
+            return False
+        self.best, self.choice = found, choice
+        return True
+
+    def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
+        if self.best[1].stalls or self.best[1].excess_bytes:
+            self.improve()
+        teraio = plan_teraio(self.profile, self.machine, self.min_bytes)
+        found = teraio, simulate_migrations(self.profile, self.machine, teraio)
+        return min(self.best, found, key=lambda one: one[1].score)
+
+    def improve(self) -> None:
+        hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
+        is_better = self.attempt(hidden, *self.choice[1:])
+        for price in PRICES:
+            units, chosen, *others = self.choice
+            if not self.attempt(units, price, *others) and chosen is not None:
+                break
+        amount = len(self.units) // (8 if is_better else 4)
+        while amount:
+            units, *others = self.choice
+            # The second number is relative to the choice of the first.
+            if not self.attempt(units + amount, *others) and not self.attempt(units - amount, *others):
+                amount //= 2
+        for share in SHARES:
+            units, price, _, in_flight = self.choice
+            if price is None or not self.attempt(units, price, share, in_flight):
+                break
+        units, price, share, _ = self.choice
+        if self.attempt(units, price, share, LESS_IN_FLIGHT):
+            self.attempt(units - 1, price, share, LESS_IN_FLIGHT)
