@@ -111,9 +111,10 @@ class IOTimeline:
                 return start
             end = start + way * min(count, abs(stop - start))
             total = _ordered(room, start, end).cumsum()
-            if done + total[-1] >= size:
+            most = done + total.item(-1)
+            if most >= size:
                 return start + way * int(total.searchsorted(size - done))
-            done, start, count = done + float(total[-1]), end, 4 * count
+            done, start, count = most, end, 4 * count
         return None
 
     def carry(self, direction: Direction, drive: int, start: int, stop: int, size: float) -> None:

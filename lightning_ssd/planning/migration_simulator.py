@@ -303,12 +303,13 @@ class _Simulation:
                     self._offload_gradients(*self.jobs.popleft())
                 for drive, due, nbytes in prefetches:
                     self.into.add(drive, base + due, nbytes)
-                wait = self._wait(index)
-                if wait > 0:
-                    stalls.append((operator, wait))
-                    waited += wait
-                    if cycle == STEPS - 1 and (excess, times[-1] + waited) >= best:
-                        return None
+                if self.waiting or self.computed or index >= min(self.out.first_due, self.into.first_due):
+                    wait = self._wait(index)
+                    if wait > 0:
+                        stalls.append((operator, wait))
+                        waited += wait
+                        if cycle == STEPS - 1 and (excess, times[-1] + waited) >= best:
+                            return None
                 self._advance(seconds, index)
         return MigrationPrediction(
             times[-1] + waited,
@@ -368,7 +369,7 @@ class _Simulation:
     def _wait(self, index: int) -> float:
         """Lets operator `index` wait for transfers and the CPU. Returns the seconds."""
         wait = 0.0
-        while self.waiting or self.computed or index >= self.out.first_due or index >= self.into.first_due:
+        while True:
             self._start_jobs()
             self._return_weights()
             seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))

@@ -240,7 +240,8 @@ class _Search:
         self.pressed_at = int(self.pressure.argmax())
         """An operator under pressure, if there is any."""
         self.host: Floats = np.zeros(self.count)
-        self.host_peak = 0.0
+        self.host_peak_at = 0
+        """The operator during which host memory has the most bytes."""
         self.io = IOTimeline(machine, seconds)
         writes = inf if machine.host_bytes else sum(write for _, write in machine.drives)
         self.most_out = min(machine.link_out, writes) * float(np.sum(seconds))
@@ -347,12 +348,13 @@ class _Search:
         return (start + int(found[0]), start + int(found[-1]) + 1) if len(found) else None
 
     def _fits_host(self, start: int, stop: int, size: int) -> bool:
-        if size > self.machine.host_bytes or self.host_peak + size <= self.machine.host_bytes:
-            return size <= self.machine.host_bytes
-        return all(
-            float(self.host[first:last].max(initial=0.0)) + size <= self.machine.host_bytes
-            for first, last in wrapped(start, stop, self.count)
-        )
+        most = self.machine.host_bytes - size
+        if most < 0 or self.host.item(self.host_peak_at) <= most:
+            return most >= 0
+        ranges = list(wrapped(start, stop, self.count))
+        if any(first <= self.host_peak_at < last for first, last in ranges):
+            return False
+        return all(float(self.host[first:last].max(initial=0.0)) <= most for first, last in ranges)
 
     def _add_migration(self, migration: Migration, drive: int, *, in_time: bool) -> None:
         """Chooses a migration: memory, I/O timeline and host memory follow."""
@@ -367,7 +369,7 @@ class _Search:
         if drive == HOST:
             for first, last in wrapped(migration.after + 1, migration.before, self.count):
                 self.host[first:last] += size
-            self.host_peak = float(self.host.max())
+            self.host_peak_at = int(self.host.argmax())
         else:
             self.planned[drive] += self.io.transfer_seconds(size, drive)
         stop = migration.before if in_time else self.count + migration.after
