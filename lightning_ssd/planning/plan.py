@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +127,10 @@ class Plan:
         if self.keeps_all or any(part.offloaded for part in self.placements):
             return [not self.keeps_all] * len(self.units)
         units = list(self.units.values())
-        following = chain((unit.input for unit in units[1:]), ["keep"])
+        outputs: list[InputChoice] = [*(unit.input for unit in units[1:]), "keep"]
         return [
             {unit.input, *unit.operators.values(), output} != {"keep"}
-            for unit, output in zip(units, following, strict=True)
+            for unit, output in zip(units, outputs, strict=True)
         ]
 
     @property

@@ -47,16 +47,16 @@ def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.2
     """
     generator = random.Random(seed)
     units = {}
-    keeps = False
+    kept = False
     for unit in profile.units:
         operators: dict[str, Any] = {}
-        kept_before, keeps = keeps, generator.random() < 0.35
+        kept_before, kept = kept, generator.random() < 0.35
         for operator in unit.operators:
             again = operator.recompute_seconds is not None and generator.random() < recompute
             choice = "recompute" if again else generator.choice(["keep", "host", "ssd"])
-            operators[operator.name] = "keep" if keeps else choice
+            operators[operator.name] = "keep" if kept else choice
         before = plan.units[unit.name]
-        where: Any = "keep" if keeps or kept_before else generator.choice(["keep", "host", "ssd"])
+        where: Any = "keep" if kept or kept_before else generator.choice(["keep", "host", "ssd"])
         units[unit.name] = UnitPlan(before.weights, before.states, where, operators)
     return replace(plan, units=units, window_bytes=generator.choice([0, 2**14, 2**20]))
 
