@@ -59,6 +59,9 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 _HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Python's own classes whose attributes are a user's values."""
 
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+"""Attributes of a module that contain its hooks, or options of them, by their numbers."""
+
 _LIBRARIES = {"torch", "numpy", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ssd"}
 """Packages whose functions and classes have no state that a `training_step` changes."""
 
@@ -171,8 +174,7 @@ class StepState:
         if (attributes := _attributes(value)) is not None:
             before = dict(attributes)
             self._restores.append(lambda: _refill(attributes, before))
-            module = isinstance(value, nn.Module)
-            hooks = [name for name in before if module and "_hooks" in name]
+            hooks = [name for name in before if name in _HOOKS] if isinstance(value, nn.Module) else []
             self._record_hooks([before[name] for name in hooks])
             referred += [each for name, each in before.items() if name not in hooks]
         if slots := _slots(kind):

@@ -242,6 +242,7 @@ class CodeState(Stateful):
 
         self.first.register_forward_hook(lambda *_: calls.append(1))
         self.functions = [count, partial(add, {}), counts.count]
+        self.own_hooks = [[0], [1]]  # a list, unlike the attributes of `nn.Module` with such names
         self.objects = np.array([[], None], dtype=object)
         self.scripted = torch.jit.script(nn.BatchNorm1d(WIDTH))
 
@@ -249,7 +250,14 @@ class CodeState(Stateful):
         self.classwide.append(1)
         type(self).steps += 1
         self.objects[0].append(1)
-        self.seen += [*(one() for one in self.functions), len(self.classwide), self.steps, len(self.objects[0])]
+        self.own_hooks[0].append(1)
+        self.seen += [
+            len(self.own_hooks[0]),
+            *(one() for one in self.functions),
+            len(self.classwide),
+            self.steps,
+            len(self.objects[0]),
+        ]
         changed = [self.last.weight.requires_grad, torch.is_grad_enabled(), len(self.norm._forward_hooks)]
         self.seen += map(float, changed)
         handle = self.norm.register_forward_hook(lambda module, args, output: output * 1.5)
