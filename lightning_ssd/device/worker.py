@@ -3,6 +3,9 @@
 The CPU optimizer runs on such a thread (flat parameters that the next forward uses first are stepped first). Other
 workers request staging memory, submit reads of saved tensors and model states, and write the journal.
 
+A job may be a generator, which yields work that the thread does together with that of other queued jobs of the same
+priority: steps of the flat parameters of a unit are computed without waiting for Python's lock in between.
+
 A job is owned by the futures that it depends on until they are done, then by the queue, then by the thread. `close`
 fails every job that the thread has not begun, including jobs whose futures are not done, so that each job's future
 completes.
@@ -10,13 +13,16 @@ completes.
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ssd.device.futures import all_of
 from lightning_ssd.storage import PriorityQueue, Urgency
+
+Run = Callable[[], Generator[Any, None, None] | None]
+"""A job: a function, or a generator function that yields once."""
 
 URGENT = -(2**62)
 """Priority of jobs that a thread or stream waits for."""
@@ -25,7 +31,7 @@ URGENT = -(2**62)
 @dataclass(eq=False)
 class _Job:
     order: tuple[int, int]
-    run: Callable[[], None]
+    run: Run
     done: "Future[None]" = field(default_factory=Future)
 
 
@@ -34,9 +40,11 @@ class Worker:
 
     Args:
         name: name of the thread, after `lightning_ssd-`.
+        together: does the work that jobs have yielded. An error fails them all.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, together: Callable[[Sequence[Any]], None] | None = None) -> None:
+        self._together = together
         self._ready: PriorityQueue[_Job] = PriorityQueue()
         self._sequence = itertools.count()
         self._lock = threading.Lock()
@@ -49,7 +57,7 @@ class Worker:
 
     def submit(
         self,
-        run: Callable[[], None],
+        run: Run,
         after: "Sequence[Future[Any]]" = (),
         *,
         priority: int = -1,
@@ -123,14 +131,60 @@ class Worker:
 
     def _work(self) -> None:
         while (job := self._ready.get()) is not None:
-            if self._begin(job):
-                try:
-                    job.run()
-                except BaseException as error:  # raised on the thread that reads the job's future
-                    job.done.set_exception(error)
-                else:
-                    job.done.set_result(None)
-            del job  # an idle thread must not keep the last job's buffers alive
+            if self._begin(job) and (paused := _start(job)) is not None:
+                self._work_together(paused)
+            job = paused = None  # an idle thread must not keep the last job's buffers alive
+
+    def _work_together(self, first: "_Paused") -> None:
+        """Does the work that a job has yielded, and that of queued jobs of its priority, and ends these jobs."""
+        batch = [first]
+        while (job := self._ready.get_of(first.job.order[0])) is not None:
+            if self._begin(job) and (paused := _start(job)) is not None:
+                batch.append(paused)
+        error: BaseException | None = None
+        try:
+            assert self._together is not None, "jobs of this worker yield nothing"
+            self._together([paused.work for paused in batch])
+        except BaseException as raised:
+            error = raised
+        for paused in batch:
+            _end(paused, error)
+
+
+@dataclass(eq=False)
+class _Paused:
+    """A job that has yielded `work`, and whose `rest` runs when that is done."""
+
+    job: _Job
+    rest: Generator[Any, None, None]
+    work: Any
+
+
+def _start(job: _Job) -> _Paused | None:
+    """Runs a job until it yields work, or ends it and returns None."""
+    try:
+        rest = job.run()
+        if rest is not None:
+            for work in rest:
+                return _Paused(job, rest, work)
+    except BaseException as error:  # raised on the thread that reads the job's future
+        job.done.set_exception(error)
+    else:
+        job.done.set_result(None)
+    return None
+
+
+def _end(paused: _Paused, error: BaseException | None) -> None:
+    """Runs the rest of a job, in which `error`, that of its work, is raised."""
+    try:
+        if error is not None:
+            paused.rest.throw(error)
+        for _ in paused.rest:
+            raise AssertionError("a job yields once")
+    except BaseException as raised:
+        paused.job.done.set_exception(raised)
+    else:
+        paused.job.done.set_result(None)
 
 
 def _ended() -> RuntimeError:

@@ -248,3 +248,21 @@ DEFINE(adam_whole_fp32, uint16_t, float, float, master_in[i], gradient[i], STORE
 }
 DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights_in[i], master_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
 DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights_in[i], master_in[i]), gradient[i], STORE_SPLIT)
+
+/* A call of one of the functions above, whose array arguments are in their order. */
+typedef struct {
+    void (*function)(int64_t, const Item *, const void *, const void *, const void *, const void *, void *, void *,
+                     void *, void *, const void *, const Settings *);
+    int64_t count;
+    const Item *items;
+    void *arrays[9];
+    Settings settings;
+} Call;
+
+/* Makes calls one after the other: between two of them no interpreter's lock is waited for. */
+void adam_calls(int64_t count, const Call *calls) {
+    for (const Call *call = calls; call < calls + count; call++) {
+        void *const *a = call->arrays;
+        call->function(call->count, call->items, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], &call->settings);
+    }
+}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from lightning_ssd.model_states.compiled import KernelSettings, adam_library
+from lightning_ssd.model_states.compiled import KernelArguments, KernelSettings, adam_library
 
 log = logging.getLogger(__name__)
 
@@ -122,35 +122,69 @@ class AdamKernel:
                 rows.append((low, min(tail, high), high))
         return torch.tensor(rows, dtype=torch.int64)
 
-    def step(
+    def call(
         self,
         name: str,
         items: Tensor,
         arrays: Sequence[Tensor],
         settings: KernelSettings,
-        parts: KernelOutputs | None = None,
-    ) -> None:
-        """Makes a step.
+        parts: KernelOutputs = KernelOutputs.ALL,
+    ) -> "KernelCall":
+        """Returns the call of a function of adam.c that makes a step.
 
         Args:
-            name: name of the function in adam.c.
+            name: name of the function.
             items: as `items` returns them.
             arrays: array arguments of the function, in order.
             settings: as `settings_of` returns them.
-            parts: arrays that the step stores; None: all.
+            parts: arrays that the step stores.
         """
         settings.root = self.root
-        settings.parts = KernelOutputs.ALL if parts is None else parts
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (items, *arrays)]
-        function = getattr(self.library, name)
-        numel = arrays[0].numel()
-        if arrays[0].data_ptr() == arrays[4].data_ptr() or numel < STORE_TRIAL.LEAST:  # in place, or in the caches
-            function(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
-            return
-        settings.past_caches = past_caches = STORE_TRIAL.choose()
-        begun = perf_counter()
-        function(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
-        STORE_TRIAL.note(past_caches, numel / (perf_counter() - begun))
+        settings.parts = parts
+        function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
+        addresses = (ctypes.c_void_p * 9)(*(array.data_ptr() for array in arrays))
+        arguments = KernelArguments(function, len(items), items.data_ptr(), addresses, settings)
+        return KernelCall(self.library, arguments, (items, *arrays))
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a function of adam.c that is to be made.
+
+    Attributes:
+        library: the functions.
+        arguments: the function and its arguments.
+        tensors: the work list and the arrays whose addresses are in `arguments`; this object keeps them alive.
+    """
+
+    library: ctypes.CDLL
+    arguments: KernelArguments
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of an array."""
+        return self.tensors[1].numel()
+
+    @property
+    def may_pass_caches(self) -> bool:
+        """Whether new values replace no old ones, and are too many for the caches."""
+        return self.arguments.arrays[0] != self.arguments.arrays[4] and self.numel >= STORE_TRIAL.LEAST
+
+
+def make_calls(calls: Sequence[KernelCall]) -> None:
+    """Makes calls one after the other, without waiting for Python's lock between them."""
+    if not calls:
+        return
+    passing = [call for call in calls if call.may_pass_caches]
+    past_caches = bool(passing) and STORE_TRIAL.choose()
+    for call in passing:
+        call.arguments.settings.past_caches = past_caches
+    arguments = (KernelArguments * len(calls))(*(call.arguments for call in calls))
+    begun = perf_counter()
+    calls[0].library.adam_calls(ctypes.c_int64(len(calls)), arguments)
+    if len(passing) == len(calls):
+        STORE_TRIAL.note(past_caches, sum(call.numel for call in calls) / (perf_counter() - begun))
 
 
 def settings_of(
@@ -278,7 +312,7 @@ def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bo
             assert settings is not None
             given = (ours[0], ours[0], *ours[1:])
             items = kernel.items(zip(starts, lengths, strict=True))
-            kernel.step("adam_fp32", items, (*given, *given, gradient), settings)
+            make_calls([kernel.call("adam_fp32", items, (*given, *given, gradient), settings)])
             for start, length in zip(starts, lengths, strict=True):
                 weight, first, second = (array[start : start + length] for array in torchs)
                 states = {"exp_avg": first, "exp_avg_sq": second}

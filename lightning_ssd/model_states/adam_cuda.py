@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.model_states.adam import CHECKED_OPTIONS, AdamKernel, settings_of
+from lightning_ssd.model_states.adam import CHECKED_OPTIONS, AdamKernel, make_calls, settings_of
 from lightning_ssd.model_states.compiled import KernelSettings
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def gives_bits_of(kernel: CUDAAdamKernel, cpu: AdamKernel, name: str, device: to
             gradient = gradient.to(torch.bfloat16) if of_gradient == "bf16" else gradient
             settings = settings_of(options, "fused", step, 0.7)
             assert settings is not None
-            cpu.step(name, cpu.items([(0, numel)]), (*ours, *ours, gradient), settings)
+            make_calls([cpu.call(name, cpu.items([(0, numel)]), (*ours, *ours, gradient), settings)])
             kernel.step(name, [(0, 7), (7, numel - 7)], (*theirs, gradient.to(device)), settings)
         if not all(torch.equal(one, other.cpu()) for one, other in zip(ours, theirs, strict=True)):
             return False

@@ -44,6 +44,7 @@ from lightning_ssd.model_states.residency import (
 from lightning_ssd.model_states.shared_memory import check_apart
 from lightning_ssd.model_states.state_storage import KilledRun, make_staging, make_store
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.step_work import do_together
 from lightning_ssd.model_states.units import Unit, find_units
 from lightning_ssd.model_states.user_optimizers import Groups, groups_of
 from lightning_ssd.storage import StorageFullError
@@ -183,7 +184,7 @@ def assemble(
     if setup.lazy_seconds:
         for store in offloaded.stores.values():
             store.spare = spare
-    worker = Worker("cpu-optimizer")
+    worker = Worker("cpu-optimizer", do_together)
     undo.callback(worker.close)
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
     return ModelStates(module, offloaded, weights, pool, worker, setup, nbytes, journal=journal, recovered=recovered)

@@ -33,6 +33,18 @@ class KernelSettings(ctypes.Structure):
     ]
 
 
+class KernelArguments(ctypes.Structure):
+    """One call of a function; see `Call` in adam.c."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("items", ctypes.c_void_p),
+        ("arrays", ctypes.c_void_p * 9),
+        ("settings", KernelSettings),
+    ]
+
+
 @functools.cache
 def adam_library() -> ctypes.CDLL | None:
     """Returns the functions of adam.c, or None if they can't be compiled; the log gives the reason."""

@@ -17,10 +17,12 @@ from torch.optim.sgd import sgd
 
 from lightning_ssd.model_states.adam import (
     AdamKernel,
+    KernelCall,
     KernelOutputs,
     any_kernel,
     exact_kernel,
     implementation_of,
+    make_calls,
     settings_of,
     torchs_step,
 )
@@ -80,7 +82,6 @@ class FlatOptimizer(ABC):
         """Returns whether a step of all parameters, in place, can be made as "weights" and then as "opt_state"."""
         return False
 
-    @abstractmethod
     def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
         """Computes a step of the master weights, which counts from `commit` on, and rounds them to compute weights.
 
@@ -88,6 +89,14 @@ class FlatOptimizer(ABC):
             given: the input; neither it nor its gradient is changed, since a step may be made again.
             staged: values of the flat parameter; new values are written to `staged.out`.
             half: "whole", or where `has_halves`, "weights" and then "opt_state", with the same input.
+        """
+        make_calls(self.begin_step(given, staged, half))
+
+    @abstractmethod
+    def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
+        """Computes a step except for calls of adam.c, which it returns, to be made together with those of other steps.
+
+        Until they are made, input and values belong to them. The arguments are those of `step`.
         """
 
     def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
@@ -150,7 +159,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._steps_before = self._steps
         self._device = flat.device
 
-    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
+    def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
         given = replace(given, options=self._on_cpu(given.options))
         if missing := [name for name in self.state_names(given.options) if name not in staged.states]:
             raise RuntimeError(
@@ -163,11 +172,15 @@ class ElementwiseOptimizer(FlatOptimizer):
         for index, steps in enumerate(self._steps):
             if given.has_grad[index]:
                 indices.setdefault(steps, []).append(index)
+        calls: list[KernelCall] = []
         for steps, parameters in indices.items():
             views = (self.flat.param_views[index] for index in parameters)
-            self._step_spans(given, staged, [(view.start, view.numel) for view in views], steps, half)
+            calls += self._begin_spans(given, staged, [(view.start, view.numel) for view in views], steps, half)
         if not all(given.has_grad):
+            make_calls(calls)
             staged.out.round()
+            return ()
+        return calls
 
     def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
         alike = all(given.has_grad) and len(set(self._steps)) == 1
@@ -175,7 +188,8 @@ class ElementwiseOptimizer(FlatOptimizer):
         return alike and has_states and self._device.type == "cpu"
 
     def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
-        self._step_spans(replace(given, options=self._on_cpu(given.options)), staged, spans, self._steps[0], "whole")
+        given = replace(given, options=self._on_cpu(given.options))
+        make_calls(self._begin_spans(given, staged, spans, self._steps[0], "whole"))
 
     def _on_cpu(self, options: Options) -> Options:
         """Returns the options without those that only torch's GPU implementations support."""
@@ -211,10 +225,10 @@ class ElementwiseOptimizer(FlatOptimizer):
                 item.of(row).zero_()
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
-    def _step_spans(
+    def _begin_spans(
         self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
-    ) -> None:
-        """Steps elements of parameters that have made `steps` steps so far.
+    ) -> Sequence[KernelCall]:
+        """Steps elements of parameters that have made `steps` steps so far, except for calls that it returns.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
@@ -245,6 +259,7 @@ class ElementwiseOptimizer(FlatOptimizer):
                     self._torchs_step(options, master, piece, states, steps)
                     if out.master is not out.weights:
                         out.weights[chunk].copy_(master)
+        return ()
 
     @abstractmethod
     def _torchs_step(
@@ -268,21 +283,20 @@ class AdamOptimizer(ElementwiseOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _step_spans(
+    def _begin_spans(
         self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
-    ) -> None:
+    ) -> Sequence[KernelCall]:
         options, gradient = given.options, given.gradient
         name = self._function(staged, gradient)
         settings = settings_of(options, implementation_of(options, self._device), steps + 1, given.scale)
         kernel = self._kernel(options)
         if kernel is None or name is None or settings is None:
-            super()._step_spans(given, staged, spans, steps, half)
-            return
+            return super()._begin_spans(given, staged, spans, steps, half)
         key = kernel, tuple(spans)
         if key not in self._items:
             self._items = {key: kernel.items(spans)}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
-        kernel.step(name, self._items[key], (*values, gradient), settings, _outputs(half, staged))
+        return [kernel.call(name, self._items[key], (*values, gradient), settings, _outputs(half, staged))]
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         options = self._on_cpu(given.options)
@@ -403,7 +417,7 @@ class GenericOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
+    def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
         masters = staged.masters()
         for item, parameter, has_gradient in zip(self.flat.param_views, self._parameters, given.has_grad, strict=True):
             parameter.data = item.of(masters)
@@ -416,6 +430,7 @@ class GenericOptimizer(FlatOptimizer):
         staged.set_masters(masters)
         for parameter in self._parameters:
             parameter.grad = None
+        return ()
 
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         return dict(self.states_in_memory(index))
@@ -434,7 +449,7 @@ class WholeOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
+    def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
         raise AssertionError("an optimizer that is stepped whole steps no flat parameter")
 
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:

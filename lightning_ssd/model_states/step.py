@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -19,9 +19,13 @@ from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.step_work import StepWork, do_together
 from lightning_ssd.spans import OPTIMIZER, span
 
 log = logging.getLogger(__name__)
+
+Jobs = Generator[StepWork, None, None]
+"""A job of the worker, which ends a step after the work that it yields."""
 
 Submitted = tuple["Future[None]", "Future[None]"]
 """Futures of a step: done when the compute weights have their new values, and when the step is committed or skipped."""
@@ -86,14 +90,14 @@ class OptimizerStep:
         used: float | None = speculated
         if self.store.in_memory:
 
-            def run() -> None:  # on the worker's thread
+            def run() -> Jobs:  # on the worker's thread
                 nonlocal used
                 if self.scale.done():
                     used = self.scale.result()
                 elif not self.store.add_second():
                     used = None
                 if used is not None:
-                    self._make(self.store.stage(step=True).result(), used)
+                    yield from self._make(self.store.stage(step=True).result(), used)
 
             made = self._submit(run, [on_host, *ready])
         else:
@@ -124,15 +128,16 @@ class OptimizerStep:
             return done, done
         opt_state: Future[None] = Future()
 
-        def run() -> None:  # on the worker's thread
+        def run() -> Jobs:  # on the worker's thread
             scale = self.scale.result()
             if scale is not None and drop_second:
                 self.store.drop_second()
-            if scale is not None and weights_first and self._make_weights(scale):
+            if scale is not None and weights_first and self._has_halves(scale):
+                yield from self._make(self.store.stage(step=True).result(), scale, "weights")
                 made = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
                 made.add_done_callback(lambda done: pass_on(done, opt_state))
             else:
-                self._make_in_memory(scale)
+                yield from self._make_in_memory(scale)
                 opt_state.set_result(None)
 
         weights = self._submit(run, [*after, self.scale])
@@ -217,7 +222,8 @@ class OptimizerStep:
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
 
         def run() -> None:
-            self._make_in_memory(self.scale.result())
+            for work in self._make_in_memory(self.scale.result()):
+                do_together([work])
             self.store.written().result()
 
         done = self._submit(run, [*after, self.scale])
@@ -240,14 +246,14 @@ class OptimizerStep:
     def _make_staged(self, staged: "Future[StagedState]", scale: float) -> "Future[None]":
         """Submits the step of values in staging memory, and its commit."""
 
-        def run() -> None:
-            self._make(staged.result(), scale)
+        def run() -> Jobs:
+            yield from self._make(staged.result(), scale)
             self._end(committed=True)
 
         return self._submit_on(staged, run, [])
 
     def _submit_on(
-        self, staged: "Future[StagedState]", run: Callable[[], None], after: "Sequence[Future[Any]]"
+        self, staged: "Future[StagedState]", run: Callable[[], Jobs], after: "Sequence[Future[Any]]"
     ) -> "Future[None]":
         """Submits a job that unstages `staged`. If an error in `after` keeps it from beginning, this method unstages.
 
@@ -255,10 +261,10 @@ class OptimizerStep:
         """
         begun = False
 
-        def begin() -> None:  # on the worker's thread
+        def begin() -> Jobs:  # on the worker's thread
             nonlocal begun
             begun = True
-            run()
+            return run()
 
         def unstage(_: "Future[None]") -> None:  # on the thread that completes the last of both
             if not begun and staged.exception() is None:
@@ -269,28 +275,25 @@ class OptimizerStep:
         return done
 
     def _submit(
-        self, run: Callable[[], None], after: "Sequence[Future[Any]]", priority: int | None = None
+        self, run: Callable[[], Jobs | None], after: "Sequence[Future[Any]]", priority: int | None = None
     ) -> "Future[None]":
         return self.worker.submit(run, after, priority=self.priority if priority is None else priority)
 
     # ---- on the worker's thread ----
 
-    def _make_in_memory(self, scale: float | None, half: StepHalf = "whole") -> None:
+    def _make_in_memory(self, scale: float | None, half: StepHalf = "whole") -> Jobs:
         """Stages, makes and commits the step, or skips it if `scale` is None."""
         if scale is not None:
-            self._make(self.store.stage(step=True).result(), scale, half)
+            yield from self._make(self.store.stage(step=True).result(), scale, half)
         self._end(committed=scale is not None)
 
-    def _make_weights(self, scale: float) -> bool:
-        """Makes the first half of a step, and returns True; or does nothing and returns False."""
+    def _has_halves(self, scale: float) -> bool:
+        """Returns whether the step can be made in two halves."""
         given = self._input(scale)
         staged = self.store.stage(step=True).result()
-        if self.limit is not None or not all(given.has_grad) or not self.flat_optimizer.has_halves(given, staged):
-            return False
-        self._make(staged, scale, "weights")
-        return True
+        return self.limit is None and all(given.has_grad) and self.flat_optimizer.has_halves(given, staged)
 
-    def _make(self, staged: StagedState, scale: float, half: StepHalf = "whole") -> None:
+    def _make(self, staged: StagedState, scale: float, half: StepHalf = "whole") -> Jobs:
         """Computes the step, or a half of it, and submits the writes of the new values."""
         begun = perf_counter()
         changed = False
@@ -300,14 +303,16 @@ class OptimizerStep:
                 clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
                 given = replace(given, gradient=clamped, scale=1.0)
             with span(OPTIMIZER + self.store.flat.name):
-                self.flat_optimizer.step(given, staged, half)
+                calls = self.flat_optimizer.begin_step(given, staged, half)
+            work = StepWork(self.store.flat.name, calls, perf_counter() - begun)
+            if calls:
+                yield work
             changed = True
-            seconds = perf_counter() - begun
         finally:
             self.store.unstage(staged, changed=changed, step=True)
         if half != "weights":  # the second half transfers about the bytes of a whole step: its rate is comparable
             views = zip(self.store.flat.param_views, given.has_grad, strict=True)
-            self.count(sum(item.numel for item, stepped in views if stepped), seconds)
+            self.count(sum(item.numel for item, stepped in views if stepped), work.seconds)
 
     def _input(self, scale: float) -> StepInput:
         return StepInput(self.options, self._gradient(), self._has_grad(), scale)

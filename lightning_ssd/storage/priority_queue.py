@@ -53,6 +53,13 @@ class PriorityQueue(Generic[Item]):
                 self._changed.wait()
             return heapq.heappop(self._heap)[-1] if self._heap else None
 
+    def get_of(self, priority: int) -> Item | None:
+        """Returns the next item if the first number of its priority is `priority`, and None otherwise, at once."""
+        with self._changed:
+            if not self._heap or self._heap[0][0][0] != priority:
+                return None
+            return heapq.heappop(self._heap)[-1]
+
     def close(self) -> list[Item]:
         """Ends every `get`, and returns the queued items in their order."""
         with self._changed:

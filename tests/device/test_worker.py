@@ -1,6 +1,7 @@
 """The worker runs the most urgent ready job first, and each job's future completes."""
 
 import threading
+from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -66,3 +67,54 @@ def test_no_job_is_stranded_when_the_worker_closes() -> None:
         with pytest.raises(RuntimeError, match="training ended before this was done"):
             job.result(timeout=60)
     assert not ran
+
+
+def yielding(name: str, ended: list[str]) -> Generator[str, None, None]:
+    """Yields its work, and notes its end or the error of the work."""
+    try:
+        yield name
+    except ArithmeticError:
+        ended.append(f"{name} failed")
+        raise
+    ended.append(name)
+
+
+def test_work_of_jobs_of_one_priority_is_done_together() -> None:
+    """Jobs of other priorities, and those that are not ready, have their own; ordinary jobs run in their turn."""
+    done: list[list[str]] = []
+    ended: list[str] = []
+    worker = Worker("test", lambda works: done.append(list(works)))
+    release, _ = held(worker)
+    needed: Future[None] = Future()
+    late = worker.submit(lambda: yielding("late", ended), [needed], priority=1)
+    jobs = [worker.submit(lambda name=name: yielding(name, ended), priority=p) for name, p in (("c", 2), ("a", 1))]
+    jobs.append(worker.submit(lambda: ended.append("ordinary"), priority=1))
+    jobs.append(worker.submit(lambda: yielding("b", ended), priority=1))
+    release.set()
+    for job in jobs:
+        job.result(timeout=60)
+    needed.set_result(None)
+    late.result(timeout=60)
+    worker.close()
+    assert done == [["a", "b"], ["c"], ["late"]]
+    assert ended == ["ordinary", "a", "b", "c", "late"]
+
+
+def test_an_error_of_common_work_fails_all_its_jobs_and_no_other() -> None:
+    ended: list[str] = []
+
+    def fail_once(works: Sequence[str]) -> None:
+        if "a" in works:
+            raise ArithmeticError("no work")
+
+    worker = Worker("test", fail_once)
+    release, _ = held(worker)
+    failed = [worker.submit(lambda name=name: yielding(name, ended), priority=1) for name in "ab"]
+    other = worker.submit(lambda: yielding("c", ended), priority=2)
+    release.set()
+    for job in failed:
+        with pytest.raises(ArithmeticError, match="no work"):
+            job.result(timeout=60)
+    other.result(timeout=60)
+    worker.close()
+    assert ended == ["a failed", "b failed", "c"]

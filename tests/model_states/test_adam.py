@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.adam import AdamKernel, StoreTrial, any_kernel, exact_kernel, settings_of
+from lightning_ssd.model_states.adam import AdamKernel, StoreTrial, any_kernel, exact_kernel, make_calls, settings_of
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import AdamOptimizer, StepHalf, StepInput
@@ -63,7 +63,7 @@ def test_stores_past_the_caches_store_the_same_bits(
         after = arrays_of(dtype, kept, numel, zero=True)
         settings = settings_of(OPTIONS | {"decoupled_weight_decay": decoupled}, implementation, 3, 0.5)
         assert settings is not None
-        kernel.step(function, kernel.items(parameters), (*before, *after, gradient), settings)
+        make_calls([kernel.call(function, kernel.items(parameters), (*before, *after, gradient), settings)])
         results[past] = after
     assert any(bool(values.any()) for values in results[True])
     assert all(torch.equal(one, other) for one, other in zip(results[False], results[True], strict=True))
@@ -108,7 +108,7 @@ def test_a_step_has_the_bits_of_ieee_operations(beta2: float, step: int, eps: fl
     assert settings is not None
     weights = torch.zeros(numel)
     arrays = (weights.clone(), weights, moment.clone(), second.clone())
-    kernel.step("adam_fp32", kernel.items([(0, numel)]), (*arrays, *arrays, torch.zeros(numel)), settings)
+    make_calls([kernel.call("adam_fp32", kernel.items([(0, numel)]), (*arrays, *arrays, torch.zeros(numel)), settings)])
     expected = stepped_by_ieee_operations(moment, second, settings)
     torch.testing.assert_close(arrays[0], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -170,4 +170,4 @@ def test_steps_in_place_try_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = arrays_of(torch.float32, None, 64, zero=False)
     settings = settings_of(OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
     assert settings is not None
-    kernel.step("adam_fp32", kernel.items([(0, 64)]), (*values, *values, torch.ones(64)), settings)
+    make_calls([kernel.call("adam_fp32", kernel.items([(0, 64)]), (*values, *values, torch.ones(64)), settings)])

@@ -27,6 +27,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
+from lightning_ssd.model_states.step_work import do_together
 from lightning_ssd.storage import Slab
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
@@ -405,7 +406,7 @@ class HeldCopies(CPUCopyEngine):
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker("test")
+    made = Worker("test", do_together)
     yield made
     made.close()
 

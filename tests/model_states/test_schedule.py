@@ -124,10 +124,10 @@ class HeldSteps:
         queues: dict[Any, threading.Thread] = {}
         make, submit, put = OptimizerStep._make, Worker.submit, PriorityQueue.put
 
-        def submitted(worker: Worker, run: Callable[[], None], *arguments: Any, **options: Any) -> Any:
-            def job() -> None:
+        def submitted(worker: Worker, run: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+            def job() -> Any:
                 begun.set()
-                run()
+                return run()
 
             if worker._thread.name == "lightning_ssd-cpu-optimizer":
                 queues[worker._ready] = worker._thread
@@ -139,7 +139,7 @@ class HeldSteps:
                 assert begun.wait(timeout=60)  # the first job begins before another thread can queue a second one
             return result
 
-        def held(step: OptimizerStep, staged: Any, scale: float, half: str = "whole") -> None:
+        def held(step: OptimizerStep, staged: Any, scale: float, half: str = "whole") -> Any:
             unit = int(step.store.flat.param_views[0].name.split(".")[1])
             if half == "opt_state":
                 self.in_time.append(self.forward_is_over.wait(timeout=20))
@@ -151,7 +151,7 @@ class HeldSteps:
                 elif unit:
                     self.in_time.append(self.first_is_over.wait(timeout=20))
                 self.made.append(unit)
-            make(step, staged, scale, half)  # type: ignore[arg-type]
+            return make(step, staged, scale, half)  # type: ignore[arg-type]
 
         monkeypatch.setattr(OptimizerStep, "_make", held)
         monkeypatch.setattr(Worker, "submit", submitted)

@@ -1,8 +1,9 @@
 """The optimizer step of one flat parameter is torch's step, made once, or none, whenever the scale is known."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.optimizers import AdamOptimizer
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.step_work import StepWork, do_together
 from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.models import Model
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
@@ -26,17 +28,19 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker("test")
+    made = Worker("test", do_together)
     yield made
     made.close()
 
 
-def torchs(store: StateStore, scale: float | None, limit: float | None = None) -> list[Tensor]:
+def torchs(
+    store: StateStore, scale: float | None, limit: float | None = None, arrived: Sequence[bool] = ARRIVED
+) -> list[Tensor]:
     """Returns the weights after torch's step of the gradients times `scale`."""
     parameters = [nn.Parameter(values) for values in weights_of(store.layout)]
     if scale is not None:
-        for parameter, values, arrived in zip(parameters, weights_of(store.layout, seed=2), ARRIVED, strict=True):
-            parameter.grad = values * scale if arrived else None
+        for parameter, values, has_gradient in zip(parameters, weights_of(store.layout, seed=2), arrived, strict=True):
+            parameter.grad = values * scale if has_gradient else None
         if limit is not None:
             torch.nn.utils.clip_grad_value_(parameters, limit)
         torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
@@ -230,15 +234,15 @@ def test_a_step_in_two_parts_that_fails_commits_nothing(
         failed.set_exception(ArithmeticError("the device is lost"))
         made = Stepped(store, worker, failed if failing == "scale" else finished(1.0))
         object.__setattr__(made.step, "arrived", [True, True])
-        step = made.step.flat_optimizer.step
+        begin_step = made.step.flat_optimizer.begin_step
 
-        def fail(given: Any, staged: Any, half: Any) -> None:
+        def fail(given: Any, staged: Any, half: Any) -> Any:
             if half == failing or (failing == "opt_state" and any_kernel() is None):
                 raise ArithmeticError("the device is lost")
-            step(given, staged, half)
+            return begin_step(given, staged, half)
 
         if failing in ("weights", "opt_state"):
-            monkeypatch.setattr(made.step.flat_optimizer, "step", fail)
+            monkeypatch.setattr(made.step.flat_optimizer, "begin_step", fail)
         if failing == "weights" and any_kernel() is None:
             pytest.skip("there is no C compiler")
         _, done = made.step.deferred([failed if failing == "gradient" else finished(None)], weights_first=True)
@@ -255,14 +259,56 @@ def test_all_offloaded_units_compute_their_weights_first_if_others_stay_on_the_d
 ) -> None:
     """The first units stay, and count neither as units nor as priorities."""
     halves: dict[str, list[str]] = {}
-    step = AdamOptimizer.step
+    begin_step = AdamOptimizer.begin_step
 
-    def noted(self: AdamOptimizer, given: Any, staged: Any, half: Any = "whole") -> None:
+    def noted(self: AdamOptimizer, given: Any, staged: Any, half: Any = "whole") -> Any:
         halves.setdefault(self.flat.name, []).append(half)
-        step(self, given, staged, half)
+        return begin_step(self, given, staged, half)
 
-    monkeypatch.setattr(AdamOptimizer, "step", noted)
+    monkeypatch.setattr(AdamOptimizer, "begin_step", noted)
     strategy = ssd(states="auto", gpu_memory="90kB", tier="host", clip="deferred")
     train(tmp_path, strategy, Model(), gradient_clip_val=0.01, max_steps=1)
     assert len(halves) > 1 and strategy.model_states is None
     assert set(map(tuple, halves.values())) == {("weights", "opt_state")}
+
+
+@pytest.mark.skipif(any_kernel() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_steps_of_one_priority_are_made_by_one_call(
+    tmp_path: Path, failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have torch's numbers, and a step that fails before the call does not keep the other one from being made."""
+    together: list[int] = []
+
+    def noted(works: Sequence[StepWork]) -> None:
+        together.append(len(works))
+        do_together(works)
+
+    worker = Worker("test", noted)
+    release = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(worker.close)
+        stores = [stack.enter_context(open_store(tmp_path, ("host", "host"), make_layout(1)))[0] for _ in range(2)]
+        held = worker.submit(lambda: None if release.wait(60) else None, priority=-2)
+        steps = [Stepped(store, worker, finished(0.5)) for store in stores]
+        for step in steps:
+            object.__setattr__(step.step, "arrived", [True, True])
+
+        def fail(*_: Any) -> Any:
+            raise ArithmeticError("no step")
+
+        if failing is not None:
+            monkeypatch.setattr(steps[failing].step.flat_optimizer, "begin_step", fail)
+        done = [step.step.deferred([])[1] for step in steps]
+        release.set()
+        held.result(timeout=60)
+        for index, (future, store) in enumerate(zip(done, stores, strict=True)):
+            if index == failing:
+                with pytest.raises(ArithmeticError, match="no step"):
+                    future.result(timeout=60)
+                assert same(weights_of(store.layout), masters_of(store)) and store.steps == 0
+            else:
+                future.result(timeout=60)
+                assert same(torchs(store, 0.5, arrived=[True, True]), masters_of(store)) and store.steps == 1
+        assert together == ([2] if failing is None else [1])
+        assert sum(sum(step.jobs) for step in steps) == (2 if failing is None else 1) * 85
