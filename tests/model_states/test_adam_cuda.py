@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ssd.model_states import adam_cuda
-from lightning_ssd.model_states.adam import any_kernel
+from lightning_ssd.model_states.adam import any_kernel, make_calls
 from lightning_ssd.model_states.adam_cuda import FUNCTIONS, gives_bits_of
 
 SHIMS = """
@@ -65,7 +65,7 @@ def test_other_roundings_are_found() -> None:
         def step(self, name: str, spans: Any, arrays: Any, settings: Any) -> None:
             settings.lerp *= 1.0001
             for start, numel in spans:
-                cpu.step(name, cpu.items([(start, numel)]), (*arrays[:4], *arrays), settings)
+                make_calls([cpu.call(name, cpu.items([(start, numel)]), (*arrays[:4], *arrays), settings)])
 
     kernel: Any = Other()
     assert not any(gives_bits_of(kernel, cpu, name, torch.device("cpu")) for name in FUNCTIONS)

@@ -99,9 +99,9 @@ def test_numbers_are_those_of_whole_steps(
     parts: list[str] = []
     make = OptimizerStep._make
 
-    def noted(step: OptimizerStep, staged: Any, scale: float, half: Any = "whole") -> None:
+    def noted(step: OptimizerStep, staged: Any, scale: float, half: Any = "whole") -> Any:
         parts.append(half)
-        make(step, staged, scale, half)
+        return make(step, staged, scale, half)
 
     monkeypatch.setattr(OptimizerStep, "_make", noted)
     monkeypatch.setattr(WeightsFirst, "covers", lambda self, unit: unit < share * self._units)
