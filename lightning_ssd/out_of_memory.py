@@ -140,9 +140,13 @@ def _describe_missing(message: str, allowed: int, allocated: int) -> str:
         return ""
     used = re.search(r"([\d.]+) (\w+) is allocated by PyTorch", message)
     missing = _bytes_of(tried) + (allocated if used is None else _bytes_of(used)) - allowed
-    if missing <= 0:
-        return "enough memory is free, but in smaller fragments; "
-    return f"{format_bytes(missing)} are missing; "
+    if missing > 0:
+        return f"{format_bytes(missing)} are missing; "
+    free = re.search(r"of which ([\d.]+) (\w+) is free", message)
+    unused = re.search(r"([\d.]+) (\w+) is reserved by PyTorch but unallocated", message)
+    if free is not None and _bytes_of(free) + (0 if unused is None else _bytes_of(unused)) < _bytes_of(tried):
+        return f"other processes have left {format_bytes(_bytes_of(free))} of the GPU; "
+    return "enough memory is free, but in smaller fragments; "
 
 
 def _bytes_of(amount: re.Match[str]) -> int:

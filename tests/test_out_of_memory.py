@@ -154,13 +154,20 @@ class GPU(Meter):
 
 
 @pytest.mark.parametrize(
-    ("used", "missing"), [("70.00 GiB", "10.00 GiB are missing; "), ("12.00 MiB", "smaller fragments; ")]
+    ("used", "free", "missing"),
+    [
+        ("70.00 GiB", "0 bytes", "10.00 GiB are missing; "),
+        ("12.00 MiB", "21.00 GiB", "smaller fragments; "),
+        ("12.00 MiB", "17.44 MiB", "other processes have left 17.44 MiB of the GPU; "),
+    ],
 )
 def test_the_error_names_the_missing_bytes(
-    used: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    used: str, free: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        f"{__name__}.MESSAGE", f"{MESSAGE} Of the allocated memory {used} is allocated by PyTorch, and 0 bytes is ..."
+        f"{__name__}.MESSAGE",
+        f"{MESSAGE} GPU 0 has a total capacity of 80.00 GiB of which {free} is free. Of the allocated memory {used} is "
+        "allocated by PyTorch, and 2.00 MiB is reserved by PyTorch but unallocated.",
     )
     monkeypatch.setattr(out_of_memory, "allocator_memory", lambda device: GPU(0, 0))
     monkeypatch.setattr(out_of_memory, "process_gpu_memory", lambda device: 80 * 2**30)
