@@ -23,13 +23,18 @@ class _Freed:
         operator: name of the operator that saves it.
         nbytes: its bytes.
         choice: "host" or "recompute", whichever takes less.
-        seconds: what the choice takes.
+        seconds: what the choice takes, above 0.
     """
 
     operator: str
     nbytes: int
     choice: Choice
     seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds
 
 
 def plan_few_launches(
@@ -51,21 +56,21 @@ def plan_few_launches(
     tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
     choices: list[dict[str, Choice]] = [{operator.name: "keep" for operator in unit.operators} for unit in model.units]
     queue: list[tuple[float, int, int, int]] = []
-    """Of the next tensors of each unit: negative bytes per second, unit, begin and end."""
+    """Next tensors of each unit: negative bytes per second, unit, begin and end. Of equal units the first frees first,
+    because backward needs its tensors last."""
     for index, unit in enumerate(model.units):
         if tensors[index]:
             interception = 0.0 if all_intercepted else _interception(unit, hardware)
             rate, count = _best_first(tensors[index], interception)
-            queue.append((-rate, -index, 0, count))
+            queue.append((-rate, index, 0, count))
     heapq.heapify(queue)
     while queue and nbytes > 0:
         _, index, begin, end = heapq.heappop(queue)
-        for freed in tensors[-index][begin:end]:
-            choices[-index][freed.operator] = freed.choice
+        for freed in tensors[index][begin:end]:
+            choices[index][freed.operator] = freed.choice
             nbytes -= freed.nbytes
-        if end < len(tensors[-index]):
-            following = tensors[-index][end]
-            heapq.heappush(queue, (-following.nbytes / max(following.seconds, _NO_TIME), index, end, end + 1))
+        if end < len(tensors[index]):
+            heapq.heappush(queue, (-tensors[index][end].rate, index, end, end + 1))
     units = {
         unit.name: replace(base.units[unit.name], input="keep", operators=of_unit)
         for unit, of_unit in zip(model.units, choices, strict=True)
@@ -74,7 +79,7 @@ def plan_few_launches(
 
 
 _NO_TIME = 1e-12
-"""Seconds that replace none, by which bytes can be divided."""
+"""Seconds in place of none, by which bytes can be divided."""
 
 
 def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
@@ -98,7 +103,7 @@ def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: 
         return _Freed(operator.name, nbytes, choice, max(seconds, _NO_TIME))
 
     tensors = [freed(operator) for operator in unit.operators if operator.saved_bytes]
-    return sorted(tensors, key=lambda tensor: tensor.nbytes / tensor.seconds, reverse=True)
+    return sorted(tensors, key=lambda tensor: tensor.rate, reverse=True)
 
 
 def _best_first(tensors: Sequence[_Freed], interception: float) -> tuple[float, int]:
