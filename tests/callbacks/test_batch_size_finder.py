@@ -24,11 +24,12 @@ MOST = 150_000
 DATA = torch.randn(2**13, 16)
 
 
+MEMORY: dict[str, LimitedMemory] = {}
+"""The memory that counts: global, since state of the module is restored before a second attempt of a micro-batch."""
+
+
 class Sized(pl.LightningModule):
     """A deep stack of layers, whose saved tensors are most of the memory of a large batch."""
-
-    memory: LimitedMemory
-    """An attribute of the class: state of the module is restored before a second attempt of a micro-batch."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
@@ -41,13 +42,13 @@ class Sized(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Counts in place of the callback of `LimitedMemory`, as the Tuner removes all callbacks."""
-        self.memory.counting.begun = True
+        MEMORY["used"].counting.begun = True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.memory.counting.in_micro_batch = True
+        MEMORY["used"].counting.in_micro_batch = True
 
     def on_after_backward(self) -> None:
-        self.memory.counting.in_micro_batch = False
+        MEMORY["used"].counting.in_micro_batch = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -74,7 +75,7 @@ def test_the_largest_batch_is_one_that_fits_with_offloaded_tensors(
     """Plain Lightning runs out of memory with it, and the training with it is planned."""
     memory = LimitedMemory(MOST)
     use(memory, monkeypatch)
-    monkeypatch.setattr(Sized, "memory", memory, raising=False)
+    monkeypatch.setitem(MEMORY, "used", memory)
     search: dict[str, Any] = {"mode": mode, "steps_per_trial": 3, "init_val": 128, "margin": 0.0, "max_trials": 4}
     given = [BatchSizeFinder(**search)] if how == "callback" else []
     strategy = SSDOffloadStrategy(tmp_path, **BOTH | {"states": states})
@@ -89,6 +90,6 @@ def test_the_largest_batch_is_one_that_fits_with_offloaded_tensors(
     assert module.outcome == "plan"
     assert not any(isinstance(one, AutoPlanner | SwapPlanner) for one in trainer.callbacks)  # type: ignore[attr-defined]
     plain = LimitedMemory(MOST)
-    monkeypatch.setattr(Sized, "memory", plain)
+    monkeypatch.setitem(MEMORY, "used", plain)
     with plain, pytest.raises(torch.OutOfMemoryError):
         quiet_trainer(tmp_path, max_steps=3).fit(Sized(module.batch_size))
