@@ -214,9 +214,10 @@ class ActivationOffloader(Uncopied):
         hooks = _innermost_hooks and _innermost_hooks(False)
         if hooks != (self.pack, self.unpack) or _get_current_dispatch_mode() is not self._mode:
             return False
+        with torch._C._DisableTorchDispatch():
+            self._make_all_progress()  # before they are removed: they remain if it fails
         _pop_mode()
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._make_all_progress()
         return True
 
     def resume(self) -> None:

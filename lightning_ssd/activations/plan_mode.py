@@ -20,6 +20,7 @@ from lightning_ssd.activations.recompute import (
     before_change,
     mark_recomputed,
     random_state,
+    recomputed_of,
 )
 from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode
@@ -156,7 +157,7 @@ class PlanMode(UnitDispatchMode):
         self._hooks = hooks
         self._containing = _containing(units)
         self._plain_call: UnitCall | None = None
-        """The running unit call that runs as in plain training."""
+        """The running unit call that runs as in plain training, until it calls another unit."""
         self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
@@ -194,6 +195,8 @@ class PlanMode(UnitDispatchMode):
                 self.proved.add(number)
 
     def begin_segment(self, segment: Segment) -> None:
+        # The plain call has called another unit, or has raised an error that is no `Exception`, and called no hook.
+        self._end_plain_call()
         self._planned = self.schedule.operations.get(segment, ())
         self._next = 0
         call = UnitCall(segment.unit, segment.call_index)
@@ -201,7 +204,6 @@ class PlanMode(UnitDispatchMode):
             segment.begun_by == "enter"
             and call in self.schedule.plain_calls
             and call.unit not in self._containing
-            and self._plain_call is None
             and self._hooks.pause()
         ):
             self._plain_call = call
@@ -211,10 +213,11 @@ class PlanMode(UnitDispatchMode):
             return
         self._end_plain_call()
         for tensor in tensors_of(output):
-            # Units that are intercepted may save it.
-            if type(tensor) is Tensor and tensor.layout is torch.strided:
+            # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
+            if type(tensor) is Tensor and tensor.layout is torch.strided and torch._C._has_storage(tensor):
                 storage = tensor.untyped_storage()
-                setattr(storage, CHOICE, choice_of(storage) or "keep")
+                if choice_of(storage) is None and recomputed_of(tensor, storage) is None:
+                    setattr(storage, CHOICE, "keep")
 
     def _end_plain_call(self) -> None:
         if self._plain_call is not None:

@@ -4,6 +4,7 @@ The graph of one forward (`graph.py`) is applied to the next ones (`plan_mode.py
 the model's control flow depends on data. A segment whose operations differ does not affect others.
 """
 
+import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ class UnitCall(NamedTuple):
 class UnitDispatchMode(Uncopied, TorchDispatchMode):
     """Intercepts every operation of the forwards that run inside it. Operations of backwards are not intercepted.
 
-    The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it.
+    The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it. Unit
+    calls on threads that user code starts in a forward are no events of the forward, as their operations are not seen.
 
     Args:
         units: modules of each unit. Operations of modules that take no hooks belong to the unit before.
@@ -60,6 +62,8 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []
         self._entered = 0
+        self._thread = 0
+        """Identifier of the thread of the running forward."""
         self._open: list[UnitCall] = []
         self._call_counts: Counter[tuple[str, int]] = Counter()
         self.unit_call = UnitCall(0, 0)
@@ -82,6 +86,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self.unit_call = UnitCall(0, 0)
         self.begin_segment(Segment("start", 0, 0))
         self._entered += 1
+        self._thread = threading.get_ident()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -112,18 +117,22 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
 
     def _hook(self, index: int, module: nn.Module) -> None:
         def before(module: nn.Module, args: object) -> None:
-            if self._entered and not in_backward():
+            if self._follows_unit_calls():
                 self._open.append(UnitCall(index, self._call_counts["enter", index]))
                 self._on_unit_event("enter", index)
 
         def after(module: nn.Module, args: object, output: object) -> None:
-            if self._entered and not in_backward():
+            if self._follows_unit_calls():
                 if self._open:
                     self.unit_returned(self._open.pop(), output)
                 self._on_unit_event("exit", index)
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
         self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+
+    def _follows_unit_calls(self) -> bool:
+        """Returns whether a forward inside the mode runs on this thread."""
+        return self._entered > 0 and self._thread == threading.get_ident() and not in_backward()
 
     def _on_unit_event(self, event: Literal["enter", "exit"], index: int) -> None:
         if self._open:

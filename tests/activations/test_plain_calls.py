@@ -1,5 +1,7 @@
 """Unit calls that keep all saved tensors run as in plain training: without dispatch mode and saved-tensor hooks."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,12 @@ def choices_of(directed: Directed, saved: list[Any]) -> dict[int, Choice]:
     }
 
 
-def directed_blocks(offloader: Any, model: Blocks) -> tuple[Directed, dict[int, Choice]]:
+def directed_blocks(
+    offloader: Any, model: Blocks, run: Callable[[], Tensor] | None = None
+) -> tuple[Directed, dict[int, Choice]]:
     directed = Directed(offloader, list(model.blocks))
     with directed.record():
-        loss = model(VALUE)
+        loss = (run or (lambda: model(VALUE)))()
     model.gradients(loss)
     saved = directed.end_record()
     return directed, choices_of(directed, saved)
@@ -164,3 +168,153 @@ def test_a_unit_that_changes_a_tensor_in_place_is_intercepted(tmp_path: Path) ->
         assert_same(model.gradients(loss), expected)
         directed.end_direct()
     assert [block.intercepted for block in model.blocks] == [True, True, True]
+
+
+class Abort(BaseException):
+    """An error that is no `Exception`, for which torch calls no hook."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Abort])
+def test_a_unit_after_a_failed_plain_call_is_intercepted(tmp_path: Path, error: type[BaseException]) -> None:
+    """The model catches the error, and computes something else."""
+    model = Blocks()
+    middle = model.middle
+
+    def run() -> Tensor:
+        value = model.blocks[0](VALUE)
+        try:
+            value = middle(value)
+        except (ValueError, Abort):
+            value = middle.layers[1](middle.layers[0](value))
+        loss: Tensor = model.blocks[2](value).square().sum()
+        return loss
+
+    def fail(value: Tensor) -> Tensor:
+        raise error
+
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, run)
+        model.middle.inside = fail
+        expected = model.gradients(run())
+        with directed.direct(choices):
+            loss = run()
+        assert_same(model.gradients(loss), expected)
+        directed.end_direct()
+    assert [block.intercepted for block in model.blocks] == [True, False, True]
+
+
+def test_a_unit_that_a_plain_call_calls_is_intercepted(tmp_path: Path) -> None:
+    model = Blocks()
+    model.middle.inside = lambda value: model.blocks[2](value)  # which does not register the block as a module
+
+    def run() -> Tensor:
+        loss: Tensor = model.middle(model.blocks[0](VALUE)).square().sum()
+        return loss
+
+    expected = model.gradients(run())
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, run)
+        with directed.direct(choices):
+            loss = run()
+        assert_same(model.gradients(loss), expected)
+        directed.end_direct()
+    assert [block.intercepted for block in model.blocks] == [True, False, True]
+
+
+def test_units_on_other_threads_do_not_end_a_plain_call(tmp_path: Path) -> None:
+    model = Blocks()
+    begun, may_end = threading.Event(), threading.Event()
+    made: list[Tensor] = []
+
+    def wait(value: Tensor) -> Tensor:
+        begun.set()
+        assert may_end.wait(10)
+        return value
+
+    def run() -> Tensor:
+        value = model.blocks[0](VALUE)
+        thread = threading.Thread(target=lambda: made.append(model.blocks[2](value)))
+
+        def start_thread(value: Tensor) -> Tensor:
+            thread.start()
+            assert begun.wait(10)
+            return value
+
+        model.blocks[2].inside, model.middle.inside = wait, start_thread
+        result = model.middle(value)
+        may_end.set()
+        thread.join()
+        loss: Tensor = (result * made.pop()).square().sum()
+        begun.clear()
+        may_end.clear()
+        return loss
+
+    expected = model.gradients(run())
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, run)
+        with directed.direct(choices):
+            loss = run()
+            assert _get_current_dispatch_mode() is directed.plan_mode
+        assert_same(model.gradients(loss), expected)
+        directed.end_direct()
+
+
+class Scaled(Block):
+    """A block without matrix products, which `torch.vmap` computes without changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.intercepted = _get_current_dispatch_mode() is not None
+        return value + torch.tanh(value * self.scale)
+
+
+def test_a_plain_call_inside_of_vmap(tmp_path: Path) -> None:
+    model = Blocks()
+    model.middle = model.blocks[1] = Scaled()
+
+    def run() -> Tensor:
+        loss: Tensor = model.blocks[2](torch.vmap(model.middle)(model.blocks[0](VALUE))).square().sum()
+        return loss
+
+    expected = model.gradients(run())
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, run)
+        with directed.direct(choices):
+            loss = run()
+        assert_same(model.gradients(loss), expected)
+        directed.end_direct()
+    assert [block.intercepted for block in model.blocks] == [True, False, True]
+
+
+def test_an_error_of_a_tier_before_a_plain_call_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that the first block has saved is stored when the plain call begins."""
+    model = Blocks()
+    held: list[Tensor] = []
+    fails = False
+
+    def hold(value: Tensor) -> Tensor:
+        held.append(value)
+        return value
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise OSError("drive failed")
+
+    def release(*arguments: object) -> None:
+        held.clear()
+        if fails:
+            monkeypatch.setattr(offloader.tiers["host"], "store", fail)
+
+    model.blocks[0].inside = hold
+    model.blocks[0].register_forward_hook(release)
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model)
+        choices |= {number: "host" for number, choice in choices.items() if choice == "recompute"}
+        fails = True
+        with pytest.raises(OSError, match="drive failed"), directed.direct(choices):
+            model(VALUE)
+        assert _get_current_dispatch_mode() is None
+        directed.end_direct()
