@@ -195,8 +195,9 @@ class _Gradients:
     """The gradients of parameters, and of other leaves of graphs, before a backward."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
-        self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
+        with torch._C.DisableTorchFunctionSubclass():  # classes of the user see no reads
+            trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
+            self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
         self._complete: list[tuple[Tensor, Tensor]] = []
         """Parameters, and their gradients to which the failed backward has added its own."""
 

@@ -6,7 +6,8 @@ states of metrics, hooks, variables that functions share with the code around th
 these refer to. Lightning's logged values and the grad mode are recorded, too. Tensors are copied to the host. Large
 tensors, the batch's and parameters are not copied: their version counters tell whether they were changed, and then the
 state can't be restored. Large writable NumPy arrays have no counters, so that a state with one can't be restored
-either. Global variables, files and loggers are not recorded.
+either, nor can one with an object whose class raises an error when the object is recorded. Global variables, files and
+loggers are not recorded.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import functools
 import io
 import random
 import sys
-from collections import UserDict, UserList, deque
+import weakref
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import (
     BuiltinFunctionType,
@@ -47,17 +50,26 @@ _LOGGED_BY = "training_step."
 FEW = 10_000
 """Most elements of a container whose elements are recorded, too."""
 
-_ATOMS = (
+_ATOMS: tuple[Any, ...] = (
     str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType,
     torch.dtype, torch.device, pl.Trainer, pl.LightningDataModule, torch.utils.data.DataLoader,
-    torch.utils.data.Dataset, torch.optim.Optimizer,
+    torch.utils.data.Dataset, torch.optim.Optimizer, random.SystemRandom, *weakref.ProxyTypes,
 )  # fmt: skip
 """Types of objects that have no state, or whose state no `training_step` changes."""
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
-_HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
+_SPECIAL: tuple[Any, ...] = (Tensor, np.ndarray, bytearray, array, *_GENERATORS, Iterator, io.IOBase)
+"""Types of objects that have a state besides their elements and attributes."""
+
+_HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap)
 """Python's own classes whose attributes are a user's values."""
+
+_SEQUENCES: tuple[Any, ...] = (list, deque)
+"""Python's classes of sequences that change."""
+
+_CONSTANT: tuple[Any, ...] = (tuple, frozenset)
+"""Python's classes of containers that do not change, while their elements may."""
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 """Attributes of a module that contain its hooks, or options of them, by their numbers."""
@@ -92,7 +104,7 @@ class StepState:
         self._compared: list[tuple[Tensor, int]] = []
         """Tensors that are not copied, and their versions."""
         self._opaque: type | None = None
-        """Class of an iterator, file or large array, which can't be restored; `None`: there is none."""
+        """Class of an iterator, file, large array or the like, which can't be restored; `None`: there is none."""
         self._code: list[object] = []
         """Functions and hooks, whose objects are recorded last."""
         self._is_code = False
@@ -109,7 +121,8 @@ class StepState:
                 self.leaves.append(parameter)
         trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._restores.append(lambda: _set_trained(trained))
-        with torch._C._DisableTorchDispatch():  # modes of the user see no copies
+        # Modes and subclasses of the user see no copies.
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
             # The attributes of a module of TorchScript do not contain its buffers.
             self._record([module, *module.buffers(), *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
@@ -118,7 +131,9 @@ class StepState:
 
     def obstacle(self) -> str | None:
         """Returns why the state can't be restored; `None`: it can."""
-        if any(tensor._version != version for tensor, version in self._compared):
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = any(tensor._version != version for tensor, version in self._compared)
+        if changed:
             return "`training_step` has changed a parameter, its batch, or a large tensor in place"
         return None if self._opaque is None else f"`training_step` may have read or written a {self._opaque.__name__}"
 
@@ -140,10 +155,13 @@ class StepState:
         while found:
             value = found.pop()
             kind: Any = type(value)  # mypy takes classes for unhashable
-            if _is_atom(kind) or id(value) in self._seen:
-                continue
-            self._seen[id(value)] = value
-            found += self._record_one(value, copy=copy)
+            try:
+                if _is_atom(kind) or id(value) in self._seen:
+                    continue
+                self._seen[id(value)] = value
+                found += self._record_one(value, copy=copy)
+            except Exception:  # raised by code of the object's class, which plain training may never run
+                self._opaque = kind
 
     def _record_one(self, value: Any, *, copy: bool) -> Iterable[object]:
         """Records one object, and returns the objects that it refers to."""
@@ -158,19 +176,23 @@ class StepState:
             self._code.append(value)
             return ()
         referred: list[object] = []
-        if isinstance(value, dict):
-            items = dict(value)
+        # Elements are read by methods of Python's classes: those of subclasses may do more, such as importing modules.
+        if issubclass(kind, dict):
+            items = dict(dict.items(value))
             self._restores.append(lambda: _refill(value, items))
-            referred += items.values() if len(items) <= FEW else ()
-        elif isinstance(value, list | deque):
-            elements = list(value)
-            self._restores.append(lambda: _replace(value, elements))
+            referred += (*items.keys(), *items.values()) if len(items) <= FEW else ()
+        elif issubclass(kind, _SEQUENCES):
+            base = next(base for base in _SEQUENCES if issubclass(kind, base))
+            elements = list(base.__iter__(value))
+            self._restores.append(lambda: _replace(base, value, elements))
             referred += elements if len(elements) <= FEW else ()
-        elif isinstance(value, set):
+        elif issubclass(kind, set):
             members = set(value)
             self._restores.append(lambda: _exchange(value, members))
-        elif isinstance(value, tuple):
-            referred += value if len(value) <= FEW else ()
+            referred += members if len(members) <= FEW else ()
+        elif issubclass(kind, _CONSTANT):
+            base = next(base for base in _CONSTANT if issubclass(kind, base))
+            referred += base.__iter__(value) if base.__len__(value) <= FEW else ()
         if (attributes := _attributes(value)) is not None:
             before = dict(attributes)
             self._restores.append(lambda: _refill(attributes, before))
@@ -242,6 +264,8 @@ class StepState:
         elif isinstance(value, np.ndarray):
             if value.flags.writeable:  # others may be mapped files
                 self._record_array(value)
+        elif isinstance(value, bytearray | array):
+            self._record_bytes(value)
         elif (restore := _restore_generator(value)) is not None:
             self._restores.append(restore)
         else:
@@ -268,12 +292,24 @@ class StepState:
         before = array.copy()
         self._restores.append(lambda: np.copyto(array, before))
 
+    def _record_bytes(self, value: Any) -> None:
+        if not self._may_copy(memoryview(value).nbytes):
+            self._refuse(value)
+            return
+        before = value[:]
+
+        def restore() -> None:
+            value[:] = before
+
+        self._restores.append(restore)
+
     def _record_tensor(self, tensor: Tensor, *, copy: bool) -> None:
         if tensor.is_inference():
             return
         if tensor.is_leaf:
             self.leaves.append(tensor)
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
+        plain = plain and not (tensor.is_nested or tensor._is_zerotensor())
         # Expanded tensors can't be written, only the tensors that they are views of.
         if not (copy and plain and torch._debug_has_internal_overlap(tensor) != 1 and self._may_copy(tensor.nbytes)):
             self._compared.append((tensor, tensor._version))
@@ -315,8 +351,8 @@ def _is_atom(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_special(kind: type) -> bool:
-    """Returns whether objects of a class have a state besides their elements and attributes."""
-    return issubclass(kind, (Tensor, np.ndarray, *_GENERATORS, Iterator, io.IOBase))
+    """Returns whether objects of a class are of a type in `_SPECIAL`."""
+    return issubclass(kind, _SPECIAL)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -327,16 +363,16 @@ def _is_recorded(kind: type) -> bool:
     internals.
     """
     package = _package(kind.__module__)
-    if package == "lightning_ssd" or kind.__module__.startswith("torch._"):
+    if package == "lightning_ssd" or str(kind.__module__).startswith("torch._"):
         return issubclass(kind, nn.Module)
     return package not in sys.stdlib_module_names or kind in _HOLDERS
 
 
-def _package(module: str) -> str:
-    return module.partition(".")[0]
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]  # user code may have assigned another object than a string
 
 
-def _is_library(module: str | None) -> bool:
+def _is_library(module: object) -> bool:
     """Returns whether functions and classes of a module have no state that a `training_step` changes."""
     package = _package(module or "builtins")
     return package in _LIBRARIES or package in sys.stdlib_module_names
@@ -352,7 +388,7 @@ def _class_attributes(kind: type) -> dict[str, Any]:
     """Returns the attributes of a class, without methods, nested classes and other descriptors."""
     return {
         name: value
-        for name, value in vars(kind).items()
+        for name, value in vars(kind).copy().items()  # other threads may set attributes
         if not (name.startswith("__") or isinstance(value, type) or hasattr(type(value), "__get__"))
     }
 
@@ -368,9 +404,14 @@ def _contents(function: FunctionType) -> list[tuple[CellType, object]]:
 
 def _attributes(value: object) -> dict[str, Any] | None:
     """Returns the attributes of an object that are recorded; `None`: none are."""
-    attributes = getattr(value, "__dict__", None)
     kind: Any = type(value)
-    return attributes if isinstance(attributes, dict) and _is_recorded(kind) else None
+    if not _is_recorded(kind):
+        return None
+    try:
+        attributes = object.__getattribute__(value, "__dict__")  # calls no `__getattr__`
+    except AttributeError:
+        return None
+    return attributes if isinstance(attributes, dict) else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -425,16 +466,17 @@ def _refill(mapping: dict[Any, Any], items: dict[Any, Any]) -> None:
         mapping.clear()
         mapping.update(items)
         return
-    for key in [key for key in mapping if key not in items]:
+    for key in [key for key in dict.keys(mapping) if key not in items]:
         del mapping[key]
+    now = dict(dict.items(mapping))
     for key, value in items.items():
-        if key not in mapping or mapping[key] is not value:
+        if key not in now or now[key] is not value:
             mapping[key] = value
 
 
-def _replace(sequence: Any, elements: list[Any]) -> None:
-    sequence.clear()
-    sequence.extend(elements)
+def _replace(base: Any, sequence: Any, elements: list[Any]) -> None:
+    base.clear(sequence)
+    base.extend(sequence, elements)
 
 
 def _exchange(members: set[Any], before: set[Any]) -> None:

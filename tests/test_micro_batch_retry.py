@@ -1,7 +1,9 @@
 """A micro-batch that runs out of memory is run again with less, and no number and no hook shows it."""
 
 import random
-from collections import Counter, deque
+import weakref
+from array import array
+from collections import ChainMap, Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -284,6 +286,80 @@ def test_state_of_other_objects_and_gradients_of_other_tensors_are_restored(allo
     assert_equal(train("auto", module=OtherState, batches=3), run)
 
 
+class ElementState(Stateful):
+    """State of elements of sets and of keys, of bytes, and of dictionaries in a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members, self.frozen, self.keyed = {Counts()}, frozenset([Counts()]), {Counts(): 0}
+        self.bytes, self.numbers, self.chain = bytearray(2), array("d", [0.0]), ChainMap({"calls": 0})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen += [one.count() for objects in (self.members, self.frozen, self.keyed) for one in objects]
+        self.bytes[0] += 1
+        self.numbers[0] += 1
+        self.numbers.append(1.0)
+        self.chain["calls"] += 1
+        self.seen += [self.bytes[0], self.numbers[0], len(self.numbers), self.chain["calls"]]
+        return super().training_step(batch, batch_idx)
+
+
+class Guarded:
+    """An object that refuses to be asked for unknown attributes."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no attribute {name}")
+
+
+class LazyDict(dict[str, int]):
+    """A dictionary whose iteration is expensive."""
+
+    def keys(self) -> Any:
+        raise RuntimeError("should not be loaded")
+
+    __iter__ = items = values = keys
+
+
+class Unwatched(Tensor):
+    """A tensor that allows no function of torch."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} is not allowed")
+
+
+class OddObjects(Stateful):
+    """Objects that raise errors if they are treated like other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guarded, self.lazy, target = Guarded(), LazyDict(calls=0), Counts()
+        self.proxy = weakref.proxy(target)  # which is dead in the training
+        self.unwatched = torch.ones(2).as_subclass(Unwatched)
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.zero, self.system = torch._efficientzerotensor((2,)), random.SystemRandom()
+        self.anonymous = type("Anonymous", (), {"__module__": None})()
+        self.bare = nn.LazyBatchNorm1d(affine=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.guarded.calls += 1
+        self.lazy["calls"] += 1
+        self.seen += [self.guarded.calls, self.lazy["calls"]]
+        return super().training_step(self.bare(batch), batch_idx)
+
+
+@pytest.mark.parametrize("module", [ElementState, OddObjects])
+def test_state_of_elements_and_odd_objects_is_restored(module: type[Stateful]) -> None:
+    run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 10)]), module=module, batches=3)
+    assert run.failures == 1
+    assert_equal(train("auto", module=module, batches=3), run)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @settings(max_examples=40, deadline=None)
@@ -538,6 +614,35 @@ class Reads(Stateful):
         self.more = iter(range(100))
 
 
+class Unreadable:
+    """An object like a proxy that is not bound."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("not bound")
+
+
+class HasUnreadable(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["unreadable"] = Unreadable()
+
+
+class Unhashable(type):
+    """A class of classes that are not hashable."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+class HasUnhashable(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unhashable = Unhashable("OfUnhashableClass", (), {})()
+
+
 class WritesLargeArray(Stateful):
     def __init__(self) -> None:
         super().__init__()
@@ -552,9 +657,18 @@ class WritesLargeArray(Stateful):
         (ChangesParameters, "changed a parameter"),
         (Reads, "range_iterator"),
         (WritesLargeArray, "ndarray"),
+        (HasUnreadable, "Unreadable"),
+        (HasUnhashable, "OfUnhashableClass"),
     ],
 )
 def test_a_micro_batch_with_visible_side_effects_is_not_run_again(module: Any, reason: str) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 35)]), module=module)
     assert any("could not be run again" in note and reason in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("module", [HasUnreadable, HasUnhashable])
+def test_objects_that_cannot_be_recorded_do_not_keep_from_training(module: type[Stateful]) -> None:
+    assert_equal(
+        train("auto", module=module, batches=2), train_by_default(AMPLE, LimitedMemory(), module=module, batches=2)
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from inspect import unwrap
 from types import CodeType, FunctionType
+from typing import TypeGuard
 
 from torch import nn
 
@@ -121,12 +122,12 @@ def _names_of(called: Iterable[object], cls: type) -> set[str]:
         names |= found
         for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # an empty cell
-                if isinstance(cell.cell_contents, FunctionType):
+                if _is_function(cell.cell_contents):
                     left.append(cell.cell_contents)
         for name in found - {"device"}:  # a property of Lightning's and other modules, which may name parameters
             left += [value for value in _definitions(cls, name) if isinstance(value, _METHODS)]
             value = getattr(function, "__globals__", {}).get(name)
-            if isinstance(value, FunctionType) and value.__module__ == getattr(function, "__module__", None):
+            if _is_function(value) and value.__module__ == getattr(function, "__module__", None):
                 left.append(value)
     return names
 
@@ -218,12 +219,17 @@ def run_calls_within(
     return around_calls(module, before, after)
 
 
+def _is_function(value: object) -> TypeGuard[FunctionType]:
+    """Returns whether `value` is a function. `isinstance` would ask a proxy for the class of an object that is gone."""
+    return issubclass(type(value), FunctionType)
+
+
 def _compiled_methods(module: nn.Module) -> list[str]:
     """Returns the names of methods that `torch.compile` has replaced on the instance."""
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
+        if _is_function(value) and hasattr(value, "_torchdynamo_orig_callable")
     ]
 
 
