@@ -138,6 +138,8 @@ class ActivationOffloader(Uncopied):
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
         self._closed = False
+        self._around: tuple[object, object] = (None, None)
+        """The innermost hooks and mode since `pause`: those around ours."""
         self._forwards = 0
         """Number of running forwards: 0 in backward, unless backward is called in a forward."""
         self._lock = threading.RLock()
@@ -218,7 +220,13 @@ class ActivationOffloader(Uncopied):
             self._make_all_progress()  # before they are removed: they remain if it fails
         _pop_mode()
         torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._around = _innermost_hooks and _innermost_hooks(False), _get_current_dispatch_mode()
         return True
+
+    def can_resume(self) -> bool:
+        """Returns whether all hooks and modes that were entered since `pause` have been left."""
+        hooks = _innermost_hooks and _innermost_hooks(False)
+        return self._around == (hooks, _get_current_dispatch_mode())
 
     def resume(self) -> None:
         """Applies the hooks and the mode again that `pause` has removed."""

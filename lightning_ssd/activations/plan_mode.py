@@ -65,6 +65,7 @@ class SavedTensorHooks(Protocol):
     def pack(self, tensor: Tensor, /) -> Any: ...
     def unpack(self, saved: Any, /) -> Tensor: ...
     def pause(self) -> bool: ...
+    def can_resume(self) -> bool: ...
     def resume(self) -> None: ...
 
 
@@ -195,8 +196,10 @@ class PlanMode(UnitDispatchMode):
                 self.proved.add(number)
 
     def begin_segment(self, segment: Segment) -> None:
-        # The plain call has called another unit, or has raised an error that is no `Exception`, and called no hook.
-        self._end_plain_call()
+        # The plain call has called another unit, or has raised an error that is no `Exception`, and called no hook. It
+        # can't end inside of the user's hooks and modes: there, the other unit is a part of it.
+        if self._plain_call is not None and self._hooks.can_resume():
+            self._end_plain_call()
         self._planned = self.schedule.operations.get(segment, ())
         self._next = 0
         call = UnitCall(segment.unit, segment.call_index)
@@ -204,6 +207,7 @@ class PlanMode(UnitDispatchMode):
             segment.begun_by == "enter"
             and call in self.schedule.plain_calls
             and call.unit not in self._containing
+            and self._plain_call is None
             and self._hooks.pause()
         ):
             self._plain_call = call

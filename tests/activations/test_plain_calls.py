@@ -221,6 +221,49 @@ def test_a_unit_that_a_plain_call_calls_is_intercepted(tmp_path: Path) -> None:
     assert [block.intercepted for block in model.blocks] == [True, False, True]
 
 
+@pytest.mark.parametrize("kind", ["hooks", "mode"])
+def test_a_unit_that_a_plain_call_calls_inside_of_the_users_hooks_is_a_part_of_it(tmp_path: Path, kind: str) -> None:
+    """They are left in the order in which they were entered, and see what they see in plain training."""
+    model = Blocks()
+    seen: list[str] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(f"{list(tensor.shape)}")
+        return tensor
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def inside(value: Tensor) -> Tensor:
+        with saved_tensors_hooks(pack, lambda tensor: tensor) if kind == "hooks" else Noting():
+            result: Tensor = model.blocks[2](value)
+        return result
+
+    model.middle.inside = inside
+
+    def run() -> Tensor:
+        loss: Tensor = model.middle(model.blocks[0](VALUE)).square().sum()
+        return loss
+
+    expected = model.gradients(run())
+    plain = list(seen)
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, run)
+        seen.clear()
+        with directed.direct(choices):
+            loss = run()
+        assert_same(model.gradients(loss), expected)
+        directed.end_direct()
+    assert seen == plain
+    assert [block.intercepted for block in model.blocks] == [True, False, kind == "mode"]
+    assert _get_current_dispatch_mode() is None
+    saved = offloader.stats().saved
+    model.gradients(run())
+    assert offloader.stats().saved == saved  # no hook is left
+
+
 def test_units_on_other_threads_do_not_end_a_plain_call(tmp_path: Path) -> None:
     model = Blocks()
     begun, may_end = threading.Event(), threading.Event()
