@@ -23,7 +23,7 @@ from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import plan_runner, profiling_budget, swap_planner
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import find_units, step, units
+from lightning_ssd.model_states import find_units, step, step_work, units
 from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.planning import (
     HardwareProfile,
@@ -661,6 +661,7 @@ class Seconds:
 def test_the_rate_of_the_cpu_optimizer_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate is that of jobs under the calibration plan, not that of the machine's file."""
     monkeypatch.setattr(step, "perf_counter", Seconds().perf_counter)
+    monkeypatch.setattr(step_work, "perf_counter", lambda: 0.0)
     first = planner()
     applied = AppliedPlans(first)
     jobs = []
