@@ -56,11 +56,6 @@ from lightning_ssd.storage_tags import KEPT_IN
 from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
-_innermost_hooks: Callable[[bool], tuple[Any, Any] | None] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-"""Returns the innermost saved-tensor hooks, pack and unpack."""
-
 _WITHOUT_HOOKS = (
     "Tensors are offloaded by saved-tensor hooks. To train without them, set `offload='none'` and `states='gpu'` of "
     "the strategy, or remove `ActivationOffload`; or compute this gradient by `torch.autograd.grad`."
@@ -213,20 +208,18 @@ class ActivationOffloader(Uncopied):
         Returns:
             Whether they were removed; False before torch 2.8, which does not say whose hooks are the innermost.
         """
-        hooks = _innermost_hooks and _innermost_hooks(False)
-        if hooks != (self.pack, self.unpack) or _get_current_dispatch_mode() is not self._mode:
+        if _innermost() != ((self.pack, self.unpack), self._mode):
             return False
         with torch._C._DisableTorchDispatch():
             self._make_all_progress()  # before they are removed: they remain if it fails
         _pop_mode()
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._around = _innermost_hooks and _innermost_hooks(False), _get_current_dispatch_mode()
+        self._around = _innermost()
         return True
 
     def can_resume(self) -> bool:
         """Returns whether all hooks and modes that were entered since `pause` have been left."""
-        hooks = _innermost_hooks and _innermost_hooks(False)
-        return self._around == (hooks, _get_current_dispatch_mode())
+        return self._around == _innermost()
 
     def resume(self) -> None:
         """Applies the hooks and the mode again that `pause` has removed."""
@@ -600,6 +593,15 @@ class ActivationOffloader(Uncopied):
 
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that bytes, shape and strides describe completely."""
+
+
+def _innermost() -> tuple[object, object]:
+    """Returns the innermost saved-tensor hooks, pack and unpack, and the innermost mode.
+
+    The hooks are None if there are none, and before torch 2.8, which does not tell.
+    """
+    innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if innermost_hooks is None else innermost_hooks(False), _get_current_dispatch_mode()
 
 
 def _keep(tensor: Tensor) -> "InlineSaved":

@@ -191,7 +191,7 @@ def test_cuda_graphs_are_kept(tmp_path: Path) -> None:
 
 
 LEFT: list[str] = []
-"""What is still to run out of memory: a global variable, which no attempt restores."""
+"""Phases that are still to run out of memory: a global variable, which no attempt restores."""
 
 
 class _RunsOut(torch.autograd.Function):
