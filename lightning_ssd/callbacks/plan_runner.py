@@ -324,7 +324,7 @@ class PlanRunner:
             self._mode = PlanMode(modules, self._offloader)
         self._mode.slowdown = self._slowdown
         self._mode.schedule = make_schedule(
-            profiler.graph, choices, recompute_ops, plain_calls=not any(part.offloaded for part in plan.placements)
+            profiler.graph, choices, recompute_ops, plain_calls=not plan.offloads_states
         )
         return self._mode
 

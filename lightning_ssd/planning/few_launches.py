@@ -52,7 +52,6 @@ def plan_few_launches(
         nbytes: bytes to free; all that can be freed are if they are fewer.
         device_weight: factor on the seconds of copies and of recomputation on the device, which count in addition.
     """
-    all_intercepted = any(part.offloaded for part in base.placements)
     tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
     choices: list[dict[str, Choice]] = [{operator.name: "keep" for operator in unit.operators} for unit in model.units]
     queue: list[tuple[float, int, int, int]] = []
@@ -60,7 +59,7 @@ def plan_few_launches(
     because backward needs its tensors last."""
     for index, unit in enumerate(model.units):
         if tensors[index]:
-            interception = 0.0 if all_intercepted else _interception(unit, hardware)
+            interception = 0.0 if base.offloads_states else _interception(unit, hardware)
             rate, count = _best_first(tensors[index], interception)
             queue.append((-rate, index, 0, count))
     heapq.heapify(queue)

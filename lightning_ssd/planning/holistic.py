@@ -65,6 +65,9 @@ NO_TIME = 1e20
 DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
 """Tried weights of the device's seconds in plans with few launches."""
 
+LAUNCH_TRIES = 6
+"""Most simulations of plans with few launches for a weight, each of which frees more than the one before."""
+
 CLOSE_ENOUGH = 1.001
 """Factor on the step time without stalls and recomputation below which the search ends."""
 
@@ -340,13 +343,16 @@ class _Search:
             return
         excess = self.consider(plan_few_launches(self.model, self.hardware, base, 0, 0.0)).gpu_peak_bytes
         for device_weight in DEVICE_WEIGHTS:
-            nbytes = excess - self.hardware.gpu_bytes
-            for _ in range(2 * MAX_TRIES):
+            nbytes, before = excess - self.hardware.gpu_bytes, base
+            for _ in range(LAUNCH_TRIES):
                 plan = plan_few_launches(self.model, self.hardware, base, nbytes, device_weight)
+                if plan == before:  # it frees all that it can
+                    break
                 over = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
                 if over <= 0:
                     break
                 nbytes += over + int(MARGIN * self.hardware.gpu_bytes)
+                before = plan
 
     def share_steps(self) -> None:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.

@@ -118,13 +118,18 @@ class Plan:
         return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
 
     @property
+    def offloads_states(self) -> bool:
+        """Whether weights and states of any unit, or of a part of one, are not on the GPU."""
+        return any(part.offloaded for part in self.placements)
+
+    @property
     def intercepted(self) -> list[bool]:
         """Whether the operations of each unit's forward are intercepted, in the order of the units.
 
         A unit runs as in plain training if it and the next one, which saves its output, keep all saved tensors, and
         all weights are on the GPU (see `activations/plan_mode.py`).
         """
-        if self.keeps_all or any(part.offloaded for part in self.placements):
+        if self.keeps_all or self.offloads_states:
             return [not self.keeps_all] * len(self.units)
         units = list(self.units.values())
         outputs: list[InputChoice] = [*(unit.input for unit in units[1:]), "keep"]

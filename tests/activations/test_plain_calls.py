@@ -74,16 +74,24 @@ def directed_blocks(
     return directed, choices_of(directed, saved)
 
 
+def gradients_under(
+    directed: Directed, choices: dict[int, Choice], model: Blocks, run: Callable[[], Tensor]
+) -> list[Tensor]:
+    """Returns the gradients of a forward under the plan."""
+    with directed.direct(choices):
+        loss = run()
+    gradients = model.gradients(loss)
+    directed.end_direct()
+    return gradients
+
+
 def test_only_units_that_free_memory_are_intercepted(tmp_path: Path) -> None:
     model = Blocks()
     expected = model.gradients(model(VALUE))
     with open_offloader(tmp_path, tier="host") as offloader:
         directed, choices = directed_blocks(offloader, model)
         for _ in range(2):
-            with directed.direct(choices):
-                loss = model(VALUE)
-            assert_same(model.gradients(loss), expected)
-            directed.end_direct()
+            assert_same(gradients_under(directed, choices, model, lambda: model(VALUE)), expected)
             assert [block.intercepted for block in model.blocks] == [True, False, True]
         assert offloader.stats().recomputed
 
@@ -107,10 +115,7 @@ def test_an_error_in_a_plain_call_leaves_nothing_behind(tmp_path: Path, error: t
         assert_same(model.gradients(model(VALUE)), expected)
         assert offloader.stats().saved == before.saved  # no hook is left
         directed.end_direct()
-        with directed.direct(choices):
-            loss = model(VALUE)
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, lambda: model(VALUE)), expected)
 
 
 class Counting(TorchDispatchMode):
@@ -147,10 +152,7 @@ def test_hooks_and_modes_of_the_user_see_all_units(tmp_path: Path, kind: str) ->
         directed, choices = directed_blocks(offloader, model)
         packed.clear()
         counting.count = 0
-        with directed.direct(choices):
-            loss = run()
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, run), expected)
     assert [block.intercepted for block in model.blocks] == [True, True, True]
     assert packed == seen
     assert (counting.count > 0) == (kind == "mode")
@@ -163,10 +165,7 @@ def test_a_unit_that_changes_a_tensor_in_place_is_intercepted(tmp_path: Path) ->
     expected = model.gradients(model(VALUE))
     with open_offloader(tmp_path, tier="host") as offloader:
         directed, choices = directed_blocks(offloader, model)
-        with directed.direct(choices):
-            loss = model(VALUE)
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, lambda: model(VALUE)), expected)
     assert [block.intercepted for block in model.blocks] == [True, True, True]
 
 
@@ -196,10 +195,7 @@ def test_a_unit_after_a_failed_plain_call_is_intercepted(tmp_path: Path, error: 
         directed, choices = directed_blocks(offloader, model, run)
         model.middle.inside = fail
         expected = model.gradients(run())
-        with directed.direct(choices):
-            loss = run()
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, run), expected)
     assert [block.intercepted for block in model.blocks] == [True, False, True]
 
 
@@ -214,10 +210,7 @@ def test_a_unit_that_a_plain_call_calls_is_intercepted(tmp_path: Path) -> None:
     expected = model.gradients(run())
     with open_offloader(tmp_path, tier="host") as offloader:
         directed, choices = directed_blocks(offloader, model, run)
-        with directed.direct(choices):
-            loss = run()
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, run), expected)
     assert [block.intercepted for block in model.blocks] == [True, False, True]
 
 
@@ -252,10 +245,7 @@ def test_a_unit_that_a_plain_call_calls_inside_of_the_users_hooks_is_a_part_of_i
     with open_offloader(tmp_path, tier="host") as offloader:
         directed, choices = directed_blocks(offloader, model, run)
         seen.clear()
-        with directed.direct(choices):
-            loss = run()
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, run), expected)
     assert seen == plain
     assert [block.intercepted for block in model.blocks] == [True, False, kind == "mode"]
     assert _get_current_dispatch_mode() is None
@@ -326,10 +316,7 @@ def test_a_plain_call_inside_of_vmap(tmp_path: Path) -> None:
     expected = model.gradients(run())
     with open_offloader(tmp_path, tier="host") as offloader:
         directed, choices = directed_blocks(offloader, model, run)
-        with directed.direct(choices):
-            loss = run()
-        assert_same(model.gradients(loss), expected)
-        directed.end_direct()
+        assert_same(gradients_under(directed, choices, model, run), expected)
     assert [block.intercepted for block in model.blocks] == [True, False, True]
 
 

@@ -23,18 +23,29 @@ def held(worker: Worker) -> tuple[threading.Event, "Future[None]"]:
     return release, job
 
 
-def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
-    worker, ran = Worker("test"), list[str]()
-    release, _ = held(worker)
-    needed: Future[None] = Future()
-    late = worker.submit(lambda: ran.append("needed something"), [needed], priority=0)
-    jobs = [worker.submit(lambda name=name: ran.append(name), priority=p) for name, p in (("b", 2), ("c", 2), ("a", 1))]
+def run_all(
+    worker: Worker,
+    release: threading.Event,
+    jobs: "Sequence[Future[None]]",
+    needed: "Future[None]",
+    late: "Future[None]",
+) -> None:
+    """Releases the worker, and closes it when `jobs` are done and then, after `needed` is, `late`."""
     release.set()
     for job in jobs:
         job.result(timeout=60)
     needed.set_result(None)
     late.result(timeout=60)
     worker.close()
+
+
+def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
+    worker, ran = Worker("test"), list[str]()
+    release, _ = held(worker)
+    needed: Future[None] = Future()
+    late = worker.submit(lambda: ran.append("needed something"), [needed], priority=0)
+    jobs = [worker.submit(lambda name=name: ran.append(name), priority=p) for name, p in (("b", 2), ("c", 2), ("a", 1))]
+    run_all(worker, release, jobs, needed, late)
     assert ran == ["a", "b", "c", "needed something"]
 
 
@@ -90,12 +101,7 @@ def test_work_of_jobs_of_one_priority_is_done_together() -> None:
     jobs = [worker.submit(lambda name=name: yielding(name, ended), priority=p) for name, p in (("c", 2), ("a", 1))]
     jobs.append(worker.submit(lambda: ended.append("ordinary"), priority=1))
     jobs.append(worker.submit(lambda: yielding("b", ended), priority=1))
-    release.set()
-    for job in jobs:
-        job.result(timeout=60)
-    needed.set_result(None)
-    late.result(timeout=60)
-    worker.close()
+    run_all(worker, release, jobs, needed, late)
     assert done == [["a", "b"], ["c"], ["late"]]
     assert ended == ["ordinary", "a", "b", "c", "late"]
 
