@@ -37,7 +37,7 @@ from lightning_ssd.callbacks import (
     trainer_callbacks,
 )
 from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
-from lightning_ssd.device import expand_segments
+from lightning_ssd.device import ExpandableSegments
 from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
@@ -250,8 +250,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._default_callbacks: list[pl.Callback] = []
         self._offload_callbacks: list[pl.Callback] = []
         """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
-        self._restore_allocator: Callable[[], None] | None = None
-        """Restores the settings of torch's CUDA allocator; `None`: they were not changed."""
+        self._segments: ExpandableSegments | None = None
+        """Settings of torch's CUDA allocator; `None`: nothing is set up on a GPU."""
         self._collections: ShortCollections | None = None
         """Full garbage collections of the training; `None`: no training has started."""
         self._recovery: Recovery | None = None
@@ -272,7 +272,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
         own: dict[str, Any] = {"_restore_callbacks": []}
-        own |= dict.fromkeys(("_restore_allocator", "_collections", "_precision"))
+        own |= dict.fromkeys(("_segments", "_collections", "_precision"))
         return super().__getstate__() | own | {"_precision_plugin": self._precision or self._precision_plugin}
 
     # ---- the device ----
@@ -302,7 +302,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
         super().setup_environment()
         if self.root_device.type == "cuda":
-            self._restore_allocator = expand_segments()
+            self._segments = ExpandableSegments(self.root_device)
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
             self._offload_callbacks = find_offload_callbacks(self.lightning_module._trainer)
@@ -732,6 +732,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._collections is not None:
             self._collections.begin_micro_batch()
+        if self._segments is not None:
+            self._segments.begin_micro_batch()
         self._begin("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)
@@ -859,9 +861,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             ending.run(remove_default_callbacks, self.lightning_module._trainer, self._default_callbacks)
         self._default_callbacks, self._offload_callbacks = [], []
         ending.run(super().teardown)
-        restore_allocator, self._restore_allocator = self._restore_allocator, None
-        if restore_allocator is not None:
-            ending.run(restore_allocator)
+        segments, self._segments = self._segments, None
+        if segments is not None:
+            ending.run(segments.end)
         collections, self._collections = self._collections, None
         if collections is not None:
             ending.run(collections.end)

@@ -14,11 +14,11 @@ from lightning_ssd.device.memory import (
     CUDAMemory,
     allocator_memory,
     available_memory,
-    expand_segments,
     process_gpu_memory,
     usable_gpu_memory,
     usable_memory,
 )
+from lightning_ssd.device.segments import ExpandableSegments
 from lightning_ssd.device.staging import StagedReader, h2d_and_release
 from lightning_ssd.device.worker import Worker
 
@@ -28,6 +28,7 @@ __all__ = [
     "CUDAMemory",
     "Clock",
     "CopyEngine",
+    "ExpandableSegments",
     "HostClock",
     "Mark",
     "StagedReader",
@@ -40,7 +41,6 @@ __all__ = [
     "available_memory",
     "ended",
     "error_of",
-    "expand_segments",
     "finished",
     "h2d_and_release",
     "make_clock",

@@ -1,9 +1,6 @@
 """Host memory and GPU memory that this process may use, in bytes."""
 
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,7 +8,6 @@ __all__ = [
     "CUDAMemory",
     "allocator_memory",
     "available_memory",
-    "expand_segments",
     "process_gpu_memory",
     "usable_gpu_memory",
     "usable_memory",
@@ -63,26 +59,6 @@ def usable_gpu_memory(device: torch.device) -> int:
     """
     nbytes = process_gpu_memory(device)
     return max(0, min(int(GPU_USABLE * nbytes), nbytes - FRAGMENTS))
-
-
-def expand_segments() -> Callable[[], None] | None:
-    """Makes torch's CUDA allocator grow segments in place, which causes fewer fragments when memory is nearly full.
-
-    Settings of the user's environment stay in force. If they name `expandable_segments` or another backend, nothing is
-    changed.
-
-    Returns:
-        A function that restores the allocator's settings; None: they were not changed.
-    """
-    user = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" in user or torch.cuda.get_allocator_backend() != "native":
-        return None
-    # torch 2.6 has the second name only, later versions deprecate it.
-    module: Any = torch._C
-    change = getattr(module, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    # Each call sets all settings: those of the user are repeated.
-    change(",".join(filter(None, (user, "expandable_segments:True"))))
-    return lambda: change(",".join(filter(None, (user, "expandable_segments:False"))))
 
 
 def _memory_fraction(device: torch.device) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.device import CUDAMemory, expand_segments, process_gpu_memory, usable_gpu_memory
+from lightning_ssd.device import CUDAMemory, process_gpu_memory, usable_gpu_memory
 from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
 from lightning_ssd.model_states import StatesConfig
 
@@ -83,35 +83,3 @@ def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest
     memory = CUDAMemory(GPU)
     assert (memory.allocated(), memory.peak(), memory.reserved()) == (3, 7, 5)
     assert (torch.cuda.memory_allocated(GPU), torch.cuda.max_memory_allocated(GPU)) == (3, 7)
-
-
-@pytest.mark.parametrize(
-    ("variable", "user", "expected"),
-    [
-        ("PYTORCH_CUDA_ALLOC_CONF", "", ["expandable_segments:True", "expandable_segments:False"]),
-        (
-            "PYTORCH_CUDA_ALLOC_CONF",
-            "max_split_size_mb:64",
-            ["max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64,expandable_segments:False"],
-        ),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", []),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:64", []),
-    ],
-)
-def test_segments_expand_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, variable: str, user: str, expected: list[str]
-) -> None:
-    settings: list[str] = []
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv(variable, user)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    restore = expand_segments()
-    if restore is not None:
-        restore()
-    assert settings == expected
-
-
-def test_another_backend_of_the_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert expand_segments() is None
