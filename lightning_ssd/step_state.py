@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd._lightning import fabric, pl
+from lightning_ssd.garbage import no_collections
 from lightning_ssd.interrupts import uninterrupted
 
 COPIED = 2**24
@@ -74,6 +75,9 @@ _CONSTANT: tuple[Any, ...] = (tuple, frozenset)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 """Attributes of a module that contain its hooks, or options of them, by their numbers."""
 
+_EMPTY: dict[Any, Any] = {}
+"""Copy of each empty dictionary of hooks: a module has a dozen."""
+
 _LIBRARIES = {"torch", "numpy", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ssd"}
 """Packages whose functions and classes have no state that a `training_step` changes."""
 
@@ -101,6 +105,9 @@ class StepState:
         self.leaves: list[Tensor] = []
         self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
         self._restores: list[Callable[[], object]] = []
+        """Functions that restore objects of other kinds than dictionaries."""
+        self._dictionaries: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        """Dictionaries, also those of attributes, and copies of them."""
         self._compared: list[tuple[Tensor, int]] = []
         """Tensors that are not copied, and their versions."""
         self._opaque: type | None = None
@@ -114,15 +121,16 @@ class StepState:
         """Bytes that were copied."""
         self._seen: dict[int, object] = {}
         """Recorded objects by their identity; the values keep them alive."""
-        for parameter in module.parameters():
+        parameters = list(module.parameters())
+        for parameter in parameters:
             self._seen[id(parameter)] = parameter
             if parameter not in offloaded:
                 self._compared.append((parameter, parameter._version))
                 self.leaves.append(parameter)
-        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        trained = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._restores.append(lambda: _set_trained(trained))
-        # Modes and subclasses of the user see no copies.
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        # Modes and subclasses of the user see no copies. So many new objects would cause garbage collections.
+        with no_collections(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
             # The attributes of a module of TorchScript do not contain its buffers.
             self._record([module, *module.buffers(), *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
@@ -144,6 +152,8 @@ class StepState:
             for key in [key for key in self._logged if key.startswith(_LOGGED_BY) and key not in self._keys]:
                 del self._logged[key]
         with torch._C._DisableTorchDispatch():
+            for dictionary, items in self._dictionaries:
+                _refill(dictionary, items)
             for restore in self._restores:
                 restore()
         set_random_states(self._random)
@@ -179,7 +189,7 @@ class StepState:
         # Elements are read by methods of Python's classes: those of subclasses may do more, such as importing modules.
         if issubclass(kind, dict):
             items = dict(dict.items(value))
-            self._restores.append(lambda: _refill(value, items))
+            self._dictionaries.append((value, items))
             referred += (*items.keys(), *items.values()) if len(items) <= FEW else ()
         elif issubclass(kind, _SEQUENCES):
             base = next(base for base in _SEQUENCES if issubclass(kind, base))
@@ -195,10 +205,12 @@ class StepState:
             referred += base.__iter__(value) if base.__len__(value) <= FEW else ()
         if (attributes := _attributes(value)) is not None:
             before = dict(attributes)
-            self._restores.append(lambda: _refill(attributes, before))
-            hooks = [name for name in before if name in _HOOKS] if isinstance(value, nn.Module) else []
-            self._record_hooks([before[name] for name in hooks])
-            referred += [each for name, each in before.items() if name not in hooks]
+            self._dictionaries.append((attributes, before))
+            if isinstance(value, nn.Module):
+                self._record_hooks([before[name] for name in _HOOKS & before.keys()])
+                referred += [each for name, each in before.items() if name not in _HOOKS]
+            else:
+                referred += before.values()
         if slots := _slots(kind):
             given = {slot: slot.__get__(value) for slot in slots if _is_set(slot, value)}
             self._restores.append(lambda: _refill_slots(value, slots, given))
@@ -211,16 +223,8 @@ class StepState:
 
     def _record_hooks(self, hooks: list[dict[int, object]]) -> None:
         """Records the hooks of a module, such as those that a `training_step` registers and removes."""
-        before = [(mapping, dict(mapping)) for mapping in hooks]
-        self._code += [hook for _, items in before for hook in items.values()]
-
-        def restore() -> None:
-            for mapping, items in before:
-                if mapping or items:
-                    _refill(mapping, items)
-
-        if before:
-            self._restores.append(restore)
+        self._dictionaries += [(mapping, dict(mapping) if mapping else _EMPTY) for mapping in hooks]
+        self._code += [hook for mapping in hooks if mapping for hook in mapping.values()]
 
     def _record_code(self, function: Any) -> list[object]:
         """Records the variables that a user's function shares with the code around it, its attributes and defaults."""
@@ -461,6 +465,8 @@ def _restore_generator(value: Any) -> Callable[[], object] | None:
 
 
 def _refill(mapping: dict[Any, Any], items: dict[Any, Any]) -> None:
+    if not mapping and not items:
+        return
     # A subclass may have a `__setitem__` of its own; an OrderedDict has an order of its own.
     if type(mapping) is dict:
         mapping.clear()
