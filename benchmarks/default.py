@@ -95,7 +95,7 @@ class Probe(pl.Callback):
             peak = 0 if self._memory is None else self._memory.peak()
             self.result |= {"step": statistics.median(steps), "peak": peak}
             self.result |= {"outcome": _outcome(trainer), "warm_up": self._begin, "loss": self._loss}
-            auto, _ = _planners(trainer)
+            auto, _ = find_planners(trainer)
             if auto is not None and auto.regions is not None:
                 self.result["memory_budget"] = auto.regions.memory_budget
                 self.result["trials"] = [
@@ -134,7 +134,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
+def find_planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
     """Returns the callback that decides by default, and the planner, if there are any."""
     auto = next((one for one in trainer.callbacks if isinstance(one, AutoPlanner)), None)
     return auto, next((one for one in trainer.callbacks if isinstance(one, SwapPlanner)), None)
@@ -142,7 +142,7 @@ def _planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
 
 def in_force(trainer: Any, batch_idx: int) -> bool:
     """Returns whether there is a decision, and a plan was compared with measured steps if the decision is a plan."""
-    auto, planner = _planners(trainer)
+    auto, planner = find_planners(trainer)
     if batch_idx >= MOST_WARM_UP:
         return True
     if auto is not None and auto.states is not None and not auto.states.decided:
@@ -155,7 +155,7 @@ def in_force(trainer: Any, batch_idx: int) -> bool:
 
 
 def _outcome(trainer: Any) -> str:
-    auto, planner = _planners(trainer)
+    auto, planner = find_planners(trainer)
     if planner is not None:
         return "plan"
     return auto.outcome if auto is not None and auto.decides else "fixed"

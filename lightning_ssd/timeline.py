@@ -5,8 +5,10 @@ megabytes for a step instead of hundreds.
 """
 
 import json
+import math
 import tempfile
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,13 @@ PHASE_COLORS = {"forward": "#cfe8cf", "backward": "#cfdcf0", "optimizer": "#f3d3
 
 BETWEEN = "between"
 """The phase between two batches: data, logging, checkpoints."""
+
+HOST = "host"
+"""Label of waiting on a GPU whose next kernel the host has not launched yet, while its threads run."""
+LAUNCHED = "launched"
+"""Label of waiting on a GPU whose next kernel is launched and has not begun, although no copy has ended meanwhile."""
+UNKNOWN = "no kernel runs"
+"""Label of waiting on a GPU without a known cause."""
 
 _MARK = "lightning_ssd mark "
 _ROW_OF = {SSD_READ: "SSD read", SSD_WRITE: "SSD write", COPY_IN: "copy in", COPY_OUT: "copy out"}
@@ -76,6 +85,18 @@ class Timeline:
     def busy_share(self, row: str) -> float:
         """Returns the share of the time in which there was work in a row."""
         return sum(end - start for start, end in _union(self.rows[row])) / self.seconds if self.seconds else 0.0
+
+    def busy_seconds_in(self, row: str, phase: str) -> float:
+        """Returns the seconds in which there was work in a row during a phase."""
+        busy = [Span(*part, row) for part in _union(self.rows[row])]
+        return sum(one.end - one.start for one in _clip(busy, [one for one in self.phases if one.label == phase], ()))
+
+    def seconds_by_label(self, row: str) -> dict[str, float]:
+        """Returns the seconds of the spans of each label in a row, the largest first."""
+        seconds: dict[str, float] = {}
+        for start, end, label, _ in self.rows[row]:
+            seconds[label] = seconds.get(label, 0.0) + end - start
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def save_trace(self, path: Path) -> None:
         """Writes a Chrome trace (JSON), for chrome://tracing and ui.perfetto.dev. Transfers have their bytes."""
@@ -235,6 +256,7 @@ def read_timeline(
     # For a CPU, operators of the training thread, and its spans of other rows, which may be inside an operator.
     operators: list[Span] = []
     apart: list[Span] = []
+    launches = _Launches(thread)
     for event in events:
         start, long = event["ts"] / 1e6 - begin, event["dur"] / 1e6
         name, nbytes = name_and_bytes(event["name"])
@@ -245,6 +267,7 @@ def read_timeline(
         one = one._replace(nbytes=round(nbytes * (one.end - one.start) / long))  # the part in the timeline
         on_training_thread = event.get("tid") == thread
         row = _row_of(event.get("cat"), name, on_gpu=on_gpu, on_training_thread=on_training_thread)
+        launches.add(event, one, row)
         if row is not None:
             rows[row].append(one)
             if on_training_thread:
@@ -252,7 +275,8 @@ def read_timeline(
         elif not on_gpu and on_training_thread and event.get("cat") == "cpu_op":
             operators.append(one)
     if on_gpu:
-        rows["waiting"] = [Span(*gap, "no kernel runs") for gap in _without([(0.0, seconds)], rows["compute"])]
+        gaps = _without([(0.0, seconds)], rows["compute"])
+        rows["waiting"] = launches.causes(gaps, rows["copy in"], rows["copy out"])
     else:
         work = _outermost(operators)
         rows["compute"] = _clip(work, [one for one in phases if one.label in ("forward", "backward")], apart)
@@ -260,6 +284,72 @@ def read_timeline(
     for spans in rows.values():
         spans.sort()
     return Timeline(rows, phases, steps, seconds, device, on_gpu)
+
+
+class _Launches:
+    """The launches of kernels by the host, which say why the GPU computes nothing before a kernel begins.
+
+    Args:
+        thread: identifier of the training thread in the trace.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._launched: dict[int, tuple[float, int]] = {}
+        """By correlation, the end of a call that launches work, and the thread of the call."""
+        self._kernels: dict[float, int] = {}
+        """By the begin of a kernel, its correlation."""
+        self._blocked: dict[int, list[Span]] = {}
+        """By thread, spans in which it waits, or calls a function of CUDA that may block."""
+
+    def add(self, event: dict[str, Any], span: Span, row: str | None) -> None:
+        """Notes an event of the trace, with its span and row in the timeline."""
+        category, thread = event.get("cat"), event.get("tid", -1)
+        correlation = event.get("args", {}).get("correlation")
+        if category in ("cuda_runtime", "cuda_driver"):
+            if _may_block(span.label):
+                self._blocked.setdefault(thread, []).append(span)
+            elif correlation is not None:
+                self._launched[correlation] = span.end, thread
+        elif row == "compute" and correlation is not None:
+            self._kernels[span.start] = correlation
+        elif category in ("cpu_op", "user_annotation") and span.label.startswith(WAIT):
+            self._blocked.setdefault(thread, []).append(span)
+
+    def causes(
+        self, gaps: Iterable[tuple[float, float]], copies_in: Sequence[Span], copies_out: Sequence[Span]
+    ) -> list[Span]:
+        """Returns the parts of the gaps between kernels, each labeled with what the kernel after it has waited for.
+
+        Until the kernel's launch, that is the host: the wait or the blocking call of the launching thread or of the
+        training thread, or else `HOST`. After the launch, it is the copy that ended last before the kernel began, or
+        else `LAUNCHED`.
+        """
+        found: list[Span] = []
+        on_host: dict[int, list[Span]] = {}
+        copies = sorted([(one.end, "copy in") for one in copies_in] + [(one.end, "copy out") for one in copies_out])
+        for start, end in gaps:
+            at, thread = self._launched.get(self._kernels.get(end, -1), (None, -1))
+            if at is None:
+                found.append(Span(start, end, UNKNOWN))
+                continue
+            at = min(max(at, start), end)
+            if at > start:
+                on_host.setdefault(thread, []).append(Span(start, at, HOST))
+            if end > at:
+                last = bisect_right(copies, (end, "d")) - 1  # sorts after the names of copies
+                ended, copy = copies[last] if last >= 0 else (-math.inf, "")
+                found.append(Span(at, end, copy if ended > at else LAUNCHED))
+        for thread, parts in on_host.items():
+            blocked = _outermost(one for of in {thread, self._thread} for one in self._blocked.get(of, ()))
+            found += _clip(blocked, parts, ())
+            found += [Span(*part, HOST) for part in _without([(one.start, one.end) for one in parts], blocked)]
+        return found
+
+
+def _may_block(call: str) -> bool:
+    """Returns whether a function of CUDA may block its thread until the device has reached a point, or for long."""
+    return call.endswith("Synchronize") or call.startswith(("cudaMalloc", "cudaFree", "cudaHost"))
 
 
 def _is_mark(event: dict[str, Any]) -> bool:

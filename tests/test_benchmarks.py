@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import default, planning_cost, teraio
+from benchmarks import bounds, default, planning_cost, teraio
 from benchmarks.default_models import FAMILIES
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.planning import HardwareProfile
@@ -92,3 +92,38 @@ def test_the_cost_of_planning_is_that_of_steps_before_the_plan_is_in_force() -> 
     assert found["plain"] == [6.0, 1.0, 1.0, 1.0] and found["ours"] == [9.0, 1.75, 1.375, 1.0]
     assert found["extra_seconds"] == 3.75 and found["worst_ratio"] == 1.75
     assert found["plain_step"] == 1.0 and found["later_ratio"] == 1.1875
+
+
+def test_the_bounds_of_a_planned_training_and_of_one_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_here(command: Sequence[str], limit: float) -> dict[str, Any]:
+        case, *options = command[command.index("--one") + 1 :]
+        given = dict(option.split("=", 1) for option in options)
+        return bounds.train(bounds.parse(case), Path(given["--path"]), int(given["--steps"]), given.get("--gpu-memory"))
+
+    monkeypatch.setenv("LIGHTNING_SSD_PLAN_CACHE", "1")  # restored after main has changed it
+    monkeypatch.setattr(bounds, "run_alone", run_here)
+    monkeypatch.setattr(swap_planner, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
+    out, traces = tmp_path / "bounds.json", tmp_path / "traces"
+    case = "llama:64x2,batch=2,tokens=16,states=host"
+    command = ["bounds", "--out", str(out), "--path", str(tmp_path), "--traces", str(traces), "--steps", "3"]
+    monkeypatch.setattr(sys, "argv", [*command, "--cases", case, "--gpu-memory", "200MB"])
+    bounds.main()
+    monkeypatch.setattr(sys, "argv", [*command, "--cases", f"{case},plain"])
+    bounds.main()
+    planned, plain = json.loads(out.read_text()).values()
+    assert planned["deferred"] and planned["ordered_bound"] >= bounds.bounds(planned)[1] > 0
+    assert planned["predicted"] >= planned["ordered_bound"]
+    assert set(planned["predicted_busy"]) == {"compute", "copy_in", "copy_out", "ssd", "cpu", "launch"}
+    assert planned["busy"]["copy in"] > 0 and planned["busy"]["CPU optimizer"] > 0
+    assert "predicted" not in plain and not plain["deferred"] and not plain["busy"]["copy in"]
+    assert bounds.bounds(plain)[1] == max(plain["busy"].values())
+    assert {trace.name for trace in traces.iterdir()} == {
+        "llama-64x2-batch-2-tokens-16-states-host.json.gz",
+        "llama-64x2-batch-2-tokens-16-states-host-plain.json.gz",
+    }
+    measured = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--report"])
+    bounds.main()
+    assert measured.endswith(capsys.readouterr().out)

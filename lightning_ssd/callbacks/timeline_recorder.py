@@ -21,9 +21,10 @@ class TimelineRecorder(pl.Callback):
 
     Rows: compute (GPU kernels; on a CPU, the operators of forward and backward on the training thread), copies from
     host memory to the device and back, reads and writes of the SSDs, the optimizer on the CPU, and waiting (on a GPU:
-    no kernel runs, because of a copy, a step or the host; on a CPU: the training thread is blocked). Above them are the
-    phases of the training: forward, backward, optimizer. The percentage of a row is the share of the time in which it
-    is busy.
+    no kernel runs; on a CPU: the training thread is blocked). Above them are the phases of the training: forward,
+    backward, optimizer. The percentage of a row is the share of the time in which it is busy. In the trace, a wait of
+    a GPU is named after its cause: "host" (the host has not launched the next kernel yet), what the host waits for
+    meanwhile ("wait for weights", "cudaStreamSynchronize"), or the copy that the launched kernel waits for.
 
     The callback works under every strategy, including plain Lightning's, on CPU and CUDA devices, and does not change
     results. Outside of the recorded steps it does nothing. Within them, recording takes a few microseconds per

@@ -87,8 +87,12 @@ class GradScaleDecision:
         """The scale, or the most likely one; None if the step is to be deferred."""
         if self.scale.done():
             return self.scale.result()
-        likely = self._clip == "speculative" or (self._clip == "auto" and self._miss_rate < self.MISS_THRESHOLD)
-        return self._speculated if likely else None
+        return None if self.defers else self._speculated
+
+    @property
+    def defers(self) -> bool:
+        """Whether steps whose scale is not known wait for it, as the speculated scale is not likely enough."""
+        return self._clip == "deferred" or (self._clip == "auto" and self._miss_rate >= self.MISS_THRESHOLD)
 
     @property
     def given_up(self) -> bool:

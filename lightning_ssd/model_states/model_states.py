@@ -546,6 +546,11 @@ class ModelStates(Uncopied):
         """Returns the bytes written to SSDs and read from them; None if no values are there."""
         return None if self.staging is None else self.staging.store.stats()
 
+    @property
+    def defers_steps(self) -> bool:
+        """Whether the next steps wait for the end of backward, at which the norm or the loss scale is known."""
+        return self._decision.needs_norm and self._decision.defers
+
     def stepped(self) -> WorkCounter:
         """Returns the offloaded parameters that were stepped, and the seconds of the CPU.
 

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 
@@ -382,3 +384,64 @@ def test_of_a_gpu_the_kernels_are_compute_and_phases_are_on_its_clock() -> None:
         "waiting": [(4, 6, "no kernel runs"), (7, 8, "no kernel runs")],
     }
     assert timeline.busy_share("compute") == 5 / 8
+
+
+def launch(
+    name: str, correlation: int, call: tuple[float, float], ran: tuple[float, float], tid: int = 1
+) -> list[dict[str, Any]]:
+    args = {"args": {"correlation": correlation}}
+    return [event("cudaLaunchKernel", *call, "cuda_runtime", tid) | args, event(name, *ran, "kernel", 7) | args]
+
+
+def test_a_wait_of_a_gpu_is_named_after_what_the_next_kernel_waits_for() -> None:
+    events = [
+        *launch("first", 1, (10, 10.5), (10.5, 11)),
+        *launch("after a synchronization", 2, (14, 14.5), (15, 16)),
+        event("cudaStreamSynchronize", 10.6, 13, "cuda_runtime"),
+        event("Memcpy HtoD (Pinned -> Device)", 13, 14.8, "gpu_memcpy", tid=9),
+        event("Memcpy DtoH (Device -> Pinned)", 12, 13, "gpu_memcpy", tid=10),
+        *launch("in backward", 3, (17, 18), (18, 19), tid=2),
+        event("wait for weights", 15.5, 17, tid=2),
+        event("wait for weights", 10, 20, tid=3),  # on a thread that launches nothing
+        event("cudaLaunchKernel", 19, 20, "cuda_runtime"),
+        event("of a graph", 20, 21, "kernel", 7),
+    ]
+    boundaries = marks(start=10, step_0=10, forward=10, backward=16, end=22)
+    timeline = read_timeline(events + boundaries, 1, "H100", [0, 0, 0, 6, 12])
+    assert spans_of(timeline)["waiting"] == [
+        (0, 0.5, "host"),
+        (1, 3, "cudaStreamSynchronize"),
+        (3, 4.5, "host"),
+        (4.5, 5, "copy in"),
+        (6, 7, "wait for weights"),
+        (7, 8, "host"),
+        (9, 10, "no kernel runs"),
+        (11, 12, "no kernel runs"),
+    ]
+    assert list(timeline.seconds_by_label("waiting")) == [
+        "host", "cudaStreamSynchronize", "no kernel runs", "wait for weights", "copy in"
+    ]  # fmt: skip
+    assert timeline.busy_seconds_in("compute", "forward") == pytest.approx(1.5)
+    assert timeline.busy_seconds_in("compute", "backward") == pytest.approx(2)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3)), max_size=12)
+
+
+@given(SPANS, SPANS, SPANS, st.lists(st.integers(0, 12), min_size=12, max_size=12))
+def test_waits_of_a_gpu_fill_the_time_without_kernels(
+    kernels: list[tuple[int, int, int]],
+    blocked: list[tuple[int, int, int]],
+    copies: list[tuple[int, int, int]],
+    ahead: list[int],
+) -> None:
+    events = []
+    for number, ((start, long, thread), early) in enumerate(zip(kernels, ahead, strict=False)):
+        begin = max(0, start - early)
+        events += launch("kernel", number, (begin, begin + 0.5), (start, start + long), thread)
+    events += [event("wait for weights", start, start + long, tid=thread) for start, long, thread in blocked]
+    events += [event("Memcpy HtoD", start, start + long, "gpu_memcpy", 9) for start, long, _ in copies]
+    timeline = read_timeline(events + marks(start=0, step_0=0, forward=0, end=50), 1, "H100", [0, 0, 0, 50])
+    waiting = timeline.seconds_by_label("waiting")
+    assert sum(waiting.values()) == pytest.approx(50 * (1 - timeline.busy_share("compute")))
+    assert timeline.busy_share("waiting") == pytest.approx(1 - timeline.busy_share("compute"))
