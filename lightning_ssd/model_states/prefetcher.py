@@ -228,16 +228,15 @@ class ParamPrefetcher:
     def wait(self, flat: FlatParameter) -> None:
         """Orders the compute stream after the prefetch of `flat`, if it is resident."""
         with self._lock:
-            if flat in self._loads:
-                self._loads[flat].wait()
+            if (load := self._loads.get(flat)) is not None:
+                load.wait()
 
     def _make_resident(self, unit: int) -> None:
         """Makes `unit` resident, and evicts units that are not expected soon."""
         if any(flat not in self._loads for flat in self._units[unit]):
             self._evict_all_but(self._lookahead())
             self._prefetch_unit(unit)
-        for flat in self._units[unit]:
-            self.wait(flat)
+        self._wait_for_unit(unit)
 
     def _use(self, unit: int) -> None:
         if not self._uses or self._uses[-1] != unit:
@@ -250,8 +249,12 @@ class ParamPrefetcher:
             self._prefetch(expected)  # `unit` is the first of them
         else:
             self._prefetch_unit(unit)
+        self._wait_for_unit(unit)
+
+    def _wait_for_unit(self, unit: int) -> None:
         for flat in self._units[unit]:
-            self.wait(flat)
+            if (load := self._loads.get(flat)) is not None:
+                load.wait()
 
     def _lookahead(self) -> list[int]:
         """Returns the last used unit and the next ones that fit into the budget, in the order of their use."""
@@ -271,26 +274,28 @@ class ParamPrefetcher:
         for unit in expected:
             self._prefetch_unit(unit)
 
-    @uninterrupted
     def _prefetch_unit(self, unit: int) -> None:
         for flat in self._units[unit]:
-            if flat not in self._loads and flat not in self._retired:
-                self._unstage()
-                target = flat.allocate()
-                # The memory belongs to the compute stream until it has passed the mark recorded here.
-                urgency = Urgency()
-                store = self._stores[flat]
-                after = self._copies.mark(awaited=store.reads_to_device)
-                arrived = store.prefetch_to(target, after, urgency)
-                self._loads[flat] = _Load(arrived, urgency, self._copies)
+            if flat not in self._loads and flat not in self._retired:  # seldom: most uses find all units resident
+                self._prefetch_flat(flat)
 
-    def _evict_all_but(self, expected: Sequence[int]) -> None:
+    @uninterrupted  # which takes longer than all else that a use of a resident unit does
+    def _prefetch_flat(self, flat: FlatParameter) -> None:
+        self._unstage()
+        target = flat.allocate()
+        # The memory belongs to the compute stream until it has passed the mark recorded here.
+        urgency = Urgency()
+        store = self._stores[flat]
+        after = self._copies.mark(awaited=store.reads_to_device)
+        arrived = store.prefetch_to(target, after, urgency)
+        self._loads[flat] = _Load(arrived, urgency, self._copies)
+
+    def _evict_all_but(self, expected: Iterable[int]) -> None:
         """Evicts the units that are neither in use nor `expected` soon."""
-        for flat in list(self._loads):
-            unit = self._unit_of[flat]
-            in_use = flat.users or any(unit in running.units for running in self._nodes.values())
+        kept = set(expected).union(*(running.units for running in self._nodes.values()))
+        for flat, load in list(self._loads.items()):
             # A load that is not issued yet would write to memory of its next owner.
-            if not in_use and unit not in expected and self._loads[flat].issued:
+            if self._unit_of[flat] not in kept and not flat.users and load.issued:
                 self.evict(flat)
 
 
@@ -321,9 +326,9 @@ class _Load:
 
     def wait(self) -> None:
         """Orders the compute stream after the copy. Blocks the host until the copy is issued."""
+        if self._waited:  # most calls: each saved weight that backward unpacks makes one
+            return
         if not self._issued.done():
             self._urgency.begin_wait()
-        mark = wait_for(self._issued, "weights")
-        if not self._waited:
-            self._waited = True
-            self._copies.wait(mark)
+        self._copies.wait(wait_for(self._issued, "weights"))
+        self._waited = True
