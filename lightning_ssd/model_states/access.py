@@ -220,6 +220,18 @@ class Access:
                     if version != before[index] and flat.memory(index) is None:
                         Weights(self, flat, index).write(flat.view(index))
 
+    def grad(self, parameter: OffloadedParameter) -> Tensor | None:
+        """Returns `parameter.grad`, by a shorter way than `run`: optimizers read it of every parameter in every step.
+
+        Raises:
+            RuntimeError: compiled code reads it.
+        """
+        if parameter.flat.summoned:
+            return parameter.grad
+        _check_not_compiled(parameter)
+        weights = _weights(parameter)
+        return self._grad_of(weights.flat, weights.index)
+
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
 
@@ -229,12 +241,7 @@ class Access:
         found = offloaded_in(args, kwargs)
         if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
             return func(*args, **kwargs)
-        if torch._guards.CompileContext.try_get() is not None:
-            raise RuntimeError(
-                f"{next(iter(found.values())).source.name}, which is offloaded, is given to a compiled function. "
-                "Compile the module whose forward calls the function (`module.compile()`), in `setup` at the latest, "
-                "or give it a `.clone()`."
-            )
+        _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
             if func is torch.autograd.grad:
                 self._use_full_precision(found.values())
@@ -254,8 +261,6 @@ class Access:
                     return func(like, *args[1:], **kwargs)
                 case Kind.SET_DATA:
                     return self._set_data(first, args[1])
-                case Kind.GET_GRAD if parameter is not None:
-                    return self._grad_of(_weights(parameter).flat, _weights(parameter).index)
                 case Kind.SET_GRAD if parameter is not None:
                     gradient = args[1] if len(args) > 1 else None
                     return self._set_grad(_weights(parameter).flat, _weights(parameter).index, gradient)
@@ -587,6 +592,16 @@ def _changed_by_compiled(name: str) -> RuntimeError:
         f"compiled code has changed {name} in place, which is offloaded and has 16 bits on the device. Change it "
         "outside of the compiled module, or set `states='gpu'`."
     )
+
+
+def _check_not_compiled(tensor: OffloadedParameter | OffloadedView) -> None:
+    """Raises RuntimeError if Dynamo compiles a function that is given `tensor`."""
+    if torch._guards.CompileContext.try_get() is not None:
+        raise RuntimeError(
+            f"{tensor.source.name}, which is offloaded, is given to a compiled function. "
+            "Compile the module whose forward calls the function (`module.compile()`), in `setup` at the latest, "
+            "or give it a `.clone()`."
+        )
 
 
 def _weights(parameter: OffloadedParameter) -> Weights:

@@ -99,6 +99,8 @@ class _RunsOperators:
             if kind in cls._DIRECT:
                 return func(*args, **(kwargs or {}))
             try:
+                if kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter:
+                    return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, args, kwargs):
                     result = func(*args, **(kwargs or {}))
                     return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
