@@ -20,8 +20,8 @@ from lightning_ssd.planning import HardwareProfile, ModelProfile
 __all__ = ["has_more_memory", "is_like", "plan_key", "recorded_forward"]
 
 _MEASURED = (
-    "samples", "tokens", "forward_seconds", "backward_seconds", "between_seconds", "recompute_seconds",
-    "launch_seconds", "waits", "other_gpu_bytes", "between_gpu_bytes", "weight_room_bytes",
+    "samples", "tokens", "forward_seconds", "backward_seconds", "between_seconds", "between_offloaded",
+    "recompute_seconds", "launch_seconds", "waits", "other_gpu_bytes", "between_gpu_bytes", "weight_room_bytes",
 )  # fmt: skip
 """Fields of profiles that equal forwards need not have in common."""
 

@@ -15,7 +15,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
-from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.plan import PartPlan, Plan
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES
 from lightning_ssd.planning.saved_groups import (
     FixedPlacement,
@@ -336,11 +336,18 @@ class _Search:
                 amount, parts = max(1, amount // 2), max(1, parts // 2)
 
     def try_few_launches(self) -> None:
-        """Simulates plans with few launches if those of the fastest plan lengthen its step."""
+        """Simulates plans with few launches: if those of the fastest plan lengthen its step, and with all states on the
+        GPU, where plain unit calls are possible."""
         base = self.fastest.plan
         without = simulate(self.model, self.hardware.with_launches(0.0), base)
-        if self.fastest.score[1] <= CLOSE_ENOUGH * without.step_seconds:
-            return
+        if self.fastest.score[1] > CLOSE_ENOUGH * without.step_seconds:
+            self._try_few_launches_of(base)
+        needed = sum(part.resident_bytes for part in self.parts)
+        if self.fixed is None and base.offloads_states and needed < self.hardware.gpu_bytes:
+            self._try_few_launches_of(base.placed(self.model, [PartPlan("gpu", "gpu")] * len(self.parts)))
+
+    def _try_few_launches_of(self, base: Plan) -> None:
+        """Simulates plans with few launches that place model states as `base` does."""
         excess = self.consider(plan_few_launches(self.model, self.hardware, base, 0, 0.0)).gpu_peak_bytes
         for device_weight in DEVICE_WEIGHTS:
             nbytes, before = excess - self.hardware.gpu_bytes, base

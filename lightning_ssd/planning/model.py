@@ -90,10 +90,17 @@ class PartProfile:
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
 
     @property
+    def resident_gradient_bytes(self) -> int:
+        """GPU bytes of gradients if the part is on the GPU: fp32 there, also where they are offloaded as bf16."""
+        return max(self.gradient_bytes, FP32_BYTES * self.parameters)
+
+    @property
     def resident_bytes(self) -> int:
         """GPU bytes of the part if it is on the GPU."""
-        return self.weight_bytes + self.state_bytes_read + self.gradient_bytes
+        return self.weight_bytes + self.state_bytes_read + self.resident_gradient_bytes
 
+
+FP32_BYTES = 4
 
 _OF_PARTS = ("parameters", "weight_bytes", "gradient_bytes", "state_bytes_read", "state_bytes_written")
 
@@ -190,6 +197,8 @@ class ModelProfile:
             scale of a step is known only after backward.
         between_seconds: measured GPU seconds of a step outside forward and backward: steps of resident parameters, and
             idle time until the next batch. None: calculated from the bytes of resident parameters.
+        between_offloaded: offloaded parameters in these seconds. The idle time is the host's for their steps, and less
+            for a plan with fewer of them; 0: it is the same for all plans.
         other_gpu_bytes: measured GPU bytes at the peak, minus those that the other fields explain.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
         weight_room_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
@@ -205,6 +214,7 @@ class ModelProfile:
     tokens: int
     clip_norm: bool = False
     between_seconds: float | None = None
+    between_offloaded: int = 0
     other_gpu_bytes: int = 0
     between_gpu_bytes: int = 0
     weight_room_bytes: int | None = None
@@ -214,6 +224,7 @@ class ModelProfile:
         for field in ("micro_batches", "samples", "tokens"):
             check_positive(field, getattr(self, field))
         check_not_negative("between_seconds", self.between_seconds or 0.0)
+        check_not_negative("between_offloaded", self.between_offloaded)
         check_not_negative("weight_room_bytes", self.weight_room_bytes or 0)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")

@@ -19,12 +19,15 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
     """Returns the permanently allocated bytes of compute weights, optimizer states and gradients in each tier."""
     resident: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
     weights, states, gradients = resident.values()
-    versions = 2 if plan.clip == "speculative" else 1
     for (_, profile), part in zip(model.parts, plan.parts(model), strict=True):
+        versions = 2 if plan.clip == "speculative" and part.offloaded else 1  # the GPU makes no speculative steps
         weights[part.weights] += versions * profile.weight_bytes
         states[part.states] += versions * profile.state_bytes_read
         # Gradients are allocated permanently: they are accumulated, and wait for the norm.
-        gradients["gpu" if part.states == "gpu" else "host"] += profile.gradient_bytes
+        if part.offloaded:
+            gradients["host"] += profile.gradient_bytes
+        else:
+            gradients["gpu"] += profile.resident_gradient_bytes
     return resident
 
 

@@ -5,7 +5,7 @@ and evictions, cancelled writes, deferred steps in halves, launches by the host.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 from lightning_ssd.planning.event_simulation import (
@@ -305,12 +305,8 @@ class StepTasks:
             gradients: for each unit, the task at whose end its gradient is in its tier.
             backward_start: last compute task of the last forward, before which no states are prefetched.
         """
-        gpu_rate = self._step_rates[1]
         scale_known = self._compute
-        resident = [profile for parts in self.units for profile, part in parts if part.states == "gpu"]
-        between = self.model.between_seconds
-        if between is None:
-            between = sum(profile.resident_bytes + profile.state_bytes_written for profile in resident) / gpu_rate
+        between = self._between_seconds()
         made: Task | None = None
         if between:
             self.launch_seconds += between  # an upper bound of the host's time for these steps
@@ -331,6 +327,24 @@ class StepTasks:
                     self._add_job(step, index, profile, part, after, before, backward_start, in_halves=in_halves)
                 elif made is not None and made not in self._updated[index]:
                     self._updated[index].append(made)
+
+    def _between_seconds(self) -> float:
+        """Returns the GPU seconds between backward and the next forward."""
+        every = [item for parts in self.units for item in parts]
+
+        def stepping(profiles: Iterable[PartProfile]) -> float:
+            nbytes = sum(profile.resident_bytes + profile.state_bytes_written for profile in profiles)
+            return nbytes / self._step_rates[1]
+
+        measured, offloaded_then = self.model.between_seconds, self.model.between_offloaded
+        if measured is None:
+            return stepping(profile for profile, part in every if not part.offloaded)
+        if not offloaded_then:
+            return measured
+        per_parameter = stepping(profile for profile, _ in every) / self.model.parameters
+        offloaded = sum(profile.parameters for profile, part in every if part.offloaded)
+        idle = max(0.0, measured - per_parameter * (self.model.parameters - offloaded_then))
+        return per_parameter * (self.model.parameters - offloaded) + min(1.0, offloaded / offloaded_then) * idle
 
     def _add_job(
         self,

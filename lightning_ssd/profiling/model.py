@@ -386,6 +386,10 @@ class Profiler(Uncopied):
         launches = self._launch_seconds(measure_host_overhead(self._offloader.device))
         units = unit_profiles(self.units, self.graph, self.saved, launches, self._part_profiles)
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
+        offloaded = 0
+        if self._states is not None:
+            stepped = (flat for flat, store in self._states.stores.items() if store.layout.steps)
+            offloaded = sum(item.numel for flat in stepped for item in flat.param_views)
         return ModelProfile(
             name,
             units,
@@ -394,6 +398,7 @@ class Profiler(Uncopied):
             tokens,
             clip_norm,
             between,
+            offloaded,
             weight_room_bytes=None if self._states is None else self._states.weight_room_bytes,
             waits=2 * self._ahead <= self._begun,
         )

@@ -160,9 +160,9 @@ def test_memory_is_left_for_steps_on_the_gpu(saved: int, gpu_bytes: int) -> None
     assert found.step_seconds < 0.9 * simulate(model, machine, on_cpu).step_seconds
 
 
-@pytest.mark.parametrize(("planner", "gpu_bytes"), [("holistic", 24 * GB), ("holistic", 40 * GB), ("teraio", 40 * GB)])
+@pytest.mark.parametrize(("planner", "gpu_bytes"), [("holistic", 24 * GB), ("holistic", 44 * GB), ("teraio", 40 * GB)])
 def test_memory_between_the_sizes_of_two_units_is_used_by_parts(planner: str, gpu_bytes: int) -> None:
-    """Units have 16 GB of states. With parts of 4 GB, more bytes are on the GPU, and the step is shorter."""
+    """Units have 18 GB of states. With parts of 4.5 GB, more bytes are on the GPU, and the step is shorter."""
     whole = make_model(8, forward=0.01, parameters=10**9, saved=10**6, inputs=10**6)
     machine = replace(H100, gpu_bytes=gpu_bytes, host_bytes=200 * GB)
     found = []
@@ -174,7 +174,7 @@ def test_memory_between_the_sizes_of_two_units_is_used_by_parts(planner: str, gp
         resident = sum(profile.resident_bytes for (_, profile), part in parts if part.states == "gpu")
         found.append((resident, prediction.step_seconds))
     (of_units, slower), (of_parts, faster) = found
-    assert of_units % (16 * GB) == 0 < of_parts % (16 * GB)
+    assert of_units % (18 * GB) == 0 < of_parts % (18 * GB)
     assert of_units < of_parts and faster < slower
 
 
@@ -418,6 +418,15 @@ def test_where_launches_bound_a_step_few_units_are_intercepted() -> None:
     assert best.gpu_peak_bytes <= machine.gpu_bytes < kept.gpu_peak_bytes
     assert plan.intercepted == [True] * 2 + [False] * 6
     assert best.step_seconds < kept.step_seconds + 2.5 * 9 * 0.01
+
+
+def test_where_launches_bound_a_step_all_states_are_on_the_gpu() -> None:
+    """There, five units free what states need. With offloaded states all units would be intercepted."""
+    model = make_model(8, saved=4 * GB, inputs=10**7, parameters=10**8, forward=0.01, launch=0.1, operations=9)
+    machine = replace(H100, launch=HostOverhead(follow=0.01, send=0.001), gpu_bytes=30 * GB, host_bytes=200 * GB)
+    plan = make_plan(model, machine)
+    assert not plan.offloads_states
+    assert plan.intercepted == [True] * 5 + [False] * 3
 
 
 def test_units_with_offloaded_states_are_all_intercepted() -> None:

@@ -90,6 +90,29 @@ def test_steps_need_memory_between_backward_and_forward() -> None:
     assert peaks == [40, 40, 100]
 
 
+@pytest.mark.parametrize(
+    ("resident", "seconds"),
+    [
+        (0, 5.0),  # as measured
+        (2, 3.0 + 2 * 0.1),  # without the idle time for the steps of two of four units, and with their steps on the GPU
+        (4, 1.0 + 4 * 0.1),
+    ],
+)
+def test_idle_time_of_offloaded_steps_ends_with_them(resident: int, seconds: float) -> None:
+    """4 s were measured for the steps of four offloaded units. A step on the GPU of one reads and writes 0.1 s."""
+    model = replace(make_model(4, saved=10, inputs=0, parameters=100), between_seconds=4.0, between_offloaded=400)
+    moved = sum(part.resident_bytes + part.state_bytes_written for _, part in model.parts[:1])
+    machine = replace(FAST, gpu_memory_bandwidth=moved / 0.1)
+    plan = plan_of(model, "host", "host", "keep", "keep")
+    units = {
+        name: replace(unit, weights="gpu", states="gpu") if index < resident else unit
+        for index, (name, unit) in enumerate(plan.units.items())
+    }
+    step = simulate(model, machine, replace(plan, units=units)).step_seconds
+    without = simulate(replace(model, between_seconds=0.0, between_offloaded=0), machine, replace(plan, units=units))
+    assert step - without.step_seconds == pytest.approx(seconds - 1.0, rel=0.02)
+
+
 def test_all_on_the_gpu() -> None:
     """Nothing is transferred: a step is its computation."""
     model = make_model(4, parameters=0)
@@ -233,10 +256,9 @@ def test_a_small_window_stalls() -> None:
 
 
 def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
-    slots = 2 if plan.clip == "speculative" else 1
     parts = plan.parts(model)
     return sum(
-        slots * (profile.weight_bytes + profile.state_bytes_read) + profile.gradient_bytes
+        profile.weight_bytes + profile.state_bytes_read + max(profile.gradient_bytes, 4 * profile.parameters)
         for (_, profile), part in zip(model.parts, parts, strict=True)
         if part.states == "gpu"
     ) + DEVICE_STEP_BYTES * any(part.step == "gpu" for part in parts)
