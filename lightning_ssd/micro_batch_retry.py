@@ -1,9 +1,10 @@
-"""`MicroBatchRetry`: runs a micro-batch that has run out of device memory again, with all saved tensors offloaded.
+"""`MicroBatchRetry`: runs a micro-batch that has run out of device memory again, with less and less on the device.
 
 The peak memory of a micro-batch is not known before the first backward, and a later prediction may be wrong: other
-processes allocate memory, fragments grow, inputs outside of the batch's tensors get longer. The failed attempt has no
+processes allocate memory, fragments grow, inputs outside of the batch's tensors get longer. A failed attempt has no
 effect: its graph and gradients are dropped, the state that `training_step` may have changed is restored (`StepState`),
-and `training_step` runs again with the same random numbers. Hooks between forward and backward are not repeated.
+and `training_step` runs again with the same random numbers: with all saved tensors offloaded, and if that fails, too,
+with model states offloaded that were on the device. Hooks between forward and backward are not repeated.
 
 The micro-batch is not run again where user code could tell the difference: where hooks of the module run between
 forward and backward or callbacks set its attributes there, where hooks of modules or parameters run in backward, where
@@ -33,17 +34,19 @@ _BETWEEN = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", 
 
 
 class MicroBatchRetry:
-    """Runs one micro-batch, twice if needed.
+    """Runs one micro-batch, several times if needed.
 
     All methods are called on the training thread.
 
     Args:
         trainer: the Trainer.
         inputs: arguments of `training_step`.
-        states: offloaded model states; `None`: all are on the device.
+        states: returns the offloaded model states; `None`: all are on the device.
         forward: runs `training_step`.
         save_memory: called before the second attempt, with the part of the first one that has failed ("forward" or
             "backward"); applies a policy that needs less device memory.
+        offload_states: called before the third attempt, in the same way; offloads model states. `None`: there is no
+            third attempt.
         delay_steps: whether the optimizer steps of offloaded gradients begin after backward. Else they may have begun
             when it runs out of memory, and the micro-batch can't be run again.
     """
@@ -52,47 +55,59 @@ class MicroBatchRetry:
         self,
         trainer: pl.Trainer,
         inputs: object,
-        states: ModelStates | None,
+        states: Callable[[], ModelStates | None],
         forward: Callable[[], Any],
         save_memory: Callable[[str], None],
+        offload_states: Callable[[str], None] | None,
         *,
         delay_steps: bool,
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
+        self._inputs = inputs
         self._forward = forward
-        self._save_memory = save_memory
+        self._save_memory: Callable[[str], None] | None = save_memory
+        self._offload_states = offload_states
         self._states = states
         self._delay_steps = delay_steps
-        offloaded = set() if states is None else states.parameters
-        groups = [optimizer.param_groups for optimizer in trainer.optimizers]
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        reached = (inputs, groups, schedulers)
-        self._state: StepState | None = StepState(self._module, reached, trainer._results, offloaded)
-        self._leaves = self._state.leaves
-        self._gradients = _Gradients(self._leaves)
+        self._state: StepState | None = self._record_state()
+        """The state before the micro-batch; `None`: it was run for the last time."""
+        self._gradients = _Gradients(self._state.leaves)
         self._attributes: dict[str, Any] = {}
-        """Attributes of the module after the first `training_step`."""
+        """Attributes of the module after `training_step`."""
         self._output: Any = None
-        """Result of `training_step`, whose graph is dropped before a second attempt."""
+        """Result of `training_step`, whose graph is dropped before another attempt."""
+
+    def _record_state(self) -> StepState:
+        states = self._states()
+        offloaded = set() if states is None else states.parameters
+        groups = [optimizer.param_groups for optimizer in self._trainer.optimizers]
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        reached = (self._inputs, groups, schedulers)
+        return StepState(self._module, reached, self._trainer._results, offloaded)
 
     def forward(self) -> Any:
         """Runs `training_step`, and returns its result."""
-        assert self._state is not None
+        while not self._try_forward():
+            self._prepare_attempt("forward")
+        return self._output
+
+    def _try_forward(self) -> bool:
+        """Runs `training_step`. Returns False if it has run out of memory, and may be run again."""
         try:
-            self._output = self._forward()
+            with self._explained("forward"):
+                self._output = self._forward()
             self._attributes = dict(vars(self._module))
-            return self._output
+            return True
         except torch.OutOfMemoryError as error:
+            if self._state is None:
+                raise
             obstacle = self._gradients.obstacle() or self._obstacle()
             if obstacle is not None:
                 _refuse(error, obstacle)
                 raise
-        # The exception, and with it the frames of the failed attempt, are freed here.
-        self._run_again_after("forward")
-        with self._explained("forward"):
-            self._output = self._forward()
-        return self._output
+            # The exception, and with it the frames of the failed attempt, are freed at the end of this block.
+            return False
 
     def backward(
         self, losses: tuple[Tensor, Tensor], run: Callable[[Tensor], object], scale: Callable[[Tensor], Tensor]
@@ -105,71 +120,106 @@ class MicroBatchRetry:
             scale: returns a scaled loss.
         """
         random = random_states()
-        self._gradients = _Gradients(self._leaves)
+        self._gradients = _Gradients([] if self._state is None else self._state.leaves)
         changed = self._attribute_set_since_forward()
-        if self._states is not None and self._delay_steps:
-            self._states.delay_steps()
-        try:
-            run(losses[1])
+        states = self._states()
+        if states is not None and self._delay_steps:
+            states.delay_steps()
+        if self._try_backward(losses[1], run, changed):
             return
+        for loss in losses:
+            _drop_graph(loss)
+        first, self._output = _Output(self._output), None
+        name = self._module._current_fx_name
+        part = "backward"
+        while True:
+            self._prepare_attempt(part)
+            if not self._try_forward():
+                part = "forward"
+                continue
+            part = "backward"
+            first.fill(self._output)
+            self._module._current_fx_name = name
+            set_random_states(random)  # hooks between forward and backward may have drawn numbers
+            loss = scale(_loss_of(self._output) / self._trainer.accumulate_grad_batches)
+            with self._gradients.kept(), _named_operators():
+                if self._try_backward(loss, run, None):
+                    return
+            del loss
+            self._output = None
+
+    def _try_backward(self, loss: Tensor, run: Callable[[Tensor], object], changed: str | None) -> bool:
+        """Runs a backward. Returns False if it has run out of memory, and the micro-batch may be run again.
+
+        Args:
+            loss: the scaled loss.
+            run: runs the backward of it.
+            changed: an attribute of the module that was set between forward and backward, if any.
+        """
+        try:
+            with self._explained("backward"):
+                run(loss)
+            return True
         except torch.OutOfMemoryError as error:
-            obstacle = self._obstacle_in_backward(losses[1])
+            if self._state is None:
+                raise
+            obstacle = self._obstacle_in_backward(loss)
             if changed is not None and obstacle is None:
                 obstacle = f"a hook before backward has set `{changed}` of the module"
             if obstacle is not None:
                 _refuse(error, obstacle)
                 raise
-        for loss in losses:
-            _drop_graph(loss)
-        first, self._output = _Output(self._output), None
-        name = self._module._current_fx_name
-        self._run_again_after("backward")
-        with self._explained("forward"):
-            output = self._forward()
-        first.fill(output)
-        self._module._current_fx_name = name
-        set_random_states(random)  # hooks between forward and backward may have drawn numbers
-        with self._gradients.kept(), self._explained("backward"), _named_operators():
-            run(scale(_loss_of(output) / self._trainer.accumulate_grad_batches))
+            return False
 
-    def _run_again_after(self, part: str) -> None:
-        """Restores the state before the micro-batch. A second failure is an error."""
+    def _prepare_attempt(self, part: str) -> None:
+        """Restores the state before the micro-batch, and has the next attempt need less memory."""
         state, self._state = self._state, None
         assert state is not None
         gc.collect()
         self._gradients.drop()
         state.restore()
-        if self._states is not None:
-            self._states.drop_delayed()
-            self._states.begin("train")
-        self._save_memory(part)
+        states = self._states()
+        if states is not None:
+            states.drop_delayed()
+            states.begin("train")
+        save_memory, self._save_memory = self._save_memory, None
+        if save_memory is not None:
+            save_memory(part)
+        else:
+            offload_states, self._offload_states = self._offload_states, None
+            assert offload_states is not None
+            self._gradients = _Gradients([])  # those of the step before are freed with the states
+            offload_states(part)
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # segments of small blocks, which the second attempt needs otherwise
+            torch.cuda.empty_cache()  # segments of small blocks, which the next attempt needs otherwise
+        if self._offload_states is not None:
+            self._state = self._record_state()
 
     @contextlib.contextmanager
     def _explained(self, part: str) -> Iterator[None]:
-        """Adds a note to an OutOfMemoryError of the second attempt."""
+        """Adds a note to an OutOfMemoryError of the last attempt."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at a "
-                "time: all other tensors together need more memory than there is."
-            )
+            if self._state is None:
+                error.add_note(
+                    f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at "
+                    "a time: all other tensors together need more memory than there is."
+                )
             raise
 
     def _obstacle_in_backward(self, loss: Tensor) -> str | None:
         """Returns why the micro-batch can't be run again; `None`: it can."""
         module = self._module
-        if self._state is None:
-            return "it was run again already"
         for name in _BETWEEN:
             if getattr(type(module), name) is not getattr(pl.LightningModule, name) or name in vars(module):
                 return f"`{name}` of the module can't be run again"
         if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
             return "hooks of modules have run in backward"
-        hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._leaves)
-        if hooked or (self._states is not None and self._states.gradients_are_hooked):
+        states = self._states()
+        leaves = [] if self._state is None else self._state.leaves
+        hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in leaves)
+        if hooked or (states is not None and states.gradients_are_hooked):
             return "hooks of parameters have run in backward"
         if self._gradients.accumulated() and _has_nested_backward(loss):
             return "gradients of a backward within backward were accumulated"
@@ -186,7 +236,8 @@ class MicroBatchRetry:
     def _obstacle(self) -> str | None:
         """Returns why the state before the micro-batch can't be restored; `None`: it can."""
         assert self._state is not None
-        if self._states is not None and not self._states.can_run_again:
+        states = self._states()
+        if states is not None and not states.can_run_again:
             return "gradients of offloaded parameters may have been stepped, or their weights were changed"
         return self._state.obstacle()
 
@@ -215,6 +266,7 @@ class _Gradients:
 
         These are complete: a parameter's gradient is accumulated once in a backward.
         """
+        self._complete.clear()
         for parameter, grad, version in self._before:
             if grad is not None and grad._version != version:
                 self._complete.append((parameter, grad))

@@ -56,6 +56,7 @@ from lightning_ssd.model_states import (
     compiled_regions,
     find_blocks,
     find_replaced,
+    find_units,
     load_lazy,
     loading_to_meta,
     make_model_states,
@@ -70,6 +71,7 @@ from lightning_ssd.model_states import (
     save,
     save_sharded,
     stepped_whole,
+    steps_whole,
     zeroes_otherwise,
 )
 from lightning_ssd.out_of_memory import explain_out_of_memory
@@ -81,6 +83,9 @@ from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
 from lightning_ssd.user_hooks import user_sees_gradients
+
+_FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
+"""Classes of precision plugins whose weights and optimizer states are fp32."""
 
 
 class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
@@ -257,6 +262,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._recovery: Recovery | None = None
         self._retry: MicroBatchRetry | None = None
         """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
+        self._within_step = False
+        """Whether an optimizer's `step` runs, and in it the present micro-batch."""
         self._failure: BaseException | None = None
         """The error that has ended the training."""
         self._precision: pl.plugins.Precision | None = None
@@ -408,44 +415,60 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 "Remove it, or set `recover=False`."
             )
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=fitting)
-        config, user_plan = self.states_config, self._user_plan() if fitting else None
-        if user_plan is not None and user_plan.clip != "off":
-            config = replace(config, clip=user_plan.clip)
+        user_plan = self._user_plan() if fitting else None
+        tiers = None if user_plan is None else _planned_tiers(user_plan)
         try:
             super().setup(trainer)
             if fitting and self._has_offloaded:
                 gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
-            algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
-            whole = stepped_whole(self.optimizers, self._offloaded) if fitting else []
-            defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or user_sees_gradients(trainer)
-            self._setup = Setup(
-                config=config,
-                storage=self._budgets,
-                default_path=trainer.default_root_dir,
-                autocast=autocast,
-                clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
-                clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
-                defer_to_user_hooks=defer_to_user_hooks
-                or bool(whole)
-                or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
-                whole=whole,
-                settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
-                start_over=self._starts_from_checkpoint,
-            )
-            self.model_states = make_model_states(
-                self.model,
-                self.optimizers if fitting else [],
-                self._offloaded,
-                self._uninitialized,
-                self.root_device,
-                self._setup,
-                plan_tiers=None if user_plan is None else _planned_tiers(user_plan),
-                loaded=self._values(),
-            )
-            self._has_offloaded = True
+            self._make_states(trainer, autocast, tiers, fitting=fitting)
         finally:
             self._offloaded = set()
             self._uninitialized = MetaTensors(set(), set())
+
+    def _make_states(
+        self, trainer: pl.Trainer, autocast: torch.dtype | None, tiers: PlanTiers | None, *, fitting: bool
+    ) -> None:
+        """Makes the model states of `_offloaded` parameters.
+
+        Args:
+            trainer: the Trainer.
+            autocast: dtype of matrix products; None: without autocast.
+            tiers: tiers of each unit and of its parts; None: those that the arguments and the memory determine.
+            fitting: whether the model is trained.
+        """
+        assert self.model is not None
+        config, user_plan = self.states_config, self._user_plan() if fitting else None
+        if user_plan is not None and user_plan.clip != "off":
+            config = replace(config, clip=user_plan.clip)
+        algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
+        whole = stepped_whole(self.optimizers, self._offloaded) if fitting else []
+        defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or user_sees_gradients(trainer)
+        self._setup = Setup(
+            config=config,
+            storage=self._budgets,
+            default_path=trainer.default_root_dir,
+            autocast=autocast,
+            clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
+            clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
+            defer_to_user_hooks=defer_to_user_hooks
+            or bool(whole)
+            or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
+            whole=whole,
+            settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
+            start_over=self._starts_from_checkpoint,
+        )
+        self.model_states = make_model_states(
+            self.model,
+            self.optimizers if fitting else [],
+            self._offloaded,
+            self._uninitialized,
+            self.root_device,
+            self._setup,
+            plan_tiers=tiers,
+            loaded=self._values(),
+        )
+        self._has_offloaded = True
         if not fitting:
             return
         if self.states_config.recover:
@@ -455,10 +478,54 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 self.model_states.state_dicts.protected = True
                 self._recovery.resume(record, self._setup.settings)
         self._restore_callbacks += [
-            summon_full_params(callback, self.whole_weights, self._loaded) for callback in averaging
+            summon_full_params(callback, self.whole_weights, self._loaded)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if averages_weights(callback)
         ]
         self._precision = self.precision_plugin
         self._attach_states()
+
+    def can_offload_states(self) -> bool:
+        """Returns whether `offload_states` may be called: all states are on the device, and the user chose no tiers."""
+        config, module = self.states_config, self.lightning_module
+        assert module is not None and self.model is not None
+        chosen = config.states != "auto" or config.gpu_memory != "auto" or config.recover
+        if self.model_states is not None or chosen or self._user_plan() is not None:
+            return False
+        if not module.automatic_optimization or type(self.precision_plugin) not in _FP32_PRECISIONS:
+            return False
+        if any(steps_whole(optimizer) for optimizer in self.optimizers):
+            return False
+        offloaded = self._parameters_offloaded(fitting=True)
+        # A 16-bit weight would get a master weight, and other numbers than before.
+        return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
+
+    @uninterrupted
+    def offload_states(self) -> None:
+        """Offloads model states, all of which are on the device, between two steps of a training.
+
+        Results do not change, except the last digits of optimizers that step on the CPU from then on. The activation
+        offloader is replaced by a new one.
+
+        Raises:
+            RuntimeError: the states could not be offloaded; training can't continue.
+            StorageError: a drive failed.
+        """
+        assert self.model is not None and self.lightning_module is not None
+        check_no_cuda_graphs(self.model, self.root_device)
+        self._offloaded = self._parameters_offloaded(fitting=True)
+        autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=True)
+        units = find_units(self.model, self.states_config.units)
+        try:
+            resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
+            self._make_states(self.lightning_module.trainer, autocast, resident, fitting=True)
+        finally:
+            self._offloaded = set()
+        self._offloads = True
+        try:
+            self.move_states_to({unit.name: UnitTiers(("host", "host")) for unit in units})
+        except ValueError:  # host memory does not suffice
+            self.move_states_to({unit.name: UnitTiers(("ssd", "ssd")) for unit in units})
 
     def _settings(self, trainer: pl.Trainer) -> Settings:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
@@ -746,21 +813,34 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().training_step(*args, **kwargs)
 
     def _prepare_retry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatchRetry | None:
-        """Returns an object that can run the present micro-batch a second time; `None` if no object can."""
+        """Returns an object that can run the present micro-batch again; `None` if no object can."""
         module = self.lightning_module
         assert module is not None
-        auto = next((one for one in trainer_callbacks(module.trainer) if isinstance(one, AutoPlanner)), None)
+        auto = _auto_planner(module.trainer)
         if auto is None or not auto.may_run_out or not module.automatic_optimization:
             return None
-        save_memory = functools.partial(auto.save_memory, module.trainer)
+        movable = auto.begins_step and not self._within_step and self.can_offload_states()
         return MicroBatchRetry(
             module.trainer,
             (args, kwargs),
-            self.model_states,
+            lambda: self.model_states,
             lambda: self._forward(args, kwargs),
-            save_memory,
+            functools.partial(auto.save_memory, module.trainer),
+            functools.partial(self._offload_states_after, auto) if movable else None,
             delay_steps=auto.begins_rule,
         )
+
+    def _offload_states_after(self, auto: AutoPlanner, part: str) -> None:
+        """Offloads model states, as a micro-batch has run out of memory without its saved tensors.
+
+        Args:
+            auto: the callback that decides about saved tensors.
+            part: forward or backward, which has failed.
+        """
+        assert self.lightning_module is not None
+        self.offload_states()
+        auto.restart_after_offload(self.lightning_module.trainer, part)
+        self._begin("train")
 
     @override
     def backward(
@@ -779,14 +859,26 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
             lambda loss: scale(plugin, loss),
         )
-        detached = plugin.post_backward(scaled, module)
+        detached = self.precision_plugin.post_backward(scaled, module)  # another one if states were offloaded
         self.post_backward(detached)
         return detached
 
     @override
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
         self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        auto = _auto_planner(self.lightning_module.trainer)
+        movable = self.model_states is None and self.states_config.states == "auto" and not steps_whole(optimizer)
+        if movable and auto is not None and auto.may_run_out:
+            # Within `step` of torch's optimizer, which would run the closure first, states can't be offloaded.
+            closure = functools.partial(_identity, closure())
+        self._within_step = True
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            self._within_step = False
 
     def _begin(self, kind: Literal["train", "evaluate"]) -> None:
         if kind == "train":
@@ -870,6 +962,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
             recovery.end()
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:
+    """Returns the callback that decides for `offload="auto"`, if there is one."""
+    return next((one for one in trainer_callbacks(trainer) if isinstance(one, AutoPlanner)), None)
 
 
 def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int]]]:

@@ -550,6 +550,80 @@ def test_a_training_whose_profiles_run_out_of_memory_is_not_planned(caplog: pyte
     assert len(lines) == 1 and "profiling needs more memory than there is" in lines[0]
 
 
+class Offloaded(pl.Callback):
+    """Records after each micro-batch whether model states are offloaded."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(bool(trainer.strategy.model_states and trainer.strategy.model_states.stores))
+
+
+def check_third_attempt(failures: list[tuple[int, int]], **how: Any) -> None:
+    offloaded = Offloaded()
+    run = train_by_default(AMPLE, LimitedMemory(fails_at=failures), states="auto", callbacks=[offloaded], **how)
+    failed = failures[0][0]
+    assert run.failures == 2
+    assert offloaded.seen == [False] * (failed - 1) + [True] * (len(offloaded.seen) - failed + 1)
+    assert_equal(train("auto", **how), run)
+
+
+@pytest.mark.parametrize(
+    ("failures", "how"),
+    [
+        ([(1, 5), (1, 12)], {}),
+        ([(2, 40), (2, 90)], {"gradient_clip_val": 0.1}),
+        ([(2, 40), (2, 52)], {"precision": "bf16-mixed"}),
+        ([(3, 5), (3, 50)], {"accumulate": 2}),
+    ],
+)
+def test_model_states_are_offloaded_where_memory_lacks_without_saved_tensors(
+    failures: list[tuple[int, int]], how: dict[str, Any]
+) -> None:
+    """Also after optimizer states were made on the device, in the middle of an accumulation's first micro-batch."""
+    check_third_attempt(failures, **how)
+
+
+@pytest.mark.thorough
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(2, 55),
+    st.integers(1, 55),
+    st.sampled_from([{}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"accumulate": 2}]),
+)
+def test_any_two_allocations_may_fail(window: int, first: int, later: int, how: dict[str, Any]) -> None:
+    number = 1 + (window - 1) * how.get("accumulate", 1)
+    memory = LimitedMemory(fails_at=[(number, first), (number, first + later)])
+    run = train_by_default(AMPLE, memory, states="auto", **how)
+    assert_equal(train("auto", **how), run)
+
+
+def test_model_states_stay_where_the_user_wants_them() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train_by_default(AMPLE, LimitedMemory(fails_at=[(1, 5), (1, 12)]), states="gpu")
+    assert any("memory has run out again in the forward" in note for note in caught.value.__notes__)
+
+
+def test_the_order_of_optimizer_hooks_is_plain_lightnings() -> None:
+    """A hook before `step` runs before the forward of the closure, so that states can't be offloaded within it."""
+    order: list[str] = []
+
+    class Hooked(Stateful):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            order.append("forward")
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(lambda *_: order.append("step"))
+            return optimizer
+
+    train_by_default(AMPLE, LimitedMemory(), states="auto", module=Hooked, batches=2)
+    assert order == ["step", "forward"] * 4
+
+
 class Windows(pl.Callback):
     """Records the window of each micro-batch that stores saved tensors."""
 

@@ -127,8 +127,8 @@ class AutoPlanner(pl.Callback):
         """Whether the guard compares the present micro-batch, as it follows no plan of its shape."""
         self._shape: BatchShape | None = None
         """Shape of the present batch."""
-        self._at_boundary = True
-        """Whether the next micro-batch is the first of a step."""
+        self._at_boundary = self._begins_step = True
+        """Whether the next, and the present, micro-batch is the first of a step."""
         self._steps = 0
         """Steps that have ended under these rules."""
         self._short = False
@@ -166,6 +166,11 @@ class AutoPlanner(pl.Callback):
     def begins_rule(self) -> bool:
         """Whether the present micro-batch is one of the first under its rule, which run out of memory most often."""
         return self.may_run_out and self._proven[self._rule] < FIRST_MICRO_BATCHES
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether the present micro-batch is the first one of a step."""
+        return self._begins_step
 
     # ---- a training ----
 
@@ -229,7 +234,7 @@ class AutoPlanner(pl.Callback):
         self._rule = self.outcome, plan, None if regions is None else regions.rule
         if larger:
             self._proven[self._rule] = 0
-        self._at_boundary = False
+        self._begins_step, self._at_boundary = self._at_boundary, False
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -491,6 +496,28 @@ class AutoPlanner(pl.Callback):
         self._guard.limit.lower()
         self._guard.limit.measure()
         offloader.run(policy)
+
+    def restart_after_offload(self, trainer: pl.Trainer, part: str) -> None:
+        """Prepares the third attempt of a micro-batch, for which all model states were offloaded.
+
+        Args:
+            trainer: the Trainer, with another offloader and other memory than before.
+            part: forward or backward, which has failed.
+        """
+        shape, trained = self._shape, tuple(parameter.requires_grad for parameter in self._parameters)
+        self._remove_planner(trainer)
+        self._measure_again(trainer)
+        offloader = get_offloader(trainer)
+        pl.utilities.rank_zero_info(
+            f"offload='auto': the {_name(offloader)} has run out of memory again in the {part} of a micro-batch, which "
+            "is run again with its model states offloaded, too."
+        )
+        offloader.begin_micro_batch()
+        assert self._guard is not None
+        self._shape, self._guarded, self._at_boundary, self._ran_out = shape, True, False, True
+        self._apply_limit(trainer, offloader, self._guard, trained)
+        self._guard.limit.measure()
+        offloader.run(replace(offloader.policy, window_bytes=0))
 
     def _plan_smaller(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, planner: SwapPlanner
