@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import HostClock
-from lightning_ssd.model_states import GPU_SHARE, Unit, UnitPart, find_units, states_in_memory
+from lightning_ssd.model_states import GPU_SHARE, MOVABLE_GPU_SHARE, Unit, UnitPart, find_units, states_in_memory
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -134,7 +134,8 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     states: Any = _strategy_argument(config, "states") or "auto"
     nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
     if states == "auto":
-        fits = nbytes <= GPU_SHARE * hardware.gpu_bytes
+        movable = _default_dtype(config["trainer"].get("precision")) == torch.float32
+        fits = nbytes <= (MOVABLE_GPU_SHARE if movable else GPU_SHARE) * hardware.gpu_bytes
         states = "gpu" if fits else "host" if nbytes <= 0.85 * hardware.host_bytes else "ssd"
     tiers: tuple[Tier, ...] = (states,) * len(model.parts)
     transferred = int(model.forward_seconds * hardware.copy_out)

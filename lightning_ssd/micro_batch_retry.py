@@ -202,9 +202,10 @@ class MicroBatchRetry:
             yield
         except torch.OutOfMemoryError as error:
             if self._state is None:
+                states = "" if self._states() is None else ", and model states offloaded"
                 error.add_note(
                     f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at "
-                    "a time: all other tensors together need more memory than there is."
+                    f"a time{states}: all other tensors together need more memory than there is."
                 )
             raise
 

@@ -383,7 +383,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
             if self._user_plan() is not None:
                 chosen = "by SwapPlanner's `plan`"
-            need, room = bytes_on_device(self.model, fitting=True), self.states_config.resident_budget(device)
+            need = bytes_on_device(self.model, fitting=True)
+            room = self.states_config.resident_budget(device, movable=self.can_offload_states())
             of_states = describe_resident(need, room, chosen, device)
         planned = _has_planner(trainer)
         of_activations = describe_activations(offloader, self.config, decided_by="SwapPlanner" if planned else None)
@@ -500,21 +501,27 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         # A 16-bit weight would get a master weight, and other numbers than before.
         return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
 
-    @uninterrupted
-    def offload_states(self) -> None:
-        """Offloads model states, all of which are on the device, between two steps of a training.
+    def states_need_most_memory(self) -> bool:
+        """Returns whether model states on the device leave little room, as they can be offloaded if that is too little.
 
-        Results do not change, except the last digits of optimizers that step on the CPU from then on. The activation
-        offloader is replaced by a new one.
+        They take more than `GPU_SHARE` of its memory.
+        """
+        assert self.model is not None
+        room = self.states_config.resident_budget(self.root_device)
+        crowded = room is not None and bytes_on_device(self.model, fitting=True) > room
+        return crowded and self.can_offload_states()
+
+    @uninterrupted
+    def make_states_movable(self) -> None:
+        """Makes model states of those that are on the device, between two steps of a training; moves none of them.
 
         Raises:
-            RuntimeError: the states could not be offloaded; training can't continue.
-            StorageError: a drive failed.
+            ValueError: the states can't be offloaded. Training may continue.
         """
         assert self.model is not None and self.lightning_module is not None
         check_no_cuda_graphs(self.model, self.root_device)
-        self._offloaded = self._parameters_offloaded(fitting=True)
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=True)
+        self._offloaded = self._parameters_offloaded(fitting=True)
         units = find_units(self.model, self.states_config.units)
         try:
             resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
@@ -522,10 +529,23 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         finally:
             self._offloaded = set()
         self._offloads = True
+
+    def offload_states(self) -> None:
+        """Offloads model states, all of which are on the device, between two steps of a training.
+
+        Results do not change, except the last digits of optimizers that step on the CPU from then on. The activation
+        offloader is replaced by a new one.
+
+        Raises:
+            ValueError, RuntimeError: the states could not be offloaded. Training can't continue.
+            StorageError: a drive failed.
+        """
+        self.make_states_movable()
+        present = self.present_tiers()
         try:
-            self.move_states_to({unit.name: UnitTiers(("host", "host")) for unit in units})
+            self.move_states_to(dict.fromkeys(present, UnitTiers(("host", "host"))))
         except ValueError:  # host memory does not suffice
-            self.move_states_to({unit.name: UnitTiers(("ssd", "ssd")) for unit in units})
+            self.move_states_to(dict.fromkeys(present, UnitTiers(("ssd", "ssd"))))
 
     def _settings(self, trainer: pl.Trainer) -> Settings:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
@@ -649,7 +669,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if fitting and (user_plan := self._user_plan()) is not None:
                 self._offloads = any(part.states != "gpu" for part in user_plan.placements)
                 return self._offloads
-            self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting)
+            movable = fitting and self.can_offload_states()
+            self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting, movable=movable)
         return self._offloads
 
     def _user_plan(self) -> Plan | None:

@@ -600,6 +600,26 @@ def test_any_two_allocations_may_fail(window: int, first: int, later: int, how: 
     assert_equal(train("auto", **how), run)
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_plans_may_move_model_states_that_need_most_of_the_memory(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin on the device, because they can be offloaded later, and are moved by the plan alone."""
+    budget = "lightning_ssd.model_states.StatesConfig.resident_budget"
+    monkeypatch.setattr(budget, lambda self, device, *, movable=False: 1e9 if movable else 1.0)
+    states: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            states.append(trainer.strategy.model_states)
+
+    how: dict[str, Any] = {"batches": 9, "gradient_clip_val": clip}
+    run = train_by_default(SHORT, LimitedMemory(), states="auto", callbacks=[Look()], **how)
+    made = next(index for index, one in enumerate(states) if one is not None)
+    assert 0 < made < 6 and not states[made].stores
+    assert_equal(train("auto", **how), run)
+
+
 def test_model_states_stay_where_the_user_wants_them() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(1, 5), (1, 12)]), states="gpu")

@@ -1,5 +1,6 @@
 """`AutoPlanner`: decides for `offload="auto"`, from measured memory, whether tensors are kept, planned or offloaded."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,6 +31,7 @@ from lightning_ssd.callbacks.offloader import (
     find_offloader,
     get_offloader,
     offload_config,
+    offloads_states,
     trainer_callbacks,
 )
 from lightning_ssd.callbacks.plan_key import plan_key
@@ -380,6 +382,7 @@ class AutoPlanner(pl.Callback):
         self.outcome = "plan"
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
+        _make_states_movable(trainer)
         planner = ShapePlanner(guard.limit.meter, self._batches)
         planner.on_train_start(trainer, pl_module)
         planner.continue_budget(self._profiling_budget)
@@ -449,9 +452,8 @@ class AutoPlanner(pl.Callback):
         if planner.measuring or planner.plan is None or planner.prediction is None:
             offloader.limit_window(guard.limit.fitting_window)  # all saved tensors are offloaded
             return
-        offloads_states = find_model_states(trainer) is not None
         spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
-        enabled = offloads_states or not (planner.plan.keeps_all and spare)
+        enabled = offloads_states(trainer) or not (planner.plan.keeps_all and spare)
         self._replace(offloader, replace(offloader.policy, hooks_enabled=enabled))
 
     def _replace(self, offloader: ActivationOffloader, policy: OffloadPolicy) -> None:
@@ -536,7 +538,7 @@ class AutoPlanner(pl.Callback):
     # ---- helpers ----
 
     def _enable_hooks(self, trainer: pl.Trainer, offloader: ActivationOffloader, enabled: bool) -> None:
-        enabled |= find_model_states(trainer) is not None  # offloaded weights need them
+        enabled |= offloads_states(trainer)
         if offloader.policy.hooks_enabled != enabled:
             offloader.run(replace(offloader.policy, hooks_enabled=enabled))
 
@@ -550,6 +552,14 @@ def _states_are_movable(trainer: pl.Trainer) -> bool:
     """Returns whether model states are offloaded, and may be moved to other tiers."""
     strategy: Any = trainer.strategy
     return find_model_states(trainer) is not None and strategy.can_move_states()
+
+
+def _make_states_movable(trainer: pl.Trainer) -> None:
+    """Lets plans move model states that are on the device, if they take most of it."""
+    strategy: Any = trainer.strategy
+    if find_offloader(trainer) is getattr(strategy, "offloader", None) and strategy.states_need_most_memory():
+        with contextlib.suppress(ValueError):
+            strategy.make_states_movable()
 
 
 def _name(offloader: ActivationOffloader) -> str:

@@ -2,7 +2,7 @@
 
 from lightning_ssd.model_states.build import make_model_states
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled
-from lightning_ssd.model_states.config import GPU_SHARE, Setup, StatesConfig
+from lightning_ssd.model_states.config import GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.journal import CommitRecord
@@ -30,6 +30,7 @@ from lightning_ssd.model_states.user_optimizers import register_optimizer, stepp
 
 __all__ = [
     "GPU_SHARE",
+    "MOVABLE_GPU_SHARE",
     "AdamOptimizer",
     "CommitRecord",
     "Ending",

@@ -26,6 +26,10 @@ GPU_SHARE = 0.65
 """Largest share of the usable GPU memory for states that are not offloaded, with `states="auto"`: activations need
 the rest."""
 
+MOVABLE_GPU_SHARE = 0.8
+"""The same where states can be offloaded later, if activations turn out to need more. Optimizers that step all
+parameters at once need a quarter of this share for temporary tensors."""
+
 GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
 
 
@@ -59,19 +63,20 @@ class StatesConfig:
                 "there. Set `states='ssd'`, or `recover=False`."
             )
 
-    def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool) -> bool:
+    def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool, movable: bool = False) -> bool:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
 
         Args:
             module: the model.
             device: device of the model's computation.
             fitting: whether the model is trained.
+            movable: whether states on the device can be offloaded later.
         """
         if self.states != "auto":
             return self.states != "gpu"
         if self.recover and fitting:
             return True
-        budget = self.resident_budget(device)
+        budget = self.resident_budget(device, movable=movable)
         if budget is None:
             return False
         need = bytes_on_device(module, fitting=fitting)
@@ -91,11 +96,17 @@ class StatesConfig:
             return usable_gpu_memory(device) // 10
         return 2**30
 
-    def resident_budget(self, device: torch.device) -> float | None:
-        """Returns the bytes of `device` up to which all states are kept there; None: the device is a CPU (no limit)."""
+    def resident_budget(self, device: torch.device, *, movable: bool = False) -> float | None:
+        """Returns the bytes of `device` up to which all states are kept there; None: the device is a CPU (no limit).
+
+        Args:
+            device: device of the model's computation.
+            movable: whether states on the device can be offloaded later.
+        """
         if self.gpu_memory != "auto":
             return _gpu_bytes(self.gpu_memory, device)
-        return GPU_SHARE * usable_gpu_memory(device) if device.type == "cuda" else None
+        share = MOVABLE_GPU_SHARE if movable else GPU_SHARE
+        return share * usable_gpu_memory(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
