@@ -56,6 +56,11 @@ class NoHook(_Unscriptable):
         return None
 
 
+def is_users_hook(hook: object) -> bool:
+    """Returns whether a hook of a module is not one of this package."""
+    return not isinstance(hook, _Unscriptable)
+
+
 def takes_hooks(module: nn.Module) -> bool:
     """Returns whether hooks can be registered on `module`: modules of TorchScript refuse them."""
     return not isinstance(module, torch.jit.ScriptModule)

@@ -1,6 +1,7 @@
 """Offloads and recomputes tensors that autograd saves for backward. Knows autograd and `storage`, not Lightning."""
 
 from lightning_ssd.activations.backward_graph import backward_nodes
+from lightning_ssd.activations.checkpointed_call import EmptyCaches, rerun_arguments
 from lightning_ssd.activations.compiled_code import (
     check_no_cuda_graphs,
     compile_seconds,
@@ -8,7 +9,16 @@ from lightning_ssd.activations.compiled_code import (
     records_cuda_graphs,
 )
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_auto_placement, make_offloader
-from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, Saved, is_random, tensors_of, written
+from lightning_ssd.activations.graph import (
+    Buffer,
+    ForwardGraph,
+    Operation,
+    Saved,
+    changes_statistics,
+    is_random,
+    tensors_of,
+    written,
+)
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.memory_budget import PartitionerBudget
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
@@ -38,6 +48,7 @@ __all__ = [
     "AllocatorMeter",
     "BudgetError",
     "Buffer",
+    "EmptyCaches",
     "ForwardGraph",
     "HostTier",
     "Interval",
@@ -64,6 +75,7 @@ __all__ = [
     "UnitCall",
     "UnitDispatchMode",
     "backward_nodes",
+    "changes_statistics",
     "check_version",
     "check_no_cuda_graphs",
     "compile_seconds",
@@ -78,6 +90,7 @@ __all__ = [
     "mark_weights",
     "offloaded_weights",
     "records_cuda_graphs",
+    "rerun_arguments",
     "storage_of",
     "tensors_of",
     "unmark_offloaded",

@@ -22,6 +22,7 @@ class Buffer:
         position: position of its tensor among the results of `maker`.
         unit_call: unit call in which autograd saved it; None: it was not saved.
         mutated: whether it was changed in place after it was made.
+        saved_after: whether it was saved after the forward of the unit in `unit_call` had returned.
     """
 
     nbytes: int
@@ -29,6 +30,7 @@ class Buffer:
     position: int = 0
     unit_call: UnitCall | None = None
     mutated: bool = False
+    saved_after: bool = False
 
 
 @dataclass
@@ -92,6 +94,72 @@ class ForwardGraph:
     """Device seconds of the backward of each unit call."""
     transients: TransientMemory = field(default_factory=TransientMemory)
     """Memory of forward and backward without weights, their gradients, and saved tensors."""
+    arguments: dict[UnitCall, frozenset[int]] = field(default_factory=dict)
+    """Numbers of the buffers among the arguments of each unit call whose forward may be run again in backward."""
+
+    def checkpoint_bytes(self) -> dict[UnitCall, int]:
+        """Returns the unit calls that can be checkpointed, each with the bytes that stay besides its saved input.
+
+        These are its arguments that autograd does not save, its results that autograd saves, and tensors saved between
+        the end of its forward and the begin of the next unit. An argument that several calls share counts once.
+
+        A call can't be checkpointed if it depends on tensors that are changed in place, or that it gets from another
+        unit otherwise than as an argument, or if it changes running statistics or communicates.
+        """
+        inside: dict[UnitCall, set[int]] = {}
+        outside: dict[UnitCall, set[int]] = {}  # of units that call others: their other operations
+        readers: dict[int, set[UnitCall | None]] = {}
+        for index, operation in enumerate(self.operations):
+            unit_call, segment = operation.unit_call, operation.segment
+            is_inside = segment.begun_by == "enter" and segment.unit == unit_call.unit
+            if is_inside:
+                inside.setdefault(unit_call, set()).add(index)
+            elif segment.unit != unit_call.unit:
+                outside.setdefault(unit_call, set()).add(index)
+            for number in operation.inputs:
+                readers.setdefault(number, set()).add(unit_call if is_inside else None)
+        saved: dict[UnitCall, list[int]] = {}
+        for number, buffer in enumerate(self.buffers):
+            if buffer.unit_call is not None:
+                saved.setdefault(buffer.unit_call, []).append(number)
+        counted: set[int] = set()
+        result = {}
+        for unit_call, operations in inside.items():
+            arguments = self.arguments.get(unit_call)
+            if arguments is None or unit_call in outside:
+                continue
+            if not all(self._may_run_again(index, operations, arguments) for index in operations):
+                continue
+            not_saved = {number for number in arguments if self.buffers[number].unit_call is None} - counted
+            counted |= not_saved
+            remaining = {
+                number
+                for number in saved.get(unit_call, ())
+                if self.buffers[number].saved_after
+                or (self.buffers[number].maker in operations and readers.get(number, set()) - {unit_call})
+            }
+            result[unit_call] = sum(self.buffers[number].nbytes for number in not_saved | remaining)
+        return result
+
+    def _may_run_again(self, index: int, operations: set[int], arguments: frozenset[int]) -> bool:
+        """Returns whether an operation of a unit call has the same effects if the call is run again in backward.
+
+        Args:
+            index: index of the operation.
+            operations: operations of the call.
+            arguments: buffers among the arguments of the call.
+        """
+        operation = self.operations[index]
+        name = operation.func._schema.name
+        if changes_statistics(name) or operation.func.namespace in ("c10d", "_c10d_functional"):
+            return False
+        for number in operation.inputs:
+            buffer = self.buffers[number]
+            if buffer.maker not in operations and (
+                buffer.mutated or (buffer.maker is not None and number not in arguments)
+            ):
+                return False
+        return True
 
     def unit_calls(self) -> list[UnitCall]:
         """Returns all unit calls, in the order in which they began."""
@@ -198,6 +266,11 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 def is_random(func: Any) -> bool:
     """Returns whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def changes_statistics(name: str) -> bool:
+    """Returns whether an operation, by its name, updates running statistics, which its schema does not say."""
+    return "batch_norm" in name or "moving_avg" in name
 
 
 def _name(maker: Operation, buffer: Buffer) -> str:

@@ -1,7 +1,8 @@
 """Applies a plan to a forward: saved results of each operation are kept, offloaded, or dropped and recomputed.
 
-Intercepting an operation takes the host longer than launching it. So unit calls in which the plan keeps every saved
-tensor run as in plain training, without the mode and without saved-tensor hooks.
+Intercepting an operation takes the host longer than launching it. So two kinds of unit calls run without the mode and
+the saved-tensor hooks: those in which the plan keeps every saved tensor run as in plain training, and checkpointed ones
+drop every saved tensor but their arguments, and are run again in backward (`checkpointed_call.py`).
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.activations.checkpointed_call import CheckpointedCall, EmptyCaches, rerun_arguments
 from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
 from lightning_ssd.activations.recompute import (
     Recomputed,
@@ -51,10 +53,13 @@ class OpSchedule:
     Attributes:
         operations: the operations of each segment.
         plain_calls: unit calls that run as in plain training.
+        checkpointed: unit calls whose forward is run again in backward. Where a call can't be, because of its arguments
+            or hooks of the user, the placement policy decides about its saved tensors.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
+    checkpointed: frozenset[UnitCall] = frozenset()
 
 
 class SavedTensorHooks(Protocol):
@@ -75,6 +80,7 @@ def make_schedule(
     recompute_ops: Mapping[int, Sequence[int]],
     *,
     plain_calls: bool = False,
+    checkpointed: frozenset[UnitCall] = frozenset(),
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
 
@@ -84,6 +90,7 @@ def make_schedule(
         recompute_ops: for each recomputed buffer, indices of the operations that recompute it.
         plain_calls: whether unit calls may run as in plain training: no weights are offloaded, whose references
             autograd saves instead of tensors.
+        checkpointed: unit calls whose forward is run again in backward.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
     saved: dict[int, dict[int, int]] = {}
@@ -102,10 +109,13 @@ def make_schedule(
     elapsed = 0.0
     for index, operation in enumerate(graph.operations):
         elapsed += operation.seconds
+        if operation.segment.begun_by == "enter" and operation.unit_call in checkpointed:
+            continue
         schedule.setdefault(operation.segment, []).append(
             PlannedOp(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
-    return OpSchedule(schedule, _plain_calls(graph, choices, of_operation) if plain_calls else frozenset())
+    plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
+    return OpSchedule(schedule, plain - checkpointed, checkpointed)
 
 
 def _plain_calls(
@@ -157,8 +167,11 @@ class PlanMode(UnitDispatchMode):
         """Schedule of the forwards that begin from now on."""
         self._hooks = hooks
         self._containing = _containing(units)
-        self._plain_call: UnitCall | None = None
-        """The running unit call that runs as in plain training, until it calls another unit."""
+        self._paused_by: UnitCall | None = None
+        """The running unit call that runs without mode and hooks. A plain one does until it calls another unit."""
+        self._checkpointed: CheckpointedCall | None = None
+        """That call, if it is run again in backward."""
+        self._caches = EmptyCaches()
         self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
@@ -175,7 +188,8 @@ class PlanMode(UnitDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._end_plain_call()
+        self._end_pause()
+        self._caches.clear()
         self._held.clear()
         super().__exit__(*error)
 
@@ -197,9 +211,10 @@ class PlanMode(UnitDispatchMode):
 
     def begin_segment(self, segment: Segment) -> None:
         # The plain call has called another unit, or has raised an error that is no `Exception`, and called no hook. It
-        # can't end inside of the user's hooks and modes: there, the other unit is a part of it.
-        if self._plain_call is not None and self._hooks.can_resume():
-            self._end_plain_call()
+        # can't end inside of the user's hooks and modes: there, the other unit is a part of it. Torch's own hooks make
+        # that true of checkpointed calls, too.
+        if self._paused_by is not None and self._hooks.can_resume():
+            self._end_pause()
         self._planned = self.schedule.operations.get(segment, ())
         self._next = 0
         call = UnitCall(segment.unit, segment.call_index)
@@ -207,15 +222,31 @@ class PlanMode(UnitDispatchMode):
             segment.begun_by == "enter"
             and call in self.schedule.plain_calls
             and call.unit not in self._containing
-            and self._plain_call is None
+            and self._paused_by is None
             and self._hooks.pause()
         ):
-            self._plain_call = call
+            self._paused_by = call
+
+    def unit_called(
+        self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.schedule.checkpointed:
+            return None
+        if unit_call not in self.schedule.checkpointed or self._paused_by is not None:
+            self._caches.copy_if_empty(args, kwargs)
+            return None
+        arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
+        if arguments is None or not self._hooks.pause():
+            return None
+        self._paused_by = unit_call
+        self._checkpointed = CheckpointedCall(module, arguments, kwargs)
+        self._checkpointed.begin()
+        return args, self._checkpointed.kwargs
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
-        if unit_call != self._plain_call:
+        if unit_call != self._paused_by:
             return
-        self._end_plain_call()
+        self._end_pause()
         for tensor in tensors_of(output):
             # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
             if type(tensor) is Tensor and tensor.layout is torch.strided and torch._C._has_storage(tensor):
@@ -223,9 +254,12 @@ class PlanMode(UnitDispatchMode):
                 if choice_of(storage) is None and recomputed_of(tensor, storage) is None:
                     setattr(storage, CHOICE, "keep")
 
-    def _end_plain_call(self) -> None:
-        if self._plain_call is not None:
-            self._plain_call = None
+    def _end_pause(self) -> None:
+        if self._paused_by is not None:
+            self._paused_by = None
+            if self._checkpointed is not None:
+                self._checkpointed.end()  # if its forward did not begin
+                self._checkpointed = None
             self._hooks.resume()
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ __all__ = ["CacheEntry", "CachedPlan", "PlanCache", "parse_number", "warn_unused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files' content."""
 
 MOST_FILES = 64

@@ -323,8 +323,13 @@ class PlanRunner:
             modules = [unit.modules for unit in profiler.units]
             self._mode = PlanMode(modules, self._offloader)
         self._mode.slowdown = self._slowdown
+        checkpointed = (one for one in profiler.graph.unit_calls() if plan.units[profiler.name_of(one)].checkpoint)
         self._mode.schedule = make_schedule(
-            profiler.graph, choices, recompute_ops, plain_calls=not plan.offloads_states
+            profiler.graph,
+            choices,
+            recompute_ops,
+            plain_calls=not plan.offloads_states,
+            checkpointed=frozenset(checkpointed),
         )
         return self._mode
 

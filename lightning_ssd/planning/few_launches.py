@@ -2,7 +2,8 @@
 
 Any unit that does not keep all of its saved tensors has its operations intercepted, and each tensor that is swapped or
 recomputed takes the host the same time, whatever its size. So few units free large tensors, and all others run as in
-plain training.
+plain training. A checkpointed unit is not intercepted: it frees all of its saved tensors for another launch of its
+forward.
 """
 
 import heapq
@@ -42,8 +43,8 @@ def plan_few_launches(
 ) -> Plan:
     """Returns the plan that frees `nbytes` of saved tensors on the GPU with little time of the host.
 
-    Bytes per second of the host are maximized greedily: for a unit with its first tensors, which also takes the
-    interception of its operations, and for each further tensor of it. Inputs of units are kept.
+    Bytes per second of the host are maximized greedily: for a checkpointed unit; for a unit with its first tensors,
+    which also takes the interception of its operations; and for each further tensor of it. Inputs of units are kept.
 
     Args:
         model: profile of the model.
@@ -54,25 +55,35 @@ def plan_few_launches(
     """
     tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
     choices: list[dict[str, Choice]] = [{operator.name: "keep" for operator in unit.operators} for unit in model.units]
+    checkpointed: set[int] = set()
     queue: list[tuple[float, int, int, int]] = []
-    """Next tensors of each unit: negative bytes per second, unit, begin and end. Of equal units the first frees first,
-    because backward needs its tensors last."""
+    """What each unit frees next: negative bytes per second, unit, begin and end of its tensors; all of them and a begin
+    of `_CHECKPOINT`: the unit is checkpointed. Of equal units the first frees first, because backward needs its tensors
+    last."""
     for index, unit in enumerate(model.units):
+        options = []
         if tensors[index]:
             interception = 0.0 if base.offloads_states else _interception(unit, hardware)
             rate, count = _best_first(tensors[index], interception)
-            queue.append((-rate, index, 0, count))
+            options.append((-rate, index, 0, count))
+        if unit.checkpoint_bytes is not None and unit.saved_bytes > unit.checkpoint_bytes:
+            options.append((-_checkpoint_rate(unit, hardware, device_weight), index, _CHECKPOINT, len(tensors[index])))
+        queue += sorted(options)[:1]
     heapq.heapify(queue)
     while queue and nbytes > 0:
         _, index, begin, end = heapq.heappop(queue)
+        if begin == _CHECKPOINT:
+            checkpointed.add(index)
+            nbytes -= model.units[index].saved_bytes - (model.units[index].checkpoint_bytes or 0)
+            continue
         for freed in tensors[index][begin:end]:
             choices[index][freed.operator] = freed.choice
             nbytes -= freed.nbytes
         if end < len(tensors[index]):
             heapq.heappush(queue, (-tensors[index][end].rate, index, end, end + 1))
     units = {
-        unit.name: replace(base.units[unit.name], input="keep", operators=of_unit)
-        for unit, of_unit in zip(model.units, choices, strict=True)
+        unit.name: replace(base.units[unit.name], input="keep", operators=of_unit, checkpoint=index in checkpointed)
+        for index, (unit, of_unit) in enumerate(zip(model.units, choices, strict=True))
     }
     return replace(base, units=units)
 
@@ -80,12 +91,22 @@ def plan_few_launches(
 _NO_TIME = 1e-12
 """Seconds in place of none, by which bytes can be divided."""
 
+_CHECKPOINT = -1
+"""Begin of the tensors that a checkpointed unit frees, which are all."""
+
 
 def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
     """Returns the host's seconds to intercept the operations and saved tensors of a unit's forward."""
     operations = sum(operator.operations for operator in unit.operators)
     saved = sum(operator.saved_bytes > 0 for operator in unit.operators) + (unit.input_bytes > 0)
     return hardware.launch.follow * operations + hardware.launch.save * saved
+
+
+def _checkpoint_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> float:
+    """Returns the bytes per second that a unit frees if it is checkpointed."""
+    launched = unit.launch_seconds + hardware.launch.checkpoint * unit.num_saved
+    seconds = max(launched + device_weight * unit.forward_seconds, _NO_TIME)
+    return (unit.saved_bytes - (unit.checkpoint_bytes or 0)) / seconds
 
 
 def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> list[_Freed]:

@@ -13,6 +13,9 @@ from lightning_ssd.planning.validation import (
 )
 from lightning_ssd.sizes import format_bytes
 
+CHECKPOINT_SECONDS = 3e-5
+"""`HostOverhead.checkpoint` of stored machines that were measured without it."""
+
 
 @dataclass(frozen=True)
 class HostOverhead:
@@ -25,6 +28,8 @@ class HostOverhead:
         repeat: seconds per recomputed operation to replay it in backward.
         send: seconds per tensor that is offloaded.
         fetch: seconds per tensor that is prefetched.
+        checkpoint: seconds per saved tensor of a checkpointed unit, which torch drops and makes again, without the time
+            of the unit's operations; the random states of the unit are a part of it.
     """
 
     follow: float = 0.0
@@ -33,6 +38,7 @@ class HostOverhead:
     repeat: float = 0.0
     send: float = 0.0
     fetch: float = 0.0
+    checkpoint: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -151,7 +157,10 @@ class HardwareProfile:
             ValueError: the content is invalid; the message names the field.
         """
         machine = dict(as_mapping(content, where))
-        machine["launch"] = from_mapping(HostOverhead, machine.get("launch", {}), f"`launch` of {where}")
+        launch = dict(as_mapping(machine.get("launch", {}), f"`launch` of {where}"))
+        if launch:
+            launch.setdefault("checkpoint", CHECKPOINT_SECONDS)
+        machine["launch"] = from_mapping(HostOverhead, launch, f"`launch` of {where}")
         return from_mapping(cls, machine, where)
 
     def describe(self) -> str:
@@ -170,6 +179,7 @@ class HardwareProfile:
                 f"  launch  {1e6 * self.launch.follow:.0f} us an operation under a plan, "
                 f"{1e6 * self.launch.save:.0f} us a tensor saved; "
                 f"{1e6 * (self.launch.note + self.launch.repeat):.0f} us more if it is recomputed, "
-                f"{1e6 * (self.launch.send + self.launch.fetch):.0f} us more if it is offloaded",
+                f"{1e6 * (self.launch.send + self.launch.fetch):.0f} us more if it is offloaded, "
+                f"{1e6 * self.launch.checkpoint:.0f} us in a checkpointed unit",
             ]
         )

@@ -123,6 +123,8 @@ class UnitProfile:
             first saved tensor of the unit and after the last.
         parts: parts of the unit that may be on tiers of their own, two or more, of which `parameters` and the bytes of
             weights, gradients and states are the sums; empty: the unit is placed as a whole.
+        checkpoint_bytes: bytes that stay on the GPU from forward to backward, besides the saved input, if the unit is
+            checkpointed; None: its forward can't be run again in backward.
     """
 
     name: str
@@ -136,8 +138,10 @@ class UnitProfile:
     forward_bytes: int = 0
     backward_bytes: int = 0
     parts: tuple[PartProfile, ...] = ()
+    checkpoint_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        check_not_negative(f"{self.name}.checkpoint_bytes", self.checkpoint_bytes or 0)
         for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
                       "state_bytes_written", "forward_bytes", "backward_bytes"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
@@ -168,6 +172,21 @@ class UnitProfile:
     def backward_seconds(self) -> float:
         """GPU seconds of the backward of one micro-batch, without recomputation."""
         return sum(operator.backward_seconds for operator in self.operators)
+
+    @cached_property
+    def launch_seconds(self) -> float:
+        """Seconds in which the host launches the forward of one micro-batch."""
+        return sum(operator.launch_seconds for operator in self.operators)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved tensors of one micro-batch, without the saved input."""
+        return sum(operator.saved_bytes for operator in self.operators)
+
+    @cached_property
+    def num_saved(self) -> int:
+        """Number of operators with saved tensors."""
+        return sum(operator.saved_bytes > 0 for operator in self.operators)
 
 
 def unit_call_name(unit: str, call_index: int) -> str:
@@ -267,7 +286,7 @@ class ModelProfile:
     @property
     def saved_bytes(self) -> int:
         """Bytes of all activations that a micro-batch saves (LoHan's A_all)."""
-        return self.input_bytes + sum(operator.saved_bytes for unit in self.units for operator in unit.operators)
+        return self.input_bytes + sum(unit.saved_bytes for unit in self.units)
 
     def with_samples(self, samples: int) -> "ModelProfile":
         """Returns the profile of a micro-batch of `samples`: times, FLOPs and activation bytes scale with them."""
@@ -309,6 +328,7 @@ class ModelProfile:
                 input_bytes=round(size * unit.input_bytes),
                 forward_bytes=round(size * unit.forward_bytes),
                 backward_bytes=round(size * unit.backward_bytes),
+                checkpoint_bytes=None if unit.checkpoint_bytes is None else round(size * unit.checkpoint_bytes),
                 operators=tuple(scale_operator(operator) for operator in unit.operators),
             )
             for unit in self.units
@@ -366,11 +386,10 @@ class ModelProfile:
             f"{'unit':<20} {'forward':>10} {'backward':>10} {'input':>12} {'saved':>12} {'weights':>12} {'states':>12}",
         ]
         for unit in self.units:
-            saved = sum(operator.saved_bytes for operator in unit.operators)
             lines.append(
                 f"{unit.name:<20} {1e3 * unit.forward_seconds:>7.2f} ms {1e3 * unit.backward_seconds:>7.2f} ms "
-                f"{format_bytes(unit.input_bytes):>12} {format_bytes(saved):>12} {format_bytes(unit.weight_bytes):>12} "
-                f"{format_bytes(unit.state_bytes_read):>12}"
+                f"{format_bytes(unit.input_bytes):>12} {format_bytes(unit.saved_bytes):>12} "
+                f"{format_bytes(unit.weight_bytes):>12} {format_bytes(unit.state_bytes_read):>12}"
             )
         return "\n".join(lines)
 

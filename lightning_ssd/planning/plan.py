@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.model import ModelProfile, UnitProfile
 from lightning_ssd.planning.validation import as_mapping, read_text
 from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_value
 from lightning_ssd.types import (
@@ -69,6 +69,8 @@ class UnitPlan:
         operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
         step: processor of their optimizer steps.
         parts: placement of the other parts of the unit, by name.
+        checkpoint: whether all saved tensors of the unit's forward but its input are dropped, and the forward is run
+            again in backward (activation checkpointing). `input` and `operators` say "keep" then.
     """
 
     weights: Tier
@@ -77,6 +79,12 @@ class UnitPlan:
     operators: Mapping[str, Choice]
     step: Processor = "cpu"
     parts: Mapping[str, PartPlan] = field(default_factory=dict)
+    checkpoint: bool = False
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all saved tensors of the unit are kept on the GPU."""
+        return not self.checkpoint and {self.input, *self.operators.values()} == {"keep"}
 
     def of(self, part: str) -> PartPlan:
         """Returns the placement of a part."""
@@ -115,7 +123,7 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """True if all saved tensors are kept on the GPU, so that the forward needs no dispatch mode."""
-        return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
+        return all(unit.keeps_all for unit in self.units.values())
 
     @property
     def offloads_states(self) -> bool:
@@ -127,14 +135,14 @@ class Plan:
         """Whether the operations of each unit's forward are intercepted, in the order of the units.
 
         A unit runs as in plain training if it and the next one, which saves its output, keep all saved tensors, and
-        all weights are on the GPU (see `activations/plan_mode.py`).
+        all weights are on the GPU (see `activations/plan_mode.py`). A checkpointed unit is not intercepted, either.
         """
-        if self.keeps_all or self.offloads_states:
-            return [not self.keeps_all] * len(self.units)
         units = list(self.units.values())
+        if self.keeps_all or self.offloads_states:
+            return [not (self.keeps_all or unit.checkpoint) for unit in units]
         outputs: list[InputChoice] = [*(unit.input for unit in units[1:]), "keep"]
         return [
-            {unit.input, *unit.operators.values(), output} != {"keep"}
+            not unit.checkpoint and not (unit.keeps_all and output == "keep")
             for unit, output in zip(units, outputs, strict=True)
         ]
 
@@ -169,6 +177,7 @@ class Plan:
         if model.clip_norm and self.clip == "off":
             raise ValueError("`clip='off'`, but the model's gradients are clipped. Use 'deferred' or 'speculative'.")
         _check_names("units", list(self.units), [unit.name for unit in model.units])
+        of_before: UnitPlan | None = None
         for profile in model.units:
             unit, where = self.units[profile.name], f"units.{profile.name}"
             check_choice(f"{where}.input", unit.input, INPUT_CHOICES)
@@ -189,6 +198,8 @@ class Plan:
                     entry = f"{where}.operators.{operator.name}"
                     check_choice(entry, choice, CHOICES)
                     raise ValueError(f"`{entry}` can't be recomputed. Choose `keep`, `host` or `ssd`.")
+            _check_checkpoint(where, unit, of_before, profile)
+            of_before = unit
 
     def to_yaml(self) -> str:
         """Returns the plan as YAML, which a user may edit."""
@@ -203,6 +214,7 @@ class Plan:
             "clip": self.clip,
             "units": {
                 name: _placement(unit)
+                | ({"checkpoint": True} if unit.checkpoint else {})
                 | {"input": unit.input, "operators": dict(unit.operators)}
                 | ({"parts": {part: _placement(one) for part, one in unit.parts.items()}} if unit.parts else {})
                 for name, unit in self.units.items()
@@ -235,8 +247,16 @@ class Plan:
         units = {}
         for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
-            given: dict[str, Any] = {"step": "cpu", "parts": {}, **as_mapping(unit, f"`{where}`")}
-            entry = _exact_fields(given, f"`{where}`", ("weights", "states", "input", "operators", "step", "parts"))
+            given: dict[str, Any] = {
+                "step": "cpu",
+                "parts": {},
+                "checkpoint": False,
+                **as_mapping(unit, f"`{where}`"),
+            }
+            names = ("weights", "states", "input", "operators", "step", "parts", "checkpoint")
+            entry = _exact_fields(given, f"`{where}`", names)
+            if not isinstance(entry["checkpoint"], bool):
+                raise ValueError(f"`{where}.checkpoint={show_value(entry['checkpoint'])}` must be true or false.")
             operators = as_mapping(entry["operators"], f"`{where}.operators`")
             check_choice(f"{where}.input", entry["input"], INPUT_CHOICES)
             for operator, choice in operators.items():
@@ -247,7 +267,15 @@ class Plan:
                 _exact_fields(of_part, f"`{where}.parts.{part}`", ("weights", "states", "step"))
                 parts[part] = _checked_placement(of_part, f"{where}.parts.{part}")
             whole = _checked_placement(entry, where)
-            units[name] = UnitPlan(whole.weights, whole.states, entry["input"], dict(operators), whole.step, parts)
+            units[name] = UnitPlan(
+                whole.weights,
+                whole.states,
+                entry["input"],
+                dict(operators),
+                whole.step,
+                parts,
+                entry["checkpoint"],
+            )
         check_choice("clip", fields["clip"], CLIP_MODES)
         try:
             window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
@@ -293,12 +321,33 @@ class Plan:
                 for choice in CHOICES
                 if counts[choice]
             )
+            detail = "checkpointed: its forward is run again in backward" if unit.checkpoint else detail
             detail += "; stepped on the GPU" if unit.step == "gpu" else ""
             for part, one in unit.parts.items():
                 stepped = ", stepped on the GPU" if one.step == "gpu" else ""
                 detail += f"; {part}: weights {one.weights}, states {one.states}{stepped}"
             lines.append(f"{name:<24} {unit.weights:<8} {unit.states:<8} {unit.input:<6} {detail}")
         return "\n".join(lines)
+
+
+def _check_checkpoint(where: str, unit: UnitPlan, before: UnitPlan | None, profile: UnitProfile) -> None:
+    """Raises ValueError unless a unit may be checkpointed, or is not; `before` is the plan of the unit before."""
+    if before is not None and before.checkpoint and unit.input != "keep":
+        raise ValueError(
+            f"`{where}.input={unit.input!r}`, but the unit before is checkpointed, whose output is kept. Set `keep`, "
+            "or remove `checkpoint` from the unit before."
+        )
+    if not unit.checkpoint:
+        return
+    if profile.checkpoint_bytes is None:
+        raise ValueError(
+            f"`{where}` can't be checkpointed: its forward can't be run again in backward. Remove `checkpoint`."
+        )
+    if {unit.input, *unit.operators.values()} != {"keep"}:
+        raise ValueError(
+            f"`{where}` is checkpointed, which frees all of its saved tensors but the input: set `input` and all "
+            "`operators` to `keep`, or remove `checkpoint`."
+        )
 
 
 def _placement(part: PartPlan | UnitPlan) -> dict[str, object]:

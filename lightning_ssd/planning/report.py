@@ -278,7 +278,8 @@ def _bytes_by_tier(model: ModelProfile, plan: Plan) -> tuple[tuple[TierBytes, ..
         unit = plan.units[profile.name]
         inputs[_TIER_OF[unit.input]] += profile.input_bytes
         for operator in profile.operators:
-            inner[_TIER_OF[unit.operators[operator.name]]] += operator.saved_bytes
+            choice = "recompute" if unit.checkpoint else unit.operators[operator.name]
+            inner[_TIER_OF[choice]] += operator.saved_bytes
     total = sum(inner.values())
     coefficient = (inner["host"] + inner["ssd"]) / total if total else 0.0
     states = [TierBytes(name, **sizes) for name, sizes in resident_by_kind(model, plan).items()]

@@ -37,6 +37,8 @@ class Stage:
         remat_operations: operations that recomputation launches.
         operations: operations of the forward.
         launch: seconds in which the host launches the forward, without the overhead of a plan.
+        relaunch: seconds in which the host launches the forward of a checkpointed unit before this backward.
+        num_remade: saved tensors of that unit.
     """
 
     unit: int
@@ -58,6 +60,8 @@ class Stage:
     remat_operations: int = 0
     operations: int = 0
     launch: float = 0.0
+    relaunch: float = 0.0
+    num_remade: int = 0
 
     def offload(self, nbytes: int, choice: InputChoice) -> None:
         """Counts a saved tensor of `nbytes` that is not recomputed."""
@@ -81,6 +85,8 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
         for start, stop in pairwise(bounds):
             stage = Stage(unit=index, first=start == 0, last=stop == count, remat_bytes=sum(remat_bytes[start:stop]))
             _add_operators(stage, profile, unit, start, stop)
+            if unit.checkpoint and stage.last:
+                _add_rerun(stage, profile)
             stages.append(stage)
     return stages
 
@@ -96,7 +102,7 @@ def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:
     for number, operator in enumerate(profile.operators):
         if not operator.saved_bytes:
             continue
-        if unit.operators[operator.name] == "recompute":
+        if _dropped(operator, unit):
             waiting += operator.saved_bytes
             last = number
         elif last is not None:
@@ -127,9 +133,10 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
         needed = operator.wanted_bytes
         if dropped:
             stage.recomputed += dropped
-            needed += operator.recompute_bytes
-            stage.remat_seconds += operator.recompute_seconds or 0.0
-            stage.remat_operations += operator.again_operations
+            if not unit.checkpoint:
+                needed += operator.recompute_bytes
+                stage.remat_seconds += operator.recompute_seconds or 0.0
+                stage.remat_operations += operator.again_operations
         elif operator.saved_bytes:
             choice = unit.operators[operator.name]
             assert choice != "recompute"
@@ -140,6 +147,16 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
     stage.fwd_workspace = max(0, peak - stage.saved)
 
 
+def _add_rerun(stage: Stage, profile: UnitProfile) -> None:
+    """Adds the run of a checkpointed unit's forward before the backward of its last stage."""
+    stage.saved += profile.checkpoint_bytes or 0
+    stage.remat_seconds += profile.forward_seconds
+    stage.relaunch = profile.launch_seconds
+    stage.num_remade = profile.num_saved
+    workspace = max(profile.forward_bytes, *(operator.forward_bytes for operator in profile.operators))
+    stage.bwd_workspace = max(stage.bwd_workspace, workspace)
+
+
 def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:
     """Returns the bytes of an operator's saved tensor that are dropped for recomputation."""
-    return operator.saved_bytes if unit.operators[operator.name] == "recompute" else 0
+    return operator.saved_bytes if unit.checkpoint or unit.operators[operator.name] == "recompute" else 0

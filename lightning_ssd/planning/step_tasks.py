@@ -271,6 +271,7 @@ class StepTasks:
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, prefetched, *room)
         added = self._launch.repeat * stage.remat_operations + self._launch.fetch * stage.num_swapped
+        added += stage.relaunch + self._launch.checkpoint * stage.num_remade
         self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
         released = self._allocated_bytes(self._weights(unit)[0]) if stage.first else 0
         allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.activations import (
     ActivationOffloader,
@@ -120,12 +121,13 @@ class _Costs:
 
         recomputable = [item for item in saved if item.recomputable]
         repeated = {index for item in recomputable for index in item.recompute_ops}
-        alone, kept, dropped, sent, followed = self._compare(
+        alone, kept, dropped, sent, followed, checkpointed = self._compare(
             contextlib.nullcontext,
             under("keep", []),
             under("recompute", recomputable),
             under("host", saved),
             lambda: self._plan_mode,
+            self._checkpoint,
         )
         return HostOverhead(
             follow=_share(followed.forward - alone.forward, len(graph.operations)),
@@ -134,7 +136,20 @@ class _Costs:
             repeat=_share(dropped.backward - kept.backward, len(repeated)),
             send=_share(sent.forward - kept.forward, len(saved)),
             fetch=_share(sent.backward - kept.backward, len(saved)),
+            checkpoint=_share(sum(checkpointed) - sum(alone) - alone.forward, len(saved)),
         )
+
+    @contextlib.contextmanager
+    def _checkpoint(self) -> Iterator[None]:
+        """Runs the forward of each block again in backward."""
+        blocks = list(self._model)
+        for block in blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                del block.forward
 
     def _compare(self, *ways: Callable[[], AbstractContextManager[object]]) -> list[_Spent]:
         """Returns the host seconds of a forward inside each context of `ways`, and of its backward.

@@ -14,16 +14,19 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations import (
     Buffer,
+    EmptyCaches,
     ForwardGraph,
     Operation,
     SavedStorage,
     Segment,
     UnitCall,
     UnitDispatchMode,
+    changes_statistics,
     in_backward,
     is_random,
     is_weight,
     offloaded_weights,
+    rerun_arguments,
     tensors_of,
     written,
 )
@@ -81,6 +84,7 @@ class TraceMode(UnitDispatchMode):
         self._numbers: weakref.WeakKeyDictionary[SavedStorage, int] = weakref.WeakKeyDictionary()
         """Number of the buffer of each saved storage."""
         self._segment = Segment("start", 0, 0)
+        self._caches = EmptyCaches()
         self._where: list[str] = []
         for modules in units:
             for unit in modules:
@@ -94,6 +98,7 @@ class TraceMode(UnitDispatchMode):
         self._backward_spans.clear()
         self._numbers.clear()
         self._backward_of = None
+        self._caches.clear()
         self._where.clear()
         self._get_ahead(HEAD_START)
         self._leads = MOST_LEADS
@@ -105,6 +110,7 @@ class TraceMode(UnitDispatchMode):
         buffer = self.graph.buffers[number]
         if buffer.unit_call is None:
             buffer.unit_call = self.unit_call
+            buffer.saved_after = self._segment.begun_by == "exit"
             self.graph.transients.mark_saved(storage, self.unit_call, number)
 
     def on_unpacked(self, record: SavedStorage) -> None:
@@ -174,6 +180,15 @@ class TraceMode(UnitDispatchMode):
         result = func(*args, **kwargs)
         self._last = self._clock.now()
         return result, (start, self._last)
+
+    def unit_called(
+        self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
+        if arguments is not None:
+            read = _read(arguments.tensors)
+            self.graph.arguments[unit_call] = frozenset(self._number(one) for one, weight in read.items() if not weight)
+        return None
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
         def begins(_: object) -> None:
@@ -351,8 +366,7 @@ def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: A
     name = func._schema.name
     if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
         return False
-    # Updates of running statistics are in no schema, and uninitialized memory has other values each time.
-    if "batch_norm" in name or "moving_avg" in name or "empty" in name:
+    if changes_statistics(name) or "empty" in name:  # uninitialized memory has other values each time
         return False
     given = tensors_of((args, kwargs))
     # Without an input tensor, the result has the default dtype, which may be another one in backward.

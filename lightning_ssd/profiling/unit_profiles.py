@@ -1,6 +1,7 @@
 """Profiles of a model's units, made from the graph of a recorded forward and backward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_ssd.activations import ForwardGraph, Interval, Saved, UnitCall
@@ -28,12 +29,14 @@ def unit_profiles(
         parts_of: returns the profiles of a unit's parts, one or more.
     """
     measured = graph.transients.measure()
+    checkpoint_bytes = graph.checkpoint_bytes()
     profiles = []
     for unit_call in calls_of_units(units, graph):
         parts = parts_of(units[unit_call.unit]) if unit_call.call_index == 0 else ()
         of_call = [item for item in saved if item.unit_call == unit_call]
         name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
-        profiles.append(_unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), parts, *measured))
+        profile = _unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), parts, *measured)
+        profiles.append(replace(profile, checkpoint_bytes=checkpoint_bytes.get(unit_call)))
     return tuple(profiles)
 
 
