@@ -63,8 +63,7 @@ def _is_plain(inner: nn.Module, module: nn.Module) -> bool:
     """Returns whether a module inside of `module`, or `module` itself, runs as its author has written it."""
     if not takes_hooks(inner) or inner._compiled_call_impl is not None or vars(inner).get("gradient_checkpointing"):
         return False
-    attributes = vars(inner)
-    return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in attributes[name].values())
+    return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values())
 
 
 def _with_kwargs(module: nn.Module) -> Iterator[int]:
@@ -94,27 +93,37 @@ class EmptyCaches:
 
     def copy_if_empty(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Called before each unit call of a forward: copies the caches among its arguments, of which none was seen."""
-        kind = _class_of_transformers("cache_utils", "Cache")
-        for value in (*args, *kwargs.values()) if kind is not None else ():
-            if isinstance(value, kind) and value not in self._copies:  # type: ignore[arg-type]
+        for value in filter(_is_cache, (*args, *kwargs.values())):
+            if value not in self._copies:
                 self._copies[value] = None
-                if not _has_tensors(value):
+                if next(_cached(value), None) is None:
                     with contextlib.suppress(Exception):  # of the user's own class
                         self._copies[value] = copy.deepcopy(value)
 
     def empty_copy(self, value: object) -> object | None:
         """Returns the empty copy of a cache; None: there is none, or `value` is no cache."""
-        kind = _class_of_transformers("cache_utils", "Cache")
-        return self._copies.get(value) if kind is not None and isinstance(value, kind) else None
+        return self._copies.get(value) if _is_cache(value) else None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors that are in the caches now."""
+        for cache in list(self._copies):
+            yield from _cached(cache)
 
 
-def _has_tensors(value: object) -> bool:
-    """Returns whether an object has tensors among its attributes and elements."""
+def _is_cache(value: object) -> bool:
+    kind = _class_of_transformers("cache_utils", "Cache")
+    return kind is not None and isinstance(value, kind)
+
+
+def _cached(value: object) -> Iterator[Tensor]:
+    """Yields the tensors among the attributes and elements of a cache, or of an object in it."""
     if isinstance(value, Tensor):
-        return True
+        yield value
+        return
     elements = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     attributes = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    return any(map(_has_tensors, (*elements, *attributes)))
+    for inner in (*elements, *attributes):
+        yield from _cached(inner)
 
 
 @dataclass(frozen=True, slots=True)

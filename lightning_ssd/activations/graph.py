@@ -22,7 +22,8 @@ class Buffer:
         position: position of its tensor among the results of `maker`.
         unit_call: unit call in which autograd saved it; None: it was not saved.
         mutated: whether it was changed in place after it was made.
-        saved_after: whether it was saved after the forward of the unit in `unit_call` had returned.
+        outlives_call: whether it stays on the device if `unit_call` is checkpointed: autograd has saved it after the
+            unit's forward had returned, or a key-value cache of the model refers to it.
     """
 
     nbytes: int
@@ -30,7 +31,7 @@ class Buffer:
     position: int = 0
     unit_call: UnitCall | None = None
     mutated: bool = False
-    saved_after: bool = False
+    outlives_call: bool = False
 
 
 @dataclass
@@ -100,8 +101,9 @@ class ForwardGraph:
     def checkpoint_bytes(self) -> dict[UnitCall, int]:
         """Returns the unit calls that can be checkpointed, each with the bytes that stay besides its saved input.
 
-        These are its arguments that autograd does not save, its results that autograd saves, and tensors saved between
-        the end of its forward and the begin of the next unit. An argument that several calls share counts once.
+        These are its arguments that autograd does not save, its results that autograd saves, tensors in caches, and
+        those saved between the end of its forward and the begin of the next unit. An argument that several calls share
+        counts once.
 
         A call can't be checkpointed if it depends on tensors that are changed in place, or that it gets from another
         unit otherwise than as an argument, or if it changes running statistics or communicates.
@@ -135,7 +137,7 @@ class ForwardGraph:
             remaining = {
                 number
                 for number in saved.get(unit_call, ())
-                if self.buffers[number].saved_after
+                if self.buffers[number].outlives_call
                 or (self.buffers[number].maker in operations and readers.get(number, set()) - {unit_call})
             }
             result[unit_call] = sum(self.buffers[number].nbytes for number in not_saved | remaining)

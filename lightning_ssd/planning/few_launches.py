@@ -104,8 +104,8 @@ def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
 
 def _checkpoint_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> float:
     """Returns the bytes per second that a unit frees if it is checkpointed."""
-    launched = unit.launch_seconds + hardware.launch.checkpoint * unit.num_saved
-    seconds = max(launched + device_weight * unit.forward_seconds, _NO_TIME)
+    on_host = unit.launch_seconds + hardware.launch.checkpoint * unit.num_saved
+    seconds = max(on_host + device_weight * unit.forward_seconds, _NO_TIME)
     return (unit.saved_bytes - (unit.checkpoint_bytes or 0)) / seconds
 
 

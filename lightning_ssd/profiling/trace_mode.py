@@ -110,7 +110,7 @@ class TraceMode(UnitDispatchMode):
         buffer = self.graph.buffers[number]
         if buffer.unit_call is None:
             buffer.unit_call = self.unit_call
-            buffer.saved_after = self._segment.begun_by == "exit"
+            buffer.outlives_call = self._segment.begun_by == "exit"
             self.graph.transients.mark_saved(storage, self.unit_call, number)
 
     def on_unpacked(self, record: SavedStorage) -> None:
@@ -197,6 +197,9 @@ class TraceMode(UnitDispatchMode):
         for value in tensors_of(output):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begins)
+        for storage in _read(list(self._caches.tensors())):
+            if (number := self._known(storage)) is not None:
+                self.graph.buffers[number].outlives_call = True
 
     def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""

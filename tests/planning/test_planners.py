@@ -16,6 +16,7 @@ from lightning_ssd.planning import (
     Plan,
     Prediction,
     UnitPlan,
+    UnitProfile,
     calibrate,
     calibrate_step_rate,
     make_plan,
@@ -445,13 +446,70 @@ def test_plans_with_few_launches_free_what_they_are_asked_to(
     most = sum(operator.saved_bytes for unit in model.units for operator in unit.operators)
     plan = plan_few_launches(model, machine, base, int(share * most), device_weight)
     plan.check(model)
-    freed = sum(
-        operator.saved_bytes
-        for unit in model.units
-        for operator in unit.operators
-        if plan.units[unit.name].operators[operator.name] != "keep"
-    )
-    assert freed >= int(share * most)
+    freed = sum(freed_bytes(unit, plan) for unit in model.units)
+    if freed < int(share * most):  # all units free what they can, the checkpointed ones not quite all
+        assert all(
+            plan.units[unit.name].checkpoint or freed_bytes(unit, plan) == unit.saved_bytes for unit in model.units
+        )
+        assert any(unit.checkpoint for unit in plan.units.values())
+
+
+def freed_bytes(unit: UnitProfile, plan: Plan) -> int:
+    """Returns the bytes of a unit's saved tensors that a plan frees in forward."""
+    if plan.units[unit.name].checkpoint:
+        return unit.saved_bytes - (unit.checkpoint_bytes or 0)
+    choices = plan.units[unit.name].operators
+    return sum(operator.saved_bytes for operator in unit.operators if choices[operator.name] != "keep")
+
+
+def checkpointable(model: ModelProfile) -> ModelProfile:
+    """Returns the model with units of three operators each, which may be checkpointed."""
+    units = []
+    for unit in model.units:
+        (work,) = unit.operators
+        parts = [
+            replace(
+                work,
+                name=f"work{index}",
+                forward_seconds=work.forward_seconds / 3,
+                backward_seconds=work.backward_seconds / 3,
+                recompute_seconds=work.forward_seconds / 3 if index else 1e-9,  # the first is quick to recompute
+                saved_bytes=work.saved_bytes // 3,
+                launch_seconds=work.launch_seconds / 3,
+                operations=3,
+                again_operations=3,
+            )
+            for index in range(3)
+        ]
+        units.append(replace(unit, operators=tuple(parts), checkpoint_bytes=0))
+    return replace(model, units=tuple(units))
+
+
+def test_where_launches_bound_a_step_few_units_are_checkpointed() -> None:
+    """The host launches 0.01 s per unit, and 0.09 s in place of that if it intercepts one and recomputes its tensors."""
+    model = checkpointable(make_model(8, saved=6 * GB, inputs=GB, parameters=0, forward=1e-3, launch=0.01))
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=HostOverhead(*6 * [0.01], 1e-4), gpu_bytes=40 * GB)
+    plan = make_plan(model, machine, fixed=fixed)
+    best = simulate(model, machine, plan)
+    count = sum(unit.checkpoint for unit in plan.units.values())
+    assert 2 <= count <= 4 and plan.intercepted == [False] * 8
+    assert best.gpu_peak_bytes <= machine.gpu_bytes
+    kept = simulate(model, machine, build_plan(
+        model, weights=["gpu"] * 8, states=["gpu"] * 8, saved={group.key: KEEP for group in saved_groups(model)}
+    ))  # fmt: skip
+    assert kept.gpu_peak_bytes > machine.gpu_bytes
+    assert best.step_seconds == pytest.approx(kept.step_seconds + count * (0.01 + 3e-4))
+
+
+def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:
+    """A third of the saved tensors take no time to recompute: whole units would recompute the rest, too."""
+    model = checkpointable(make_model(8, saved=6 * GB, inputs=GB, parameters=0, forward=0.1))
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=HostOverhead(*7 * [1e-5]), gpu_bytes=47 * GB)
+    plan = make_plan(model, machine, fixed=fixed)
+    assert not any(unit.checkpoint for unit in plan.units.values()) and not plan.keeps_all
+    assert simulate(model, machine, plan).gpu_peak_bytes <= machine.gpu_bytes
 
 
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:

@@ -17,6 +17,7 @@ from lightning_ssd.activations import (
     OffloadConfig,
     PlanMode,
     Saved,
+    UnitCall,
     make_offloader,
     make_schedule,
 )
@@ -133,8 +134,10 @@ class Directed:
         change_policy(self.offloader, on_saved=self.plan_mode.on_saved, on_unpacked=self.plan_mode.check)
         return self.offloader.hooks()
 
-    def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
-        self._make_plan_mode(choices)
+    def direct(
+        self, choices: dict[int, Choice], checkpointed: frozenset[UnitCall] = frozenset()
+    ) -> AbstractContextManager[None]:
+        self._make_plan_mode(choices, checkpointed)
         return self.offloader.hooks()
 
     def end_direct(self) -> None:
@@ -142,10 +145,12 @@ class Directed:
         change_policy(self.offloader, mode=None, on_saved=None, on_unpacked=None)
         self.plan_mode.close()
 
-    def _make_plan_mode(self, choices: dict[int, Choice]) -> None:
+    def _make_plan_mode(self, choices: dict[int, Choice], checkpointed: frozenset[UnitCall] = frozenset()) -> None:
         recompute_ops = {item.buffer: item.recompute_ops for item in self.graph.saved(self.offloader.min_bytes)
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
         self.plan_mode = PlanMode(self.units, self.offloader)
-        self.plan_mode.schedule = make_schedule(self.graph, choices, recompute_ops, plain_calls=True)
+        self.plan_mode.schedule = make_schedule(
+            self.graph, choices, recompute_ops, plain_calls=True, checkpointed=checkpointed
+        )
         self.offloader.begin_micro_batch()
         change_policy(self.offloader, mode=self.plan_mode)

@@ -36,7 +36,7 @@ def planner(**arguments: Any) -> SwapPlanner:
     return SwapPlanner(**{"machine": MACHINE, "warm_up": 2, "steps": 1} | arguments)
 
 
-def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.25) -> Plan:
+def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.25, checkpoint: float = 0.25) -> Plan:
     """Returns a plan with random choices for all saved tensors. About a third of the units keep all of theirs.
 
     Args:
@@ -44,20 +44,22 @@ def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.2
         profile: profile of the plan's model.
         seed: seed of the choices.
         recompute: share of the recomputable tensors to recompute.
+        checkpoint: share of the units to checkpoint among those that may be.
     """
     generator = random.Random(seed)
     units = {}
     kept = False
     for unit in profile.units:
         operators: dict[str, Any] = {}
-        kept_before, kept = kept, generator.random() < 0.35
+        checkpointed = unit.checkpoint_bytes is not None and generator.random() < checkpoint
+        kept_before, kept = kept, checkpointed or generator.random() < 0.35
         for operator in unit.operators:
             again = operator.recompute_seconds is not None and generator.random() < recompute
             choice = "recompute" if again else generator.choice(["keep", "host", "ssd"])
             operators[operator.name] = "keep" if kept else choice
         before = plan.units[unit.name]
         where: Any = "keep" if kept or kept_before else generator.choice(["keep", "host", "ssd"])
-        units[unit.name] = UnitPlan(before.weights, before.states, where, operators)
+        units[unit.name] = UnitPlan(before.weights, before.states, where, operators, checkpoint=checkpointed)
     return replace(plan, units=units, window_bytes=generator.choice([0, 2**14, 2**20]))
 
 

@@ -141,6 +141,7 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
                 12 * parameters,
                 12 * parameters,
                 parts=make_parts(counts),
+                checkpoint_bytes=draw(st.one_of(st.none(), st.integers(0, GB))),
             )
         )
     return ModelProfile(
@@ -168,7 +169,7 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         draw(st.integers(GB, 100 * GB)),
         draw(st.integers(0, 200 * GB)),
         draw(st.integers(0, 1000 * GB)),
-        launch=HostOverhead(*(draw(st.floats(0, 1e-4)) for _ in range(6))),
+        launch=HostOverhead(*(draw(st.floats(0, 1e-4)) for _ in range(7))),
         host_memory_bandwidth=draw(st.one_of(st.none(), st.floats(1e10, 1e12))),
     )
 
@@ -200,11 +201,17 @@ def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
     parts = {name: draw(st.lists(NAMES, unique=True, max_size=2)) for name in choices}
     if model is not None:
         parts = {unit.name: [part.name for part in unit.parts] for unit in model.units}
+    may_checkpoint = {unit.name for unit in model.units if unit.checkpoint_bytes is not None} if model else set(choices)
+    checkpointed = False
     for name, operators in choices.items():
         whole = draw(placements)
         of_parts = {part: draw(placements) for part in parts[name] if draw(st.booleans())}
-        where = draw(st.sampled_from(["keep", "host", "ssd"]))
-        units[name] = UnitPlan(whole.weights, whole.states, where, operators, whole.step, of_parts)
+        kept = checkpointed
+        checkpointed = name in may_checkpoint and draw(st.booleans())
+        if checkpointed:
+            operators = dict.fromkeys(operators, "keep")
+        where = "keep" if kept or checkpointed else draw(st.sampled_from(["keep", "host", "ssd"]))
+        units[name] = UnitPlan(whole.weights, whole.states, where, operators, whole.step, of_parts, checkpointed)
     size = st.integers(0, 2**40)
     clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
     return Plan(units, draw(size), draw(size), clip)

@@ -1,0 +1,404 @@
+"""Checkpointed unit calls drop what autograd saves in them, and run their forward again in backward."""
+
+import copy
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lightning_ssd.activations import ActivationOffloader, UnitCall
+from lightning_ssd.types import Choice
+from lightning_ssd.uncopied import ModuleHook
+from tests.support.compare import assert_same
+from tests.support.offloader import Directed, open_offloader
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer with dropout that counts its forwards, and calls `inside` between its two operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.inside: Any = lambda value: value
+        self.runs = 0
+        self.made: list[weakref.ref[Any]] = []
+        """The storages of the hidden values of all runs."""
+        self.keywords: list[dict[str, Any]] = []
+
+    def forward(self, value: Tensor, scale: Any = None, cache: Any = None, **keywords: Any) -> Tensor:
+        self.runs += 1
+        self.keywords.append(keywords)
+        hidden = torch.sigmoid(self.up(value))
+        self.made.append(weakref.ref(hidden.untyped_storage()))
+        hidden = self.inside(hidden)
+        if cache is not None:
+            keys, values = cache.update(hidden[None, None], hidden[None, None] * 2, 0)
+            hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4]
+        result = value + nn.functional.dropout(self.down(hidden), 0.5)
+        return result if scale is None else result * scale["by"][0]
+
+
+class Layers(nn.Module):
+    """Three layers, of which the middle one is called by `call`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.middle: Any = self.layers[1]
+        self.call: Callable[[Tensor], Tensor] = lambda value: self.middle(value)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layers[2](self.call(self.layers[0](value))).square().sum()
+
+    def run(self) -> list[Tensor]:
+        """Returns the loss and the gradients of a forward and backward."""
+        torch.manual_seed(1)
+        return self.gradients(self(VALUE))
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        gradients = torch.autograd.grad(loss, list(self.parameters()), allow_unused=True)
+        return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+VALUE = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+FREED = frozenset({UnitCall(1, 0)})
+"""The calls that are checkpointed in the tests: of the middle layer."""
+
+
+@pytest.fixture
+def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
+    with open_offloader(tmp_path, tier="host") as offloader:
+        yield offloader
+
+
+class Checkpointed:
+    """A model whose middle layer is checkpointed; the other layers keep their saved tensors."""
+
+    def __init__(self, offloader: ActivationOffloader, model: Layers) -> None:
+        self.model = model
+        self._directed = Directed(offloader, list(model.layers))
+        with self._directed.record():
+            torch.manual_seed(1)
+            loss = model(VALUE)
+        model.gradients(loss)
+        saved = self._directed.end_record()
+        self.bytes = self._directed.graph.checkpoint_bytes()
+        self._choices: dict[int, Choice] = {item.buffer: "keep" for item in saved}
+
+    def forward(self) -> Tensor:
+        torch.manual_seed(1)
+        with self._directed.direct(self._choices, FREED):
+            return self.model(VALUE)
+
+    def run(self) -> list[Tensor]:
+        """Returns the loss and the gradients."""
+        gradients = self.model.gradients(self.forward())
+        self.end()
+        return gradients
+
+    def end(self) -> None:
+        self._directed.end_direct()
+
+
+def count_runs(model: Layers) -> list[int]:
+    """Returns the number of runs of each layer since the last call."""
+    counts = [layer.runs for layer in model.layers]
+    for layer in model.layers:
+        layer.runs = 0
+    return counts
+
+
+def test_a_checkpointed_call_frees_its_saved_tensors(offloader: ActivationOffloader) -> None:
+    model = Layers()
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    assert checkpointed.bytes.keys() >= FREED and checkpointed.bytes[UnitCall(1, 0)] == 0
+    for layer in model.layers:
+        layer.made.clear()
+    count_runs(model)
+    for _ in range(2):
+        loss = checkpointed.forward()
+        alive = [layer.made[-1]() is not None for layer in model.layers]
+        assert alive == [True, False, True]
+        assert count_runs(model) == [1, 1, 1]
+        assert_same(model.gradients(loss), expected)
+        checkpointed.end()
+        assert count_runs(model) == [0, 1, 0]
+
+
+def test_a_graph_can_be_used_twice(offloader: ActivationOffloader) -> None:
+    model = Layers()
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    loss = checkpointed.forward()
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert_same(model.gradients(loss), expected)
+    checkpointed.end()
+
+
+def test_the_layer_is_the_users_at_every_time(offloader: ActivationOffloader) -> None:
+    """Copies and pickles of it, also in its own forward, are copies of a plain layer."""
+    model = Layers()
+    seen: list[dict[str, Any]] = []
+
+    def look(value: Tensor) -> Tensor:
+        assert not model.middle.gradient_checkpointing and not model.middle._can_checkpoint_with_cache
+        with torch.no_grad():
+            copied, loaded = (pickle.loads(pickle.dumps(model.middle.up)), copy.deepcopy(model.middle.down))
+        seen.append(dict(vars(model.middle)))
+        assert copied.weight.shape == loaded.weight.T.shape
+        return value
+
+    model.middle.inside = look
+    expected = model.run()
+    plain, *_ = seen
+    checkpointed = Checkpointed(offloader, model)
+    assert_same(checkpointed.run(), expected)
+    assert len(seen) == 4 and all(list(one) == list(plain) for one in seen)
+    assert list(vars(model.middle)) == list(plain)
+
+
+class Abort(BaseException):
+    """An error that is no `Exception`, for which torch calls no hook."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Abort, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["inside", "before"])
+def test_an_error_leaves_nothing_behind(offloader: ActivationOffloader, error: type[BaseException], where: str) -> None:
+    """The error is raised in the forward of the layer, or in a later hook before it, such as that of a failed drive."""
+    model = Layers()
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    attributes = list(vars(model.middle))
+
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    if where == "inside":
+        model.middle.inside = fail
+    else:
+        handle = model.middle.register_forward_pre_hook(ModuleHook(fail))
+    with pytest.raises(error):
+        checkpointed.forward()
+    assert _get_current_dispatch_mode() is None
+    assert list(vars(model.middle)) == attributes
+    saved = offloader.stats().saved
+    if where == "inside":
+        model.middle.inside = lambda value: value
+    else:
+        handle.remove()
+    assert_same(model.run(), expected)
+    assert offloader.stats().saved == saved  # no hook is left
+    checkpointed.end()
+    assert_same(checkpointed.run(), expected)
+
+
+@pytest.mark.parametrize("error", [ValueError, Abort])
+def test_a_model_that_catches_an_error_computes_something_else(
+    offloader: ActivationOffloader, error: type[BaseException]
+) -> None:
+    """What it computes then is no part of the checkpointed call, although no other unit has begun."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+
+    def call(value: Tensor) -> Tensor:
+        try:
+            result: Tensor = model.layers[1](value)
+        except (ValueError, Abort):
+            result = model.middle.down(torch.tanh(model.middle.up(value)))
+        return result
+
+    def fail(value: Tensor) -> Tensor:
+        raise error
+
+    model.call, model.middle.inside = call, fail
+    assert_same(checkpointed.run(), model.run())
+
+
+def with_hook(model: Layers) -> None:
+    model.middle.up.register_forward_hook(lambda *_: None)
+
+
+def with_backward_hook(model: Layers) -> None:
+    model.middle.up.register_full_backward_hook(lambda *_: None)
+
+
+def with_hook_on_arguments(model: Layers) -> None:
+    model.middle.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def with_global_hook(model: Layers) -> None:
+    model.handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)  # type: ignore[assignment]
+
+
+def with_own_forward(model: Layers) -> None:
+    forward = model.middle.forward
+    model.middle.forward = lambda value: forward(value)
+
+
+def with_object(model: Layers) -> None:
+    model.call = lambda value: model.middle(value, state=object())
+
+
+def without_gradients(model: Layers) -> None:
+    def call(value: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.middle(value)
+        return value
+
+    model.call = call
+
+
+def in_evaluation(model: Layers) -> None:
+    model.middle.eval()
+
+
+def with_a_tensor_of_another_layer(model: Layers) -> None:
+    model.layers[0].inside = lambda value: setattr(model, "hidden", value) or value
+    model.middle.inside = lambda value: value + model.hidden  # type: ignore[operator]
+
+
+def with_a_changed_tensor(model: Layers) -> None:
+    model.register_buffer("calls", torch.zeros(()))
+    model.middle.inside = lambda value: value + model.calls.add_(1) * 0  # type: ignore[operator]
+
+
+def with_statistics(model: Layers) -> None:
+    model.statistics = nn.BatchNorm1d(16)
+    model.middle.inside = model.statistics
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        with_hook,
+        with_backward_hook,
+        with_hook_on_arguments,
+        with_global_hook,
+        with_own_forward,
+        with_object,
+        without_gradients,
+        in_evaluation,
+        with_a_tensor_of_another_layer,
+        with_a_changed_tensor,
+        with_statistics,
+    ],
+)
+def test_layers_that_must_run_once(offloader: ActivationOffloader, prepare: Callable[[Layers], None]) -> None:
+    """They can't be planned as checkpointed."""
+    model = Layers()
+    prepare(model)
+    try:
+        checkpointed = Checkpointed(offloader, model)
+    finally:
+        if hasattr(model, "handle"):
+            model.handle.remove()  # type: ignore[union-attr]
+    assert UnitCall(1, 0) not in checkpointed.bytes
+    assert UnitCall(2, 0) in checkpointed.bytes or prepare is with_global_hook
+
+
+@pytest.mark.parametrize("prepare", [with_hook, with_hook_on_arguments, with_own_forward, with_object, in_evaluation])
+def test_layers_that_must_run_once_since_the_recorded_forward(
+    offloader: ActivationOffloader, prepare: Callable[[Layers], None]
+) -> None:
+    """They run once, and their saved tensors are offloaded: the plan has no memory for them."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    prepare(model)
+    expected = model.run()
+    count_runs(model)
+    stored = offloader.stats().stored
+    assert_same(checkpointed.run(), expected)
+    assert count_runs(model) == [1, 1, 1]
+    assert offloader.stats().stored > stored
+
+
+def test_checkpointing_that_the_user_has_enabled(offloader: ActivationOffloader) -> None:
+    """The layer runs a second time by the user's function."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    called: list[int] = []
+
+    def by_user(forward: Any, *args: Any) -> Any:
+        called.append(1)
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+
+    model.middle.gradient_checkpointing, model.middle._gradient_checkpointing_func = True, by_user
+    expected = model.run()
+    assert_same(checkpointed.run(), expected)
+    assert len(called) == 2 and model.middle._gradient_checkpointing_func is by_user
+    assert UnitCall(1, 0) not in Checkpointed(offloader, model).bytes
+
+
+def test_arguments_are_those_of_the_call(
+    offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors inside of containers have gradients, and no argument is dropped with a warning."""
+    model = Layers()
+    factor = torch.linspace(1, 2, 8, requires_grad=True)
+    model.call = lambda value: model.middle(value, scale={"by": [factor]}, use_cache=True, mask=(None, "causal", 2.0))
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return [loss.detach(), *torch.autograd.grad(loss, [factor, *model.parameters()])]
+
+    monkeypatch.setattr(model, "gradients", gradients)
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    count_runs(model)
+    model.middle.keywords.clear()
+    with caplog.at_level(logging.WARNING):
+        assert_same(checkpointed.run(), expected)
+    assert count_runs(model) == [1, 2, 1]
+    assert model.middle.keywords == 2 * [{"use_cache": True, "mask": (None, "causal", 2.0)}]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_is_filled_once(offloader: ActivationOffloader, filled: bool) -> None:
+    """The second run fills a copy of the empty cache. A cache that was filled before the forward has no such copy."""
+    model = Layers()
+    caches: list[DynamicCache] = []
+
+    def call(value: Tensor) -> Tensor:
+        caches.append(DynamicCache())
+        if filled:
+            caches[-1].update(torch.ones(1, 1, 4, 16), torch.ones(1, 1, 4, 16), 0)
+        result: Tensor = model.middle(value, cache=caches[-1], use_cache=True)
+        return result
+
+    model.call = call
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    assert checkpointed.bytes.get(UnitCall(1, 0)) == (None if filled else 2 * 4 * 16 * 4)  # keys and values stay
+    count_runs(model)
+    assert_same(checkpointed.run(), expected)
+    assert count_runs(model) == [1, 1 if filled else 2, 1]
+    assert_same(caches[-1].layers[0].keys, caches[0].layers[0].keys)
+
+
+def test_a_second_call_with_the_same_cache_is_no_checkpointed_one(offloader: ActivationOffloader) -> None:
+    model = Layers()
+
+    def call(value: Tensor) -> Tensor:
+        cache = DynamicCache()
+        result: Tensor = model.middle(model.middle(value, cache=cache), cache=cache)
+        return result
+
+    model.call = call
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    assert UnitCall(1, 0) in checkpointed.bytes and UnitCall(1, 1) not in checkpointed.bytes
+    count_runs(model)
+    assert_same(checkpointed.run(), expected)
+    assert count_runs(model) == [1, 3, 1]
