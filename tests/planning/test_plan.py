@@ -92,8 +92,43 @@ def test_wrong_plans_for_a_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"checkpoint": True}, {}, None),
+        ({"checkpoint": True, "input": "ssd"}, {}, "`units.unit0` is checkpointed, which frees all"),
+        (
+            {"checkpoint": True, "operators": {"work": "recompute"}},
+            {},
+            "`units.unit0` is checkpointed, which frees all",
+        ),
+        ({"checkpoint": True}, {"input": "host"}, "`units.unit1.input='host'`, but the unit before is checkpointed"),
+        ({}, {"checkpoint": True}, "`units.unit1` can't be checkpointed"),
+    ],
+)
+def test_a_checkpointed_unit_keeps_its_input_and_its_output(
+    first: dict[str, Any], second: dict[str, Any], message: str | None
+) -> None:
+    """Only the first of two units may be checkpointed."""
+    model = make_model(2)
+    model = replace(model, units=(replace(model.units[0], checkpoint_bytes=0), model.units[1]))
+    unit = UnitPlan("gpu", "gpu", "keep", {"work": "keep"})
+    plan = Plan({"unit0": replace(unit, **first), "unit1": replace(unit, **second)}, 100, 100)
+    if message is None:
+        plan.check(model)
+        assert not plan.keeps_all and plan.intercepted == [False, False]
+        assert Plan.from_yaml(plan.to_yaml()) == plan
+        assert "checkpoint" not in plan.to_content()["units"]["unit1"]  # type: ignore[index]
+        assert "checkpointed: its forward is run again in backward" in plan.describe()
+    else:
+        with pytest.raises(ValueError) as error:
+            plan.check(model)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda plan: plan["units"]["unit0"].update(checkpoint=1), "`units.unit0.checkpoint=1` must be true or false"),
         (lambda plan: plan.pop("clip"), "the plan lacks the entry `clip`. Add it"),
         (lambda plan: plan.update(speed=3), "the plan has an unknown entry `speed`"),
         (lambda plan: plan.update(clip="maybe"), "`clip='maybe'` must be one of"),

@@ -486,7 +486,7 @@ def checkpointable(model: ModelProfile) -> ModelProfile:
 
 
 def test_where_launches_bound_a_step_few_units_are_checkpointed() -> None:
-    """The host launches 0.01 s per unit, and 0.09 s in place of that if it intercepts one and recomputes its tensors."""
+    """The host launches a unit in 0.01 s, and takes 0.09 s if it intercepts one and recomputes its tensors."""
     model = checkpointable(make_model(8, saved=6 * GB, inputs=GB, parameters=0, forward=1e-3, launch=0.01))
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, launch=HostOverhead(*6 * [0.01], 1e-4), gpu_bytes=40 * GB)

@@ -169,6 +169,28 @@ def test_plans_account_for_the_host_time(work: str, seconds: float) -> None:
     assert prediction.busy_seconds["launch"] == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("count", "peak"),
+    [
+        (0, 4 * 12),
+        (1, 2 + 3 + 3 * 12),
+        (3, 3 * (2 + 3) + 12),
+        (4, 3 * (2 + 3) + 2 + 3 + 10),  # the forward of the last unit has run again
+    ],
+)
+def test_checkpointed_units_run_again_before_their_backward(count: int, peak: int) -> None:
+    """Each has an input of 2 bytes, 10 bytes of saved tensors, and 3 bytes that stay."""
+    model = make_model(4, parameters=0, launch=7.0, operations=2)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=3) for unit in model.units))
+    plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+    units = {name: replace(unit, checkpoint=index < count) for index, (name, unit) in enumerate(plan.units.items())}
+    machine = replace(FAST, launch=HostOverhead(checkpoint=100))
+    prediction = simulate(model, machine, replace(plan, units=units))
+    assert prediction.busy_seconds["launch"] == pytest.approx(4 * 7 * 1.5 + count * (7 + 100))
+    assert prediction.busy_seconds["compute"] == pytest.approx(4 * 3 + count)
+    assert prediction.gpu_peak_bytes == peak
+
+
 def test_weights_are_kept_while_they_fit() -> None:
     """They occupy the budget permanently, at least one unit; the last ones are not prefetched again in backward."""
     model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each, and gradients

@@ -1,0 +1,266 @@
+"""Trainings under plans with checkpointed units have plain Lightning's numbers, and memory of the plan."""
+
+import copy
+import io
+import pickle
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.t5.modeling_t5 import T5LayerFF
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.planning import ModelProfile, Plan
+from tests.support.compare import assert_same
+from tests.support.plans import BOTH, draw, pinned, planner
+from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS = 9
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def t5() -> Any:
+    """Its blocks share masks, a position bias and the encoder's result, and fill a cache."""
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    )
+
+
+class Trained(pl.LightningModule):
+    """A model with dropout that predicts its own input."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = make().train()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.losses.append(self.model(input_ids=batch, labels=batch).loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train(module: Trained, strategy: Any, *callbacks: pl.Callback, path: Path, **settings: Any) -> Trained:
+    tokens = torch.randint(64, (4 * 12, 12), generator=torch.Generator().manual_seed(2))
+    loader = DataLoader(tokens, batch_size=4)
+    trainer = make_trainer(
+        path,
+        strategy,
+        **{"max_epochs": None, "max_steps": STEPS, "callbacks": list(callbacks), "num_sanity_val_steps": 0} | settings,
+    )
+    torch.manual_seed(3)
+    trainer.fit(module, loader, DataLoader(tokens[:4], batch_size=2))
+    return module
+
+
+class Calls:
+    """A number of calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@pytest.fixture
+def reruns(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Counts the forwards inside of blocks of GPT-2 and T5 that run in a backward."""
+    calls = Calls()
+    for layer in (GPT2MLP, T5LayerFF):
+        forward = layer.forward
+
+        def counted(self: nn.Module, *args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            calls.count += torch._C._current_graph_task_id() != -1
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(layer, "forward", counted)
+    return calls
+
+
+def plan_and_profile(make: Any, path: Path, how: dict[str, Any] = BOTH, **settings: Any) -> tuple[Plan, ModelProfile]:
+    """Returns a plan that a training has made, and its profile; `how`: arguments of the strategy."""
+    first = planner(cache=False)
+    train(Trained(make), SSDOffloadStrategy(**how), first, path=path, **settings)
+    assert first.plan is not None and first.profile is not None
+    return first.plan, first.profile
+
+
+@pytest.mark.parametrize(
+    ("make", "states", "settings"),
+    [
+        (gpt2, "gpu", {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+        (t5, "gpu", {"val_check_interval": 4, "gradient_clip_val": 1.0}),
+        (t5, "host", {"precision": "bf16-mixed"}),
+    ],
+)
+def test_numbers_are_plain_lightnings(
+    tmp_path: Path, reruns: Calls, make: Any, states: str, settings: dict[str, Any]
+) -> None:
+    expected = train(Trained(make), "auto", path=tmp_path, **settings)
+    how = BOTH if states == "gpu" else BOTH | {"states": states, "gpu_memory": "1B"}
+    plan, profile = plan_and_profile(make, tmp_path, how, **settings)
+    for seed, share in ((0, 1.0), (1, 0.5)):
+        reruns.count = 0
+        chosen = draw(plan, profile, seed, checkpoint=share)
+        assert any(unit.checkpoint for unit in chosen.units.values())
+        strategy = SSDOffloadStrategy(**how)
+        actual = train(Trained(make), strategy, pinned(chosen), path=tmp_path, **settings)
+        assert_same(actual, expected)
+        assert reruns.count
+
+
+def all_checkpointed(plan: Plan, profile: ModelProfile) -> Plan:
+    """Returns the plan that checkpoints all units that may be, and keeps all saved tensors of the others."""
+    chosen = draw(plan, profile, 0, checkpoint=1.0)
+    units = {
+        name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"))
+        for name, unit in chosen.units.items()
+    }
+    return replace(chosen, units=units)
+
+
+class Copying(pl.Callback):
+    """Copies the module and writes it to memory, while a plan is in force."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == STEPS - 1:
+            saved = io.BytesIO()
+            torch.save(pl_module.model, saved)
+            saved.seek(0)
+            self.copies = [
+                copy.deepcopy(pl_module.model),
+                pickle.loads(pickle.dumps(pl_module.model)),
+                torch.load(saved, weights_only=False),
+            ]
+
+
+def attributes(model: nn.Module) -> list[list[str]]:
+    return [sorted(vars(module)) for module in model.modules()]
+
+
+def test_copies_of_a_model_in_training_are_plain(tmp_path: Path, reruns: Calls) -> None:
+    """They run their forward once, and after the training the model does, too."""
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    copying = Copying()
+    module = train(
+        Trained(gpt2), SSDOffloadStrategy(**BOTH), pinned(all_checkpointed(plan, profile)), copying, path=tmp_path
+    )
+    assert reruns.count and len(copying.copies) == 3
+    tokens = torch.ones(1, 8, dtype=torch.long)
+    for model in (*copying.copies, module.model):
+        assert attributes(model) == attributes(gpt2())
+        reruns.count = 0
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert not reruns.count
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    module = Trained(gpt2)
+    dropout = module.model.transformer.h[1].mlp.dropout
+    forward, runs = dropout.forward, []
+
+    def failing(value: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > 12:
+            raise ValueError("an error of the user")
+        result: Tensor = forward(value)
+        return result
+
+    dropout.forward = failing
+    with pytest.raises(ValueError, match="an error of the user"):
+        train(module, SSDOffloadStrategy(**BOTH), pinned(all_checkpointed(plan, profile)), path=tmp_path)
+    del dropout.forward
+    assert attributes(module.model) == attributes(gpt2())
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer that makes a value which autograd saves, and refers to it weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.made: list[weakref.ref[Any]] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = torch.sigmoid(self.linear(value))
+        self.made.append(weakref.ref(hidden.untyped_storage()))
+        return value + hidden.tanh()
+
+
+class Stack(pl.LightningModule):
+    """Layers of which the first two are one module, called twice; records which values are alive before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.alive: list[list[bool]] = []
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            layer.made.clear()
+        first, *others = self.layers
+        for layer in (first, first, *others):
+            batch = layer(batch)
+        loss = batch.square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.alive.append([made() is not None for layer in self.layers for made in layer.made])
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(12, 32, generator=torch.Generator().manual_seed(0)), batch_size=4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_stack(path: Path, strategy: Any, *callbacks: pl.Callback) -> Stack:
+    module = Stack()
+    make_trainer(path, strategy, max_epochs=None, max_steps=STEPS, callbacks=list(callbacks)).fit(module)
+    return module
+
+
+def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> None:
+    """Of a module that is called twice, each call may be checkpointed; the values of the other units stay."""
+    expected = fit_stack(tmp_path, "auto")
+    first = planner(cache=False)
+    assert_same(fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first), expected)
+    assert first.plan is not None and first.profile is not None
+    names = [unit.name for unit in first.profile.units if unit.checkpoint_bytes is not None]
+    assert names == ["layers.0", "layers.0 (2)", "layers.1", "layers.2"]
+    for freed in ({"layers.0", "layers.2"}, {"layers.0 (2)"}, set(names)):
+        units = {
+            name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=name in freed)
+            for name, unit in first.plan.units.items()
+        }
+        module = fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), pinned(replace(first.plan, units=units)))
+        assert_same(module, expected)
+        assert module.alive[-1] == [name not in freed for name in names]
