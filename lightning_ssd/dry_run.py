@@ -68,7 +68,7 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     settings = config["trainer"]
     return ModelProfile(
         type(module).__name__,
-        unit_profiles(units, graph, graph.saved(least), {}, parts_of),
+        unit_profiles(units, graph, graph.saved(least), {}, parts_of, allow_recompute=module.automatic_optimization),
         settings["accumulate_grad_batches"],
         samples,
         tokens,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -175,7 +176,7 @@ class Arguments:
 
     def _pack(self, value: Any) -> Any:
         kind = type(value)
-        if kind in (Tensor, nn.Parameter) and torch._C._has_storage(value):  # not inside of `torch.vmap`
+        if kind in (Tensor, nn.Parameter, FakeTensor) and torch._C._has_storage(value):  # not inside of `torch.vmap`
             self.tensors.append(value)
             return _Position(len(self.tensors) - 1)
         if kind in _VALUES or kind in (tuple, list, dict):

@@ -60,8 +60,8 @@ class Profiler(Uncopied):
         offloader: activation offloader of the training.
         states: offloaded model states; `None`: all are on the device.
         optimizers: optimizers of the model.
-        allow_recompute: whether saved tensors may be recomputed, which is wrong if weights change between a forward
-            and its backward.
+        allow_recompute: whether saved tensors may be recomputed, and units checkpointed, which is wrong if weights
+            change between a forward and its backward.
     """
 
     def __init__(
@@ -384,7 +384,14 @@ class Profiler(Uncopied):
         if self._offloader.device.type == "cuda":
             torch.cuda.synchronize(self._offloader.device)
         launches = self._launch_seconds(measure_host_overhead(self._offloader.device))
-        units = unit_profiles(self.units, self.graph, self.saved, launches, self._part_profiles)
+        units = unit_profiles(
+            self.units,
+            self.graph,
+            self.saved,
+            launches,
+            self._part_profiles,
+            allow_recompute=self._allow_recompute,
+        )
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         offloaded = 0
         if self._states is not None:

@@ -18,6 +18,8 @@ def unit_profiles(
     saved: Sequence[Saved],
     launches: Mapping[UnitCall, float],
     parts_of: Callable[[Unit], Sequence[PartProfile]],
+    *,
+    allow_recompute: bool,
 ) -> tuple[UnitProfile, ...]:
     """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
 
@@ -27,9 +29,10 @@ def unit_profiles(
         saved: saved tensors of the graph that may be offloaded.
         launches: host seconds to launch the operations of each call.
         parts_of: returns the profiles of a unit's parts, one or more.
+        allow_recompute: whether units may be checkpointed.
     """
     measured = graph.transients.measure()
-    checkpoint_bytes = graph.checkpoint_bytes()
+    checkpoint_bytes = graph.checkpoint_bytes() if allow_recompute else {}
     profiles = []
     for unit_call in calls_of_units(units, graph):
         parts = parts_of(units[unit_call.unit]) if unit_call.call_index == 0 else ()

@@ -242,8 +242,23 @@ class Stack(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit_stack(path: Path, strategy: Any, *callbacks: pl.Callback) -> Stack:
-    module = Stack()
+class ByHand(Stack):
+    """The same, with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        return loss
+
+
+def fit_stack(path: Path, strategy: Any, *callbacks: pl.Callback, make: type[Stack] = Stack) -> Stack:
+    module = make()
     make_trainer(path, strategy, max_epochs=None, max_steps=STEPS, callbacks=list(callbacks)).fit(module)
     return module
 
@@ -264,3 +279,11 @@ def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> No
         module = fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), pinned(replace(first.plan, units=units)))
         assert_same(module, expected)
         assert module.alive[-1] == [name not in freed for name in names]
+
+
+def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp_path: Path) -> None:
+    """The user makes the steps, by manual optimization, and may make one between a forward and its backward."""
+    first = planner(cache=False)
+    fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first, make=ByHand)
+    assert first.profile is not None
+    assert {unit.checkpoint_bytes for unit in first.profile.units} == {None}
