@@ -1,7 +1,6 @@
 """Checkpointed unit calls drop what autograd saves in them, and run their forward again in backward."""
 
 import copy
-import logging
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import DynamicCache
+from transformers import DynamicCache, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_ssd.activations import ActivationOffloader, UnitCall
@@ -34,15 +33,15 @@ class Layer(GradientCheckpointingLayer):
         """The storages of the hidden values of all runs."""
         self.keywords: list[dict[str, Any]] = []
 
-    def forward(self, value: Tensor, scale: Any = None, cache: Any = None, **keywords: Any) -> Tensor:
+    def forward(self, value: Tensor, scale: Any = None, past_key_values: Any = None, **keywords: Any) -> Tensor:
         self.runs += 1
         self.keywords.append(keywords)
         hidden = torch.sigmoid(self.up(value))
         self.made.append(weakref.ref(hidden.untyped_storage()))
         hidden = self.inside(hidden)
-        if cache is not None:
-            keys, values = cache.update(hidden[None, None], hidden[None, None] * 2, 0)
-            hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4]
+        if past_key_values is not None:
+            keys, values = past_key_values.update(hidden[None, None], hidden[None, None] * 2, 0)
+            hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4] * keys.shape[2]
         result = value + nn.functional.dropout(self.down(hidden), 0.5)
         return result if scale is None else result * scale["by"][0]
 
@@ -83,10 +82,11 @@ def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
 
 
 class Checkpointed:
-    """A model whose middle layer is checkpointed; the other layers keep their saved tensors."""
+    """A model of which the calls `freed` are checkpointed; the other layers keep their saved tensors."""
 
-    def __init__(self, offloader: ActivationOffloader, model: Layers) -> None:
+    def __init__(self, offloader: ActivationOffloader, model: Layers, freed: frozenset[UnitCall] = FREED) -> None:
         self.model = model
+        self._freed = freed
         self._directed = Directed(offloader, list(model.layers))
         with self._directed.record():
             torch.manual_seed(1)
@@ -98,7 +98,7 @@ class Checkpointed:
 
     def forward(self) -> Tensor:
         torch.manual_seed(1)
-        with self._directed.direct(self._choices, FREED):
+        with self._directed.direct(self._choices, self._freed):
             return self.model(VALUE)
 
     def run(self) -> list[Tensor]:
@@ -109,6 +109,14 @@ class Checkpointed:
 
     def end(self) -> None:
         self._directed.end_direct()
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of transformers' layers that they drop arguments."""
+    messages: list[str] = []
+    monkeypatch.setattr(modeling_layers.logger, "warning_once", messages.append)
+    return messages
 
 
 def count_runs(model: Layers) -> list[int]:
@@ -137,8 +145,14 @@ def test_a_checkpointed_call_frees_its_saved_tensors(offloader: ActivationOffloa
         assert count_runs(model) == [0, 1, 0]
 
 
-def test_a_graph_can_be_used_twice(offloader: ActivationOffloader) -> None:
+def with_cache(model: Layers) -> None:
+    model.call = lambda value: model.middle(value, past_key_values=DynamicCache(), use_cache=True)
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, with_cache])
+def test_a_graph_can_be_used_twice(offloader: ActivationOffloader, prepare: Callable[[Layers], None]) -> None:
     model = Layers()
+    prepare(model)
     expected = model.run()
     checkpointed = Checkpointed(offloader, model)
     loss = checkpointed.forward()
@@ -269,6 +283,10 @@ def with_a_tensor_of_another_layer(model: Layers) -> None:
     model.middle.inside = lambda value: value + model.hidden  # type: ignore[operator]
 
 
+def with_a_layer_of_another_unit(model: Layers) -> None:
+    model.middle.inside = lambda value: value + model.layers[0](VALUE).mean()
+
+
 def with_a_changed_tensor(model: Layers) -> None:
     model.register_buffer("calls", torch.zeros(()))
     model.middle.inside = lambda value: value + model.calls.add_(1) * 0  # type: ignore[operator]
@@ -291,6 +309,7 @@ def with_statistics(model: Layers) -> None:
         without_gradients,
         in_evaluation,
         with_a_tensor_of_another_layer,
+        with_a_layer_of_another_unit,
         with_a_changed_tensor,
         with_statistics,
     ],
@@ -342,7 +361,7 @@ def test_checkpointing_that_the_user_has_enabled(offloader: ActivationOffloader)
 
 
 def test_arguments_are_those_of_the_call(
-    offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    offloader: ActivationOffloader, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors inside of containers have gradients, and no argument is dropped with a warning."""
     model = Layers()
@@ -357,15 +376,14 @@ def test_arguments_are_those_of_the_call(
     checkpointed = Checkpointed(offloader, model)
     count_runs(model)
     model.middle.keywords.clear()
-    with caplog.at_level(logging.WARNING):
-        assert_same(checkpointed.run(), expected)
+    assert_same(checkpointed.run(), expected)
     assert count_runs(model) == [1, 2, 1]
     assert model.middle.keywords == 2 * [{"use_cache": True, "mask": (None, "causal", 2.0)}]
-    assert not caplog.records
+    assert not warned
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_a_cache_is_filled_once(offloader: ActivationOffloader, filled: bool) -> None:
+def test_a_cache_is_filled_once(offloader: ActivationOffloader, warned: list[str], filled: bool) -> None:
     """The second run fills a copy of the empty cache. A cache that was filled before the forward has no such copy."""
     model = Layers()
     caches: list[DynamicCache] = []
@@ -374,7 +392,7 @@ def test_a_cache_is_filled_once(offloader: ActivationOffloader, filled: bool) ->
         caches.append(DynamicCache())
         if filled:
             caches[-1].update(torch.ones(1, 1, 4, 16), torch.ones(1, 1, 4, 16), 0)
-        result: Tensor = model.middle(value, cache=caches[-1], use_cache=True)
+        result: Tensor = model.middle(value, past_key_values=caches[-1], use_cache=True)
         return result
 
     model.call = call
@@ -385,6 +403,7 @@ def test_a_cache_is_filled_once(offloader: ActivationOffloader, filled: bool) ->
     assert_same(checkpointed.run(), expected)
     assert count_runs(model) == [1, 1 if filled else 2, 1]
     assert_same(caches[-1].layers[0].keys, caches[0].layers[0].keys)
+    assert not warned
 
 
 def test_a_second_call_with_the_same_cache_is_no_checkpointed_one(offloader: ActivationOffloader) -> None:
@@ -392,12 +411,12 @@ def test_a_second_call_with_the_same_cache_is_no_checkpointed_one(offloader: Act
 
     def call(value: Tensor) -> Tensor:
         cache = DynamicCache()
-        result: Tensor = model.middle(model.middle(value, cache=cache), cache=cache)
+        result: Tensor = model.middle(model.middle(value, past_key_values=cache), past_key_values=cache)
         return result
 
     model.call = call
     expected = model.run()
-    checkpointed = Checkpointed(offloader, model)
+    checkpointed = Checkpointed(offloader, model, FREED | {UnitCall(1, 1)})
     assert UnitCall(1, 0) in checkpointed.bytes and UnitCall(1, 1) not in checkpointed.bytes
     count_runs(model)
     assert_same(checkpointed.run(), expected)
