@@ -34,9 +34,7 @@ _ATTRIBUTES = ("gradient_checkpointing", "_can_checkpoint_with_cache", "_gradien
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module with hooks that would run a second time if they are on modules inside of a unit."""
 
-_VALUES = frozenset(
-    {type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size}
-)  # fmt: skip
+_VALUES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})
 """Types of arguments that have no state."""
 
 _ABSENT: Any = object()
@@ -49,13 +47,16 @@ def allows_checkpointing(module: nn.Module) -> bool:
     the module or replaced its forward has chosen how it runs.
     """
     kind = _class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.8
+        return False  # hooks can't be removed for the length of a call
     if kind is None or not isinstance(module, kind) or not module.training or "forward" in vars(module):
         return False
     code = getattr(type(module).forward, "__code__", None)
     if code is None or not _READS.issubset(code.co_names) or module._can_checkpoint_with_cache:
         return False  # a layer that reads caches which others have filled finds them empty in backward
-    changes_arguments = (*module._forward_pre_hooks.values(), *map(module._forward_hooks.get, _with_kwargs(module)))
-    if _has_any_global_hook() or any(map(is_users_hook, changes_arguments)):
+    of_arguments = [*module._forward_pre_hooks.values()]
+    of_arguments += [module._forward_hooks[number] for number in module._forward_hooks_with_kwargs]
+    if _has_any_global_hook() or any(map(is_users_hook, of_arguments)):
         return False
     return all(_is_plain(inner, module) for inner in module.modules())
 
@@ -65,11 +66,6 @@ def _is_plain(inner: nn.Module, module: nn.Module) -> bool:
     if not takes_hooks(inner) or inner._compiled_call_impl is not None or vars(inner).get("gradient_checkpointing"):
         return False
     return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values())
-
-
-def _with_kwargs(module: nn.Module) -> Iterator[int]:
-    """Yields the numbers of hooks after the forward that see its keyword arguments."""
-    yield from module._forward_hooks_with_kwargs
 
 
 def _class_of_transformers(module: str, name: str) -> type | None:
@@ -245,9 +241,10 @@ class CheckpointedCall:
         vars(self._module).update(zip(_ATTRIBUTES, (True, True, self), strict=True))
 
     def end(self) -> None:
-        """Restores the attributes of the module."""
+        """Restores the attributes of the module, once."""
+        before, self._before = self._before, {}
         attributes = vars(self._module)
-        for name, value in self._before.items():
+        for name, value in before.items():
             attributes.pop(name, None)
             if value is not _ABSENT:
                 attributes[name] = value

@@ -247,6 +247,8 @@ def render_summary(model: ModelProfile, plan: Plan, prediction: Prediction) -> s
         "recomputed": sum(row.recomputed for row in placed[-2:]),
     }
     where = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in shares.items() if nbytes)
+    if count := sum(unit.checkpoint for unit in plan.units.values()):
+        where += f" by checkpointing {count} of {len(plan.units)} units"
     return (
         f"saved tensors of a micro-batch: {where or 'none is large'} (swap coefficient {coefficient:.2f}).\n"
         f"  A step should take {format_seconds(prediction.step_seconds)}, bound by {prediction.bound}; "
