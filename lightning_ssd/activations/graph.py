@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_ssd.activations.transient_memory import TransientMemory
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall
 
+_COMMUNICATION = ("c10d", "_c10d_functional")
+"""Namespaces of operations that other processes have to execute, too."""
+
 
 @dataclass
 class Buffer:
@@ -22,6 +25,7 @@ class Buffer:
         position: position of its tensor among the results of `maker`.
         unit_call: unit call in which autograd saved it; None: it was not saved.
         mutated: whether it was changed in place after it was made.
+        last_change: index of the last operation that changed it in place; -1: there is none.
         outlives_call: whether it stays on the device if `unit_call` is checkpointed: autograd has saved it after the
             unit's forward had returned, or a key-value cache of the model refers to it.
     """
@@ -31,6 +35,7 @@ class Buffer:
     position: int = 0
     unit_call: UnitCall | None = None
     mutated: bool = False
+    last_change: int = -1
     outlives_call: bool = False
 
 
@@ -105,8 +110,8 @@ class ForwardGraph:
         those saved between the end of its forward and the begin of the next unit. An argument that several calls share
         counts once.
 
-        A call can't be checkpointed if it depends on tensors that are changed in place, or that it gets from another
-        unit otherwise than as an argument, or if it changes running statistics or communicates.
+        A call can't be checkpointed if it depends on tensors that are changed in place after it has begun, or that it
+        gets from another unit otherwise than as an argument, or if it changes running statistics or communicates.
         """
         inside: dict[UnitCall, set[int]] = {}
         outside: dict[UnitCall, set[int]] = {}  # of units that call others: their other operations
@@ -128,9 +133,7 @@ class ForwardGraph:
         result = {}
         for unit_call, operations in inside.items():
             arguments = self.arguments.get(unit_call)
-            if arguments is None or unit_call in outside:
-                continue
-            if not all(self._may_run_again(index, operations, arguments) for index in operations):
+            if arguments is None or unit_call in outside or not self._may_run_again(operations, arguments):
                 continue
             not_saved = {number for number in arguments if self.buffers[number].unit_call is None} - counted
             counted |= not_saved
@@ -143,24 +146,23 @@ class ForwardGraph:
             result[unit_call] = sum(self.buffers[number].nbytes for number in not_saved | remaining)
         return result
 
-    def _may_run_again(self, index: int, operations: set[int], arguments: frozenset[int]) -> bool:
-        """Returns whether an operation of a unit call has the same effects if the call is run again in backward.
+    def _may_run_again(self, operations: set[int], arguments: frozenset[int]) -> bool:
+        """Returns whether a unit call has the same effects if it is run again in backward.
 
         Args:
-            index: index of the operation.
-            operations: operations of the call.
-            arguments: buffers among the arguments of the call.
+            operations: indices of the operations of the call.
+            arguments: numbers of the buffers among its arguments.
         """
-        operation = self.operations[index]
-        name = operation.func._schema.name
-        if changes_statistics(name) or operation.func.namespace in ("c10d", "_c10d_functional"):
-            return False
-        for number in operation.inputs:
-            buffer = self.buffers[number]
-            if buffer.maker not in operations and (
-                buffer.mutated or (buffer.maker is not None and number not in arguments)
-            ):
+        begin = min(operations)
+        for operation in (self.operations[index] for index in operations):
+            if changes_statistics(operation.func._schema.name) or operation.func.namespace in _COMMUNICATION:
                 return False
+            for number in operation.inputs:
+                buffer = self.buffers[number]
+                if buffer.maker not in operations and (
+                    buffer.last_change >= begin or (buffer.maker is not None and number not in arguments)
+                ):
+                    return False
         return True
 
     def unit_calls(self) -> list[UnitCall]:

@@ -228,7 +228,8 @@ class TraceMode(UnitDispatchMode):
         index = len(self.graph.operations)
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
-                self.graph.buffers[number].mutated = True
+                buffer = self.graph.buffers[number]
+                buffer.mutated, buffer.last_change = True, index
         result, span = self.time(func, args, kwargs)
         self._spans.append(span)
         if span is not None and self._lifetimes is not None:

@@ -327,6 +327,26 @@ def test_layers_that_must_run_once(offloader: ActivationOffloader, prepare: Call
     assert UnitCall(2, 0) in checkpointed.bytes or prepare is with_global_hook
 
 
+def test_an_argument_may_be_changed_before_the_call(offloader: ActivationOffloader) -> None:
+    """Masks are made in that way. A change after the call would change what the second run reads."""
+    model = Layers()
+    model.call = lambda value: model.middle(value, scale={"by": [torch.ones(4, 8).mul_(2)]})
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    assert UnitCall(1, 0) in checkpointed.bytes
+    assert_same(checkpointed.run(), expected)
+
+    def change_afterwards(value: Tensor) -> Tensor:
+        scale = torch.ones(4, 8)
+        result: Tensor = model.middle(value, mask=scale)
+        scale.mul_(2)
+        return result
+
+    model.call = change_afterwards
+    model.middle.inside = lambda hidden: hidden + model.middle.keywords[-1]["mask"].sum()
+    assert UnitCall(1, 0) not in Checkpointed(offloader, model).bytes
+
+
 @pytest.mark.parametrize("prepare", [with_hook, with_hook_on_arguments, with_own_forward, with_object, in_evaluation])
 def test_layers_that_must_run_once_since_the_recorded_forward(
     offloader: ActivationOffloader, prepare: Callable[[Layers], None]
