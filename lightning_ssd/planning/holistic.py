@@ -184,6 +184,8 @@ class _Search:
         self._most_simulations = SIMULATED_STAGES // stages
         # Score of the best point, the point, and its unused bytes of GPU and host memory.
         self._best_point: tuple[tuple[float, float], SearchPoint, tuple[int, int]] | None = None
+        self._ideal_seconds = model.forward_seconds + model.backward_seconds
+        """Seconds of a micro-batch that waits for nothing."""
 
     def search_all(self) -> _Considered:
         """Searches among the papers' plans and all points.
@@ -323,7 +325,7 @@ class _Search:
     def refine(self) -> None:
         """Improves the best point by changes of one or two of its numbers, in ever smaller steps."""
         amount, parts = max(1, len(self.tensors) // 8), max(1, len(self.parts) // 8)
-        ideal = self.model.micro_batches * (self.model.forward_seconds + self.model.backward_seconds)
+        ideal = self.model.micro_batches * self._ideal_seconds
         while self._best_point is not None:
             for point in list(self._neighbours(*self._best_point[1:], amount, parts)):
                 if self._simulations >= self._most_simulations or self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
@@ -336,12 +338,12 @@ class _Search:
                 amount, parts = max(1, amount // 2), max(1, parts // 2)
 
     def try_few_launches(self) -> None:
-        """Simulates plans with few launches: if those of the fastest plan lengthen its step, and with all states on the
-        GPU, where plain unit calls are possible."""
-        base = self.fastest.plan
-        without = simulate(self.model, self.hardware.with_launches(0.0), base)
-        if self.fastest.score[1] > CLOSE_ENOUGH * without.step_seconds:
-            self._try_few_launches_of(base)
+        """Simulates plans with few launches, which may also have fewer transfers than other plans: with the placement
+        of the fastest plan, and with all states on the GPU, where plain unit calls are possible."""
+        base, ideal = self.fastest.plan, self.model.micro_batches * self._ideal_seconds
+        if self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
+            return
+        self._try_few_launches_of(base)
         needed = sum(part.resident_bytes for part in self.parts)
         if self.fixed is None and base.offloads_states and needed < self.hardware.gpu_bytes:
             self._try_few_launches_of(base.placed(self.model, [PartPlan("gpu", "gpu")] * len(self.parts)))
