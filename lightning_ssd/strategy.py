@@ -119,10 +119,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             disabled. Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
             kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
             Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the
-            first micro-batches runs out of memory, it is run again with all saved tensors offloaded, with the same
-            numbers. In trainings with compiled code, each saved tensor is kept or offloaded, and code may be compiled
-            again with a lower `activation_memory_budget` of torch. That may change last digits, so that a log line
-            names the budget. On a CPU device all saved tensors are kept.
+            first micro-batches runs out of memory, it is run again with all saved tensors offloaded, and then with
+            model states offloaded (`states="auto"`), with the same numbers. In trainings with compiled code, each saved
+            tensor is kept or offloaded, and code may be compiled again with a lower `activation_memory_budget` of
+            torch. That may change last digits, so that a log line names the budget. On a CPU device all saved tensors
+            are kept.
             `"ssdtrain"`: as many bytes as the measured bandwidth transfers while the device computes (SSDTrain's rule),
             and more if the device has no room for the others. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
             everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
@@ -143,10 +144,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         states: tier of weights, gradients and optimizer states. `"gpu"`: the training device. `"host"`: host memory. A
             unit's weights are on the device only around their use, gradients are offloaded as backward computes them,
             and the optimizer steps on the CPU while the device computes. `"ssd"`: like `"host"`, with everything but
-            the gradients on the SSDs of `path`. `"auto"`: the device if all fit into `gpu_memory` (by default 60 % of
-            the GPU memory that this process may use). Otherwise `gpu_memory`, if given, is filled with units, and
-            with parts of large ones, then `host_memory` (by default 85 % of the free memory), and the rest is on SSDs.
-            Unless `states="gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
+            the gradients on the SSDs of `path`. `"auto"`: the device if all fit into `gpu_memory`, by default into 60 %
+            of the GPU memory that this process may use, or 74 % with fp32 weights and automatic optimization, because
+            they can be offloaded later if activations need the room. Otherwise `gpu_memory`, if given, is filled with
+            units, and with parts of large ones, then `host_memory` (by default 85 % of the free memory), and the rest
+            is on SSDs. Unless `states="gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
             would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are
             summed in 16 bits by compiled code, and by torch before 2.10. Weights in bf16, under `bf16-true` all of
