@@ -18,7 +18,6 @@ import os
 import platform
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +227,7 @@ class Recovery(Uncopied):
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         fetcher = self._trainer.fit_loop._data_fetcher
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
-        positions = [asdict(loader.position(ahead)) for loader in self._wrapped_loaders()]
+        positions = [vars(loader.position(ahead)) for loader in self._wrapped_loaders()]
         checkpoint[_GRADIENTS] = self._gradients()
         checkpoint[_KEY] = {"places": positions, "ahead": ahead, "random": random_states()}
         for owner in self._with_hyper_parameters():  # which may have any type, and which the script sets again

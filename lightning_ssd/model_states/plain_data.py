@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 MAGIC = b"lightning_ssd journal 2\n"
 
+_MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
+
 _FACTORIES: dict[str, Callable[[], object]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set}
 """Default factories of a `defaultdict` that can be written."""
 
@@ -124,7 +126,7 @@ class _Encoder:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
+            return value if _MIN_INT <= value <= _MAX_INT else {"int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
         if kind is list:
@@ -148,6 +150,8 @@ class _Encoder:
         )
 
     def _all(self, values: Any, name: str) -> list[object]:
+        if all(type(item) is int and _MIN_INT <= item <= _MAX_INT for item in values):
+            return list(values)  # among them the states of random generators, hundreds of numbers in each record
         return [self.encode(item, f"{name}[{index}]") for index, item in enumerate(values)]
 
     def _pairs(self, value: Mapping[Any, Any], name: str) -> list[object]:
