@@ -37,6 +37,7 @@ from lightning_ssd.planning import (
     ModelProfile,
     Plan,
     Prediction,
+    find_what_ifs,
     make_plan,
     make_report,
     plan_for_least_memory,
@@ -325,11 +326,15 @@ class SwapPlanner(StepProfiling):
                 self._steps,
             )
             return
-        # Only at the end, not between two steps: the report makes three further plans, which takes time.
-        report = make_report(runner.profile, runner.hardware, runner.plan, fixed=runner.placement)
-        log.info("report on the last plan:\n%s", render_report(report))
-        if report.what_ifs:
-            pl.utilities.rank_zero_info(f"SwapPlanner: steps would be {render_what_ifs(report)}.")
+        # Only at the end, not between two steps: three further plans are made, and for a report many simulations.
+        if log.isEnabledFor(logging.INFO):
+            report = make_report(runner.profile, runner.hardware, runner.plan, fixed=runner.placement)
+            log.info("report on the last plan:\n%s", render_report(report))
+            what_ifs = report.what_ifs
+        else:
+            what_ifs = find_what_ifs(runner.profile, runner.hardware, runner.plan, runner.placement)
+        if what_ifs:
+            pl.utilities.rank_zero_info(f"SwapPlanner: steps would be {render_what_ifs(what_ifs)}.")
 
     @override
     def _end(self) -> None:

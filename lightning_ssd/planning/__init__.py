@@ -24,6 +24,7 @@ from lightning_ssd.planning.model import (
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
+    find_what_ifs,
     make_report,
     render_report,
     render_summary,
@@ -86,6 +87,7 @@ __all__ = [
     "cost_table",
     "default_plan",
     "default_window",
+    "find_what_ifs",
     "free_bytes",
     "is_later_call",
     "large_write_endurance",

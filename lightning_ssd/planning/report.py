@@ -1,5 +1,6 @@
 """Reports on plans before the first step: fit, speed, bottleneck, wear of the SSDs, and cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.endurance import (
@@ -54,7 +55,7 @@ class Report:
         placed: bytes of each class in each tier.
         swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
         tokens_per_second: predicted throughput.
-        what_ifs: pairs of a change of the hardware and the throughput with it, the largest gain first.
+        what_ifs: pairs of a change of the hardware and throughput with it / throughput, the largest gain first.
         largest_samples: samples of the largest micro-batch that fits with the plan of least memory; 0: none fits.
         breakeven_tokens: tokens per step from which on the GPU is busier than the SSDs; None: it never is.
         required_write_bandwidth: bytes/s that offload all activations within half a step (SSDTrain III-D).
@@ -172,7 +173,7 @@ def breakeven_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan)
 def find_what_ifs(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, fixed: FixedPlacement | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """Returns pairs of a change that makes training faster and the throughput with it, the largest gain first.
+    """Returns pairs of a change that makes training faster and throughput with it / throughput, largest gain first.
 
     Faster hardware is simulated with the same plan; more memory, or a larger micro-batch, with a new plan.
     """
@@ -192,7 +193,7 @@ def find_what_ifs(
         prediction = simulate(other, machine, plan_holistic(other, machine, fixed))
         if prediction.excess_bytes(machine) == 0:
             changes[name] = _throughput(other, prediction)
-    gains = [(name, after) for name, after in changes.items() if after >= MIN_GAIN * before]
+    gains = [(name, after / before) for name, after in changes.items() if after >= MIN_GAIN * before]
     return tuple(sorted(gains, key=lambda gain: -gain[1]))
 
 
@@ -208,8 +209,8 @@ def render_report(report: Report) -> str:
         f"busy               {busy}",
         f"bound by           {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)}",
     ]
-    for change, throughput in report.what_ifs:
-        lines.append(f"  with {change}: {throughput:.0f} tokens/s ({throughput / report.tokens_per_second:.2f}x)")
+    for change, gain in report.what_ifs:
+        lines.append(f"  with {change}: {gain * report.tokens_per_second:.0f} tokens/s ({gain:.2f}x)")
     lines.append(f"{'':<18} {'GPU':>12} {'host':>12} {'SSD':>12} {'recomputed':>12}")
     for row in report.placed:
         sizes = (format_bytes(nbytes) for nbytes in (row.gpu, row.host, row.ssd, row.recomputed))
@@ -257,10 +258,9 @@ def render_summary(model: ModelProfile, plan: Plan, prediction: Prediction) -> s
     )
 
 
-def render_what_ifs(report: Report) -> str:
+def render_what_ifs(what_ifs: Sequence[tuple[str, float]]) -> str:
     """Returns the two changes of the hardware with the largest gains as text; empty: none has a gain."""
-    before = report.tokens_per_second
-    return ", ".join(f"{after / before:.2f}x as fast with {change}" for change, after in report.what_ifs[:2])
+    return ", ".join(f"{gain:.2f}x as fast with {change}" for change, gain in what_ifs[:2])
 
 
 def _throughput(model: ModelProfile, prediction: Prediction) -> float:

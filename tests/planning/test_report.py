@@ -85,11 +85,11 @@ def test_lifts_name_the_bound() -> None:
     bound = find_what_ifs(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
     assert "SSDs twice as fast" in dict(bound)
     assert [gain for _, gain in bound] == sorted((gain for _, gain in bound), reverse=True)
-    text = render_what_ifs(make_report(GPT, SMALL, make_plan(GPT, SMALL, "fuyou")))
+    text = render_what_ifs(bound)
     assert all(f"x as fast with {change}" in text for change, _ in bound[:2])
     model = make_model(8)
     assert find_what_ifs(model, H100, make_plan(model, H100)) == ()
-    assert render_what_ifs(make_report(model, H100, make_plan(model, H100))) == ""
+    assert render_what_ifs(()) == ""
 
 
 def test_rendered() -> None:
