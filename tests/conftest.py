@@ -6,6 +6,8 @@ from uuid import uuid4
 
 # Idle threads must not spin, because several tests may share the cores. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of `pytest -n 2` are as many as the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
