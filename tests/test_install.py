@@ -65,20 +65,50 @@ assert not {other!r} in sys.modules
 """
 
 
-@pytest.mark.parametrize(
-    ("tree", "other"),
-    [("lightning.pytorch", "pytorch_lightning"), ("pytorch_lightning", "lightning.pytorch")],
-)
-def test_trainer_finds_the_strategies_by_name_without_an_import(
-    run: Callable[[str], str], tree: str, other: str
-) -> None:
-    run(TRAINERS_BY_NAME.format(tree=tree, other=other))
+def test_a_broken_strategy_affects_only_trainers_that_use_it(run: Callable[[str], str]) -> None:
+    """And only while it is broken: later Trainers find the strategies by name, without an import."""
+    run(
+        """
+import sys
+sys.modules["lightning_ssd.strategy"] = None  # what makes `import` fail
+import lightning.pytorch as pl
+pl.Trainer(strategy="auto", accelerator="cpu", devices=1, logger=False)
+try:
+    pl.Trainer(strategy="ssd_offload", accelerator="cpu", devices=1)
+except ImportError as error:
+    assert "lightning_ssd.strategy" in str(error)
+else:
+    raise AssertionError
+del sys.modules["lightning_ssd.strategy"]
+"""
+        + TRAINERS_BY_NAME.format(tree="lightning.pytorch", other="pytorch_lightning")
+    )
+
+
+def test_with_both_trees_imported_the_asking_trainer_decides(run: Callable[[str], str]) -> None:
+    """Also where the strategies were found by name in the other tree, before this one was imported."""
+    run(
+        TRAINERS_BY_NAME.format(tree="pytorch_lightning", other="lightning.pytorch")
+        + """
+import lightning.pytorch
+import pytorch_lightning
+trainer = pytorch_lightning.Trainer(strategy="ssd_offload", accelerator="cpu", devices=1, logger=False)
+assert isinstance(trainer.strategy, pytorch_lightning.strategies.Strategy)
+try:
+    lightning.pytorch.Trainer(strategy="ssd_offload", accelerator="cpu", devices=1)
+except RuntimeError as error:
+    assert "`lightning.pytorch`" in str(error) and "`pytorch_lightning`" in str(error), error
+else:
+    raise AssertionError
+"""
+    )
 
 
 @wheel_only
 def test_importing_registers_without_the_automatic_registration(
     run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And every public name can be imported."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     run("""
 import sys
@@ -88,7 +118,15 @@ import lightning_ssd
 assert "ssd_offload" in StrategyRegistry and "cpu_offload" in StrategyRegistry
 lightning_ssd._autoload.register()
 assert sum(type(finder).__name__ == "_RegistryFinder" for finder in sys.meta_path) == 1
+for name in lightning_ssd.__all__:
+    assert getattr(lightning_ssd, name).__name__ == name
+assert not hasattr(lightning_ssd, "nonsense")
 """)
+
+
+@wheel_only
+def test_importing_the_package_imports_no_torch(run: Callable[[str], str]) -> None:
+    run("import lightning_ssd, sys; assert 'torch' not in sys.modules")
 
 
 def test_import_torch_needs_no_lightning(run: Callable[[str], str]) -> None:
@@ -103,50 +141,6 @@ assert "lightning_ssd._autoload" in sys.modules and "lightning_ssd._lightning" n
 @wheel_only
 def test_import_torch_outlives_a_hook_that_cannot_be_set(run: Callable[[str], str]) -> None:
     run("import sys; sys.meta_path = tuple(sys.meta_path); import torch; torch.ones(1)")
-
-
-@wheel_only
-def test_a_broken_strategy_affects_only_trainers_that_use_it(run: Callable[[str], str]) -> None:
-    run("""
-import sys
-sys.modules["lightning_ssd.strategy"] = None  # what makes `import` fail
-import lightning.pytorch as pl
-pl.Trainer(strategy="auto", accelerator="cpu", devices=1, logger=False)
-try:
-    pl.Trainer(strategy="ssd_offload", accelerator="cpu", devices=1)
-except ImportError as error:
-    assert "lightning_ssd.strategy" in str(error)
-else:
-    raise AssertionError
-""")
-
-
-@wheel_only
-def test_with_both_trees_imported_the_asking_trainer_decides(run: Callable[[str], str]) -> None:
-    run("""
-import lightning.pytorch
-import pytorch_lightning
-trainer = pytorch_lightning.Trainer(strategy="ssd_offload", accelerator="cpu", devices=1, logger=False)
-assert isinstance(trainer.strategy, pytorch_lightning.strategies.Strategy)
-try:
-    lightning.pytorch.Trainer(strategy="ssd_offload", accelerator="cpu", devices=1)
-except RuntimeError as error:
-    assert "`lightning.pytorch`" in str(error) and "`pytorch_lightning`" in str(error), error
-else:
-    raise AssertionError
-""")
-
-
-@wheel_only
-def test_public_names(run: Callable[[str], str]) -> None:
-    run("""
-import sys
-import lightning_ssd
-assert "torch" not in sys.modules
-for name in lightning_ssd.__all__:
-    assert getattr(lightning_ssd, name).__name__ == name
-assert not hasattr(lightning_ssd, "nonsense")
-""")
 
 
 def test_installed_files(run: Callable[[str], str], python: Path) -> None:
