@@ -258,7 +258,7 @@ class TestLightning:
 class TestPlan:
     MACHINE = str(ROOT / "configs/machines/h100.json")
     RECIPE = str(ROOT / "recipes/gpt.yaml")
-    LARGE = str(ROOT / "configs/models/gpt-6.7b.yaml")
+    LARGE = str(ROOT / "configs/models/gpt-h12288-l3.yaml")
 
     def test_a_replay_varies_bandwidth_host_memory_and_drives(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -320,7 +320,7 @@ class TestPlan:
         assert cli.main([*argv, "--tbw", "600", "--trainer.accumulate_grad_batches", "4"]) == 0
         printed = capsys.readouterr().out
         for said in (
-            "6.65B parameters",
+            "6.07B parameters",
             "It fits.",
             "bound by",
             "largest micro-batch",
