@@ -96,6 +96,6 @@ def test_steps_under_a_plan_leave_no_tensors_to_the_garbage_collector(tmp_path: 
     garbage = Garbage(6)
     swaps = planner(gpu_memory="least", cache=False)
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states="gpu", host_memory="64MiB", ssd_capacity="16MiB")
-    train(tmp_path, strategy, Model(), max_epochs=1, callbacks=[garbage, swaps])
+    train(tmp_path, strategy, Model(), max_epochs=1, batches=12, callbacks=[garbage, swaps])
     assert swaps.plan is not None
     assert garbage.found == []

@@ -185,5 +185,5 @@ def test_a_host_that_waits_does_so_once_a_step(
     path = tmp_path / "profile.json"
     callbacks = [Drains(), ModelProfiler(path, warm_up=1, steps=2)]
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
-    train(tmp_path, strategy, Model(), callbacks=callbacks, accumulate_grad_batches=accumulate)
+    train(tmp_path, strategy, Model(), callbacks=callbacks, accumulate_grad_batches=accumulate, batches=12)
     assert ModelProfile.from_json(path).waits == drained

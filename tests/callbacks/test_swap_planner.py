@@ -1056,7 +1056,7 @@ def test_batches_that_training_step_skips_before_the_forward(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx in skipped else super().training_step(batch, batch_idx)
 
-    how: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "batches": 12}
     plain = train_states(tmp_path, "auto", Skips(), **how)
     first = planner()
     assert_same(train_states(tmp_path, SSDOffloadStrategy(**BOTH), Skips(), callbacks=[first], **how), plain)

@@ -76,8 +76,8 @@ def test_records_every_resource_and_does_not_change_results(
 
     recorded = Recorded()
     callbacks = [TimelineRecorder(step=5, steps=2, path=tmp_path / "new" / "timeline"), recorded]
-    actual = train(tmp_path, strategy(), Model(), callbacks=callbacks, max_epochs=1)
-    assert_same(actual, train(tmp_path, "auto", Model(), max_epochs=1))
+    actual = train(tmp_path, strategy(), Model(), callbacks=callbacks, max_epochs=1, batches=12)
+    assert_same(actual, train(tmp_path, "auto", Model(), max_epochs=1, batches=12))
     assert recorded.steps == {5, 6}
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["timeline.json", "timeline.png"]
     assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(PNG)
@@ -168,7 +168,7 @@ def test_annotations_are_on_the_threads_that_do_the_work(tmp_path: Path) -> None
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_has_all_its_micro_batches(tmp_path: Path, accumulate: int) -> None:
     callbacks = [TimelineRecorder(2, tmp_path / "timeline", steps=2)]
-    train(tmp_path, "auto", Model(), callbacks=callbacks, accumulate_grad_batches=accumulate, max_epochs=1)
+    train(tmp_path, "auto", Model(), callbacks=callbacks, accumulate_grad_batches=accumulate, max_epochs=1, batches=12)
     rows = spans(tmp_path / "timeline.json")
     assert labels(rows, "phases") == [*["forward", "backward"] * accumulate, "optimizer"] * 2
     assert steps_of(tmp_path / "timeline.json") == ["step 2", "step 3"]
@@ -176,7 +176,7 @@ def test_a_step_has_all_its_micro_batches(tmp_path: Path, accumulate: int) -> No
 
 def test_validation_is_a_phase(tmp_path: Path) -> None:
     callbacks = [TimelineRecorder(11, tmp_path / "timeline", steps=2)]
-    train(tmp_path, "auto", Model(), callbacks=callbacks)  # 12 batches an epoch
+    train(tmp_path, "auto", Model(), callbacks=callbacks, batches=12)
     one = ["forward", "backward", "optimizer"]
     assert labels(spans(tmp_path / "timeline.json"), "phases") == [*one, "validation", *one]
 

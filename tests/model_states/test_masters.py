@@ -117,11 +117,11 @@ class Program(Model):
                 self.losses.append(0.0 if gradient is None else float(gradient.float().abs().sum()))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(thorough(seed) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(thorough(seed) for seed in range(2, 6))])
 def test_writes_and_gradients_count_as_those_of_offloaded_parameters(tmp_path: Path, seed: int) -> None:
     names = sorted(WRITES) * 2
     random.Random(seed).shuffle(names)
-    how: Any = dict(precision="bf16-true", limit_val_batches=0, max_epochs=4, accumulate_grad_batches=2)
+    how: Any = dict(precision="bf16-true", limit_val_batches=0, max_epochs=4, accumulate_grad_batches=2, batches=12)
     expected: Any = train(tmp_path, ssd(states="host"), Program(names, seed), **how)
     actual: Any = train(tmp_path, some_stay(), Program(names, seed), **how)
     assert actual.mastered > 0 and expected.mastered == 0

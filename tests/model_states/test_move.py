@@ -24,7 +24,7 @@ from tests.support.models import Model
 from tests.support.moves import GPU, HOST, SSD, TIERS, Mover, move
 from tests.support.plans import MACHINE, planner
 from tests.support.products import combinations, thorough
-from tests.support.states import train
+from tests.support.states import STEPS, train
 
 
 def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:
@@ -45,7 +45,7 @@ def test_results_do_not_change(tmp_path: Path, accumulate: int, precision_clip: 
     plain = train(tmp_path, "auto" if precision != "bf16-true" else ssd(tmp_path), model, **how)
     mover = Mover(accumulate)
     assert_same(train(tmp_path, ssd(tmp_path, clip="deferred"), model, callbacks=[mover], **how), plain)
-    assert mover.moves >= 4
+    assert mover.moves >= 3
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_teraios_plan_is_applied(
     rates |= dict.fromkeys(("ssd_read", "ssd_write", "ssd_mixed"), 1e8)
     replace(HardwareProfile.from_json(MACHINE), **rates).to_json(machine)
     swaps = planner(planner="teraio", machine=machine, gpu_memory=gpu_memory)
-    how: Any = {"limit_val_batches": 0}
+    how: Any = {"limit_val_batches": 0, "batches": 12}
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, host_memory="32MiB")
     actual = train(tmp_path, strategy, Model(), callbacks=[swaps, Watch()], **how)
     assert actual.losses == train(tmp_path, "auto", Model(), **how).losses
@@ -365,4 +365,5 @@ def test_written_bytes_are_counted_across_moves(tmp_path: Path) -> None:
     everything: Any = {"offload": 1.0, "spill": "ssd_first"}
     callbacks = [OffloadMonitor(), Mover(7, [GPU, SSD])]
     train(tmp_path, ssd(tmp_path, **everything), Model(), callbacks=callbacks, logger=written, log_every_n_steps=1)
-    assert len(written.seen) == 24 and written.seen == sorted(written.seen) and written.seen[0] < written.seen[-1]
+    assert len(written.seen) == 2 * STEPS
+    assert written.seen == sorted(written.seen) and written.seen[0] < written.seen[-1]

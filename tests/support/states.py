@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from tests.support import trainings
 
-STEPS = 12
+STEPS = 7
 
 
 def loader(batches: int = STEPS, seed: int = 1) -> Any:
@@ -23,10 +23,10 @@ def host(**arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(states="host", min_bytes=1, **arguments)
 
 
-def train(path: Path, strategy: Any, model: Any, **arguments: Any) -> Any:
-    """Trains a copy of `model` for two epochs, and validates it after each."""
+def train(path: Path, strategy: Any, model: Any, *, batches: int = STEPS, **arguments: Any) -> Any:
+    """Trains a copy of `model` for two epochs of `batches` batches, and validates it after each."""
     defaults: dict[str, Any] = {"num_sanity_val_steps": 0, "max_epochs": 2}
-    return trainings.train(path, strategy, model, loader(), loader(2, seed=2), **defaults | arguments)
+    return trainings.train(path, strategy, model, loader(batches), loader(2, seed=2), **defaults | arguments)
 
 
 def offloading(states: str = "host", **arguments: Any) -> SSDOffloadStrategy:
