@@ -362,7 +362,7 @@ def test_state_of_elements_and_odd_objects_is_restored(module: type[Stateful]) -
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 24), st.integers(1, 64), max_size=12),
     st.integers(1, 3),
@@ -443,7 +443,7 @@ def test_gradients_that_were_added_in_fp32_to_earlier_ones_are_not_added_again(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 12), st.integers(1, 64), max_size=6),
     st.integers(1, 3),

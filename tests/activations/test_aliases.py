@@ -52,7 +52,7 @@ def test_random_programs(offloader: ActivationOffloader, program: Program, windo
 
 
 @pytest.mark.thorough
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
 def test_many_random_programs(offloader: ActivationOffloader, program: Program, window: int, survivors: int) -> None:
     check(offloader, program, window, survivors)

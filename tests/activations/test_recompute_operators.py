@@ -291,7 +291,7 @@ def test_random_programs(offloader: ActivationOffloader, program: Program, survi
 
 
 @pytest.mark.thorough
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
 def test_many_random_programs(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
     check(offloader, program, survivors)

@@ -187,7 +187,7 @@ def test_shapes_that_alternate_at_the_limit_do_not_run_out_of_memory() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(SHAPES, min_size=1, max_size=4),
     st.lists(st.integers(0, 3), min_size=8, max_size=50),

@@ -78,7 +78,7 @@ def test_all_written_bytes_are_read_back(value: Any) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(values)
 def test_all_written_bytes_are_read_back_thoroughly(value: Any) -> None:
     assert same(there_and_back(value), value)

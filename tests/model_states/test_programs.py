@@ -277,7 +277,7 @@ def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, USER_CODE, TRAININGS)
 def test_more_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
     """The same, also with states on SSDs."""
@@ -384,7 +384,7 @@ def test_more_plans_of_random_models_and_machines(tmp_path: Path) -> None:
     """Some of the plans move states to other tiers."""
     moves = []
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(PROGRAMS, MACHINES)
     def check_all(parts: Any, case: Any) -> None:
         moves.append(check_plan(tmp_path, parts, case))
@@ -427,7 +427,7 @@ def test_more_parts_of_units_in_random_tiers(tmp_path: Path) -> None:
     """In some of the trainings parts of one unit are in several tiers."""
     movers: list[PartMover] = []
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(PROGRAMS, TRAININGS, st.integers(0, 99))
     def check_all(parts: Any, training: Any, seed: int) -> None:
         movers.append(check_parts(tmp_path, parts, training, seed))

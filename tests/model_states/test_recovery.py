@@ -39,7 +39,7 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 
 @pytest.mark.parametrize(
     ("kills", "processor"),
-    [(4, "cpu"), *(pytest.param(50, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu"))],
+    [(4, "cpu"), *(pytest.param(20, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu"))],
 )
 def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> None:
     """Killed by SIGKILL, at any time and within a write: the result equals an uninterrupted training, bit for bit."""

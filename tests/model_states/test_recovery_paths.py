@@ -261,7 +261,7 @@ def check_kills(root: Path, before: str, start_over: bool, every: int) -> None:
     [
         ("record", True, 7),
         *(
-            pytest.param(before, start_over, 2, marks=pytest.mark.thorough)
+            pytest.param(before, start_over, 3, marks=pytest.mark.thorough)
             for before in ("nothing", "record", "killed before a record")
             for start_over in (False, True)
         ),

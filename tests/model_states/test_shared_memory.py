@@ -222,7 +222,7 @@ def test_random_assignments(tmp_path: Path, program: Any, training: Any) -> None
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, TRAININGS)
 def test_more_random_assignments(tmp_path: Path, program: Any, training: Any) -> None:
     check(tmp_path, program, training, PLACES)

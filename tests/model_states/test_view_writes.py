@@ -169,7 +169,7 @@ def test_written_views(tmp_path: Path, program: Any, precision: str) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, st.sampled_from(["32-true", "bf16-mixed"]), st.sampled_from(PLACES))
 def test_more_written_views(tmp_path: Path, program: Any, precision: str, states: str) -> None:
     check(tmp_path, program, states, precision)
