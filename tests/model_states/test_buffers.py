@@ -188,8 +188,12 @@ def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.Monk
     assert_same(train(tmp_path, ssd(), Model(), gradient_clip_val=8.0), expected)
 
 
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop"])
+@combinations(
+    "optimizer, groups",
+    ["SGD", "Adam", "RMSprop"],
+    [False, True],
+    quick=[("SGD", True), ("Adam", False), ("RMSprop", True)],
+)
 def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         arguments: dict[str, Any] = {"SGD": {"momentum": 0.9, "fused": True}, "Adam": {"fused": True}}.get(

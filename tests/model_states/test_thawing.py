@@ -16,6 +16,7 @@ from tests.support import trainings
 from tests.support.compare import assert_same
 from tests.support.models import Block, ToyModel
 from tests.support.optimizers import Coupled, Program
+from tests.support.products import combinations
 from tests.support.states import offloading
 from tests.support.trainings import make_trainer, rows
 
@@ -237,29 +238,39 @@ class Tied(Model):
         self.backbone[2].up.weight = self.backbone[0].up.weight  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}],
-    ids=["plain", "bf16", "accumulated and clipped"],
-)
-@pytest.mark.parametrize(
-    ("change", "model"),
-    [
-        (replaced_parameter, Model),
-        (untied_parameter, Tied),
-        (replaced_module, Model),
-        (appended_module, Model),
-        (inserted_module, Model),
-        (removed_module, Model),
-        (reordered_modules, Model),
+STRUCTURES = [
+    (replaced_parameter, Model),
+    (untied_parameter, Tied),
+    (replaced_module, Model),
+    (appended_module, Model),
+    (inserted_module, Model),
+    (removed_module, Model),
+    (reordered_modules, Model),
+]
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"precision": "bf16-mixed"},
+    "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+}
+
+
+@combinations(
+    "change, training, states",
+    STRUCTURES,
+    TRAININGS,
+    ["host", "ssd"],
+    quick=[
+        (change, training, ("host", "ssd")[(index + number) % 2])
+        for index, change in enumerate(STRUCTURES)
+        for number, training in enumerate(TRAININGS)
     ],
 )
 def test_modules_that_change_with_parameter_groups(
-    tmp_path: Path, change: Callable[[Any, Any], None], model: Callable[[], Model], arguments: dict[str, Any]
+    tmp_path: Path, change: tuple[Callable[[Any, Any], None], Callable[[], Model]], training: str, states: str
 ) -> None:
     """Parameters that the model had at the start stay in their units; new ones are stepped on the device."""
-    for states in ("host", "ssd"):
-        compare(tmp_path, offloading(states), [Structure(change)], model(), **arguments)
+    structure, model = change
+    compare(tmp_path, offloading(states), [Structure(structure)], model(), **TRAININGS[training])
 
 
 class UsedOnce(Model):

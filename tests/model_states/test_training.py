@@ -16,13 +16,24 @@ from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, UnitTie
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.models import MakeOptimizer, Model
+from tests.support.products import combinations, thorough
 from tests.support.states import host, loader, train
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("overlap", ["optimized", "none"])
-@pytest.mark.parametrize("gpu_memory", ["1B", "auto"])
+@combinations(
+    "accumulate, clip, overlap, gpu_memory",
+    [1, 3],
+    [None, 0.5],
+    ["optimized", "none"],
+    ["1B", "auto"],
+    quick=[
+        (1, None, "optimized", "1B"),
+        (1, 0.5, "none", "auto"),
+        (3, None, "none", "auto"),
+        (3, 0.5, "optimized", "auto"),
+        (3, 0.5, "none", "1B"),
+    ],  # every pair of values
+)
 def test_numbers_are_plain_lightnings(
     tmp_path: Path, accumulate: int, clip: float | None, overlap: Any, gpu_memory: str
 ) -> None:
@@ -35,20 +46,24 @@ def test_numbers_are_plain_lightnings(
     assert expected.losses[-1] < expected.losses[0]  # type: ignore[operator, index]
 
 
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        pytest.param(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True), id="amsgrad"),
-        pytest.param(lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, weight_decay=0.1), id="adam"),
-        pytest.param(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True), id="sgd"),
-        pytest.param(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True), id="sgd without momentum"),
-        pytest.param(lambda p: torch.optim.RMSprop(p, lr=1e-3), id="rmsprop"),
-        pytest.param(lambda p: torch.optim.Adagrad(p, lr=1e-2), id="adagrad"),
-    ],
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True),
+    "sgd without momentum": lambda p: torch.optim.SGD(p, lr=1e-1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+@combinations(
+    "optimizer, groups",
+    OPTIMIZERS,
+    [False, True],
+    quick=[(name, number % 2 == 0) for number, name in enumerate(OPTIMIZERS)],
 )
-@pytest.mark.parametrize("groups", [False, True])
-def test_optimizers(tmp_path: Path, make_optimizer: MakeOptimizer, groups: bool) -> None:
-    model = Model(make_optimizer, groups)
+def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
+    model = Model(OPTIMIZERS[optimizer], groups)
     assert_same(train(tmp_path, host(), model), train(tmp_path, "auto", model))
 
 
@@ -317,8 +332,15 @@ class OtherAutocast(Toy):
         return super().loss(batch) + other
 
 
-@pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("autocast", [{"enabled": False}, {"dtype": torch.float16}])
+@pytest.mark.parametrize(
+    ("autocast", "states"),
+    [
+        ({"enabled": False}, "host"),
+        ({"dtype": torch.float16}, "ssd"),
+        thorough({"enabled": False}, "ssd"),
+        thorough({"dtype": torch.float16}, "host"),
+    ],
+)
 def test_compiled_blocks_under_another_autocast(tmp_path: Path, autocast: dict[str, Any], states: str) -> None:
     """Compiled code has the whole weights where autocast does not cast them to the dtype on the device."""
     torch._dynamo.reset()

@@ -82,7 +82,7 @@ def check_physics(machine: MigrationMachine, found: MigrationPrediction) -> None
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_memory_fits_or_the_plan_says_so(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     machine = data.draw(machines(profile))
@@ -107,7 +107,7 @@ def test_memory_fits_or_the_plan_says_so(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("planner", ["teraio", "best"])
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_each_migration_is_needed(planner: str, data: st.DataObject) -> None:
     """Also each recomputation: without any one, memory exceeds the capacity by more."""
     profile = data.draw(profiles())
@@ -146,7 +146,7 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_no_plan_is_faster_than_the_bound_of_its_transfers(data: st.DataObject) -> None:
     """Neither Teraio's plans nor those that evict by next use, if nothing is recomputed or stepped on the CPU."""
     profile = data.draw(profiles())
@@ -163,7 +163,7 @@ def test_no_plan_is_faster_than_the_bound_of_its_transfers(data: st.DataObject) 
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_the_search_finds_the_plan_of_one_that_simulates_everything(data: st.DataObject) -> None:
     """Neither plans that are simulated in part, or not at all, nor bounds change the result."""
     profile = data.draw(profiles())
@@ -176,7 +176,7 @@ def test_the_search_finds_the_plan_of_one_that_simulates_everything(data: st.Dat
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_evictions_are_those_of_a_search_among_all_tensors_at_each_operator(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     machine = data.draw(machines(profile))
@@ -191,7 +191,7 @@ def test_evictions_are_those_of_a_search_among_all_tensors_at_each_operator(data
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_a_step_takes_as_long_as_in_a_simulation_of_each_operator(data: st.DataObject) -> None:
     """A simulation that is given the best score ends without a prediction unless the score is better."""
     profile = data.draw(profiles())
