@@ -12,7 +12,7 @@ from tests.support.profiles import GB, GIB, H100, make_model
 from tests.support.transformer import transformer_profile
 
 SMALL = replace(H100, gpu_bytes=12 * GIB, host_bytes=24 * GIB)
-GPT = transformer_profile(SMALL, hidden=2048, layers=24, heads=16, sequence=1024, batch=8, vocabulary=50257)
+GPT = transformer_profile(SMALL, hidden=4096, layers=6, heads=16, sequence=1024, batch=8, vocabulary=50257)
 
 
 def test_bytes_are_accounted_for() -> None:
