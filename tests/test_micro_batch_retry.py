@@ -6,7 +6,7 @@ from array import array
 from collections import ChainMap, Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
+from tests.support.products import combinations, thorough
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -388,25 +389,44 @@ def test_any_allocation_may_fail(
         assert_equal(train("auto", **how), run)
 
 
-@pytest.mark.parametrize("allocation", [5, 25, 34, 40])  # the first gradient arrives in the 30th
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.1, 1), (0.1, 3)])
-@pytest.mark.parametrize("sees_gradients", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def train_offloaded(
+    precision: str, clip: float | None, accumulate: int, sees_gradients: bool, fails_at: Sequence[tuple[int, int]] = ()
+) -> Run:
+    """Trains with offloaded states.
+
+    Without hooks that see gradients, later micro-batches step during backward: callbacks of these trainings have one.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
+        how: dict[str, Any] = {"precision": precision, "gradient_clip_val": clip, "accumulate": accumulate}
+        return train_by_default(AMPLE, LimitedMemory(fails_at=fails_at), states="host", batches=3, **how)
+
+
+with_enough_memory = cache(train_offloaded)
+
+
+@combinations(
+    "allocation, precision, clip_accumulate, sees_gradients",
+    [5, 25, 34, 40],  # the first gradient arrives in the 30th
+    ["32-true", "bf16-mixed"],
+    [(None, 1), (0.1, 1), (0.1, 3)],
+    [False, True],
+    quick=[
+        (5, "32-true", (None, 1), False),
+        (25, "32-true", (0.1, 1), False),
+        (34, "32-true", (0.1, 1), False),
+        (34, "32-true", (0.1, 3), False),
+        (40, "32-true", (None, 1), False),
+        (40, "32-true", (0.1, 3), False),
+    ],
+    together=3,
+)
 def test_offloaded_states_are_those_of_a_training_with_enough_memory(
-    allocation: int,
-    precision: str,
-    clip: float | None,
-    accumulate: int,
-    sees_gradients: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    allocation: int, precision: str, clip_accumulate: tuple[float | None, int], sees_gradients: bool
 ) -> None:
-    """Without hooks that see gradients, later micro-batches step during backward: callbacks of this test have one."""
-    monkeypatch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
-    how: dict[str, Any] = {"states": "host", "batches": 3, "precision": precision}
-    how |= {"gradient_clip_val": clip, "accumulate": accumulate}
-    run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), **how)
+    run = train_offloaded(precision, *clip_accumulate, sees_gradients, [(2, allocation)])
     assert run.failures == 1
-    assert_equal(train_by_default(AMPLE, LimitedMemory(), **how), run)
+    assert_equal(with_enough_memory(precision, *clip_accumulate, sees_gradients), run)
 
 
 class UsesTwice(Stateful):
@@ -418,8 +438,9 @@ class UsesTwice(Stateful):
         self.last = nn.Sequential(layer, nn.ReLU(), layer)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("sees_gradients", [False, True])
-@pytest.mark.parametrize("allocation", [50, 56])
+@pytest.mark.parametrize(
+    ("allocation", "sees_gradients"), [(50, False), (56, True), thorough(50, True), thorough(56, False)]
+)
 def test_gradients_that_were_added_in_fp32_are_dropped(
     allocation: int, sees_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
