@@ -85,7 +85,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
         (adam, "bf16-true", "fp32", 3, 0.5),
         (adamw, "bf16-true", "split", 1, 1.0),
     ],
-    together=2,
+    together=3,
 )
 def test_numbers_are_those_of_whole_steps(
     tmp_path: Path,
