@@ -96,6 +96,10 @@ class EvictionPlanner:
         """Numbers of the periods that begin with each operator."""
         for number, period in enumerate(self._periods):
             self._begins[(period.after + 1) % self._count].append(number)
+        self._numbers: dict[int, list[int]] = defaultdict(list)
+        """Numbers of the periods of each tensor."""
+        for number, period in enumerate(self._periods):
+            self._numbers[period.tensor].append(number)
         self._across = [number for number, period in enumerate(self._periods) if period.last > self._count]
         """Numbers of the periods in which a step begins."""
 
@@ -163,15 +167,20 @@ class EvictionPlanner:
         for one in recomputed:
             for source in self._sources[one.tensor]:
                 needed[source] += one.before, one.before + self._count
-        dropped = {(one.tensor, one.after) for one in recomputed}
         found: list[Period | None] = list(self._periods)
-        for number, period in enumerate(self._periods):
-            if period.tensor in step.absent or (period.tensor, period.after) in dropped:
+        for tensor in step.absent:
+            for number in self._numbers.get(tensor, ()):
                 found[number] = None
-            elif uses := needed.get(period.tensor):
-                before = min((use for use in uses if period.after < use < period.before), default=period.before)
-                last = period.last - period.before + before
-                found[number] = period._replace(before=before, last=last) if period.after + 1 < before else None
+        for one in recomputed:
+            for number in self._numbers[one.tensor]:
+                if self._periods[number].after == one.after:
+                    found[number] = None
+        for tensor, uses in needed.items():
+            for number in self._numbers.get(tensor, ()):
+                if (period := found[number]) is not None:
+                    before = min((use for use in uses if period.after < use < period.before), default=period.before)
+                    last = period.last - period.before + before
+                    found[number] = period._replace(before=before, last=last) if period.after + 1 < before else None
         return found
 
     def _evict(self, pressure: Sequence[int], periods: Sequence[Period | None], host: "_HostMemory") -> list[_Absence]:
@@ -236,11 +245,13 @@ class EvictionPlanner:
         early: set[int] = set()
         prefetched = 0
         for operator in range(self._count - 1, -1, -1):
-            late = [number for number in ends.get(operator, ()) if number in early]
-            for number in begins.get(operator, ()):
+            late = [number for number in ends[operator] if number in early] if operator in ends else []
+            for number in begins[operator] if operator in begins else ():
                 heappush(heap, (-operator, number))
                 early.add(number)
                 prefetched += evicted[number].period.nbytes
+            if not late and prefetched + beyond[operator] <= 0:
+                continue
             # Without room for all prefetches that have begun, the ones that are needed last begin later.
             for number in late:
                 prefetched -= evicted[number].period.nbytes
@@ -289,6 +300,8 @@ class _DriveTimeline:
         drives = machine.drives
         self._out = np.full(PARTS, seconds * min(machine.link_out, sum(write for _, write in drives)))
         self._into = np.full(PARTS, seconds * min(machine.link_in, sum(read for read, _ in drives)))
+        self._parts = np.arange(2 * PARTS + 1) % PARTS
+        """Parts of two steps, because periods reach into the next one."""
         self._segments = [int(one.start / seconds) for one in profile.operators]
 
     def carry(self, one: _Absence) -> bool:
@@ -296,15 +309,18 @@ class _DriveTimeline:
         after, start = self._segment(one.period.after + 1), self._segment(one.start)
         stop, before = self._segment(one.stop), self._segment(one.period.before)
         changes = []
-        for room, parts in ((self._out, range(after, start + 1)), (self._into, range(before, stop - 1, -1))):
-            indices = np.array(parts[:PARTS]) % PARTS
-            left = room[indices]
+        for room, parts in (
+            (self._out, self._parts[after : start + 1]),
+            (self._into, self._parts[stop : before + 1][::-1]),
+        ):
+            parts = parts[:PARTS]
+            left = room[parts]
             total = left.cumsum()
-            if total[-1] < one.period.nbytes:
+            if total.item(-1) < one.period.nbytes:
                 return False
-            changes.append((room, indices, np.clip(total - one.period.nbytes, 0, left)))
-        for room, indices, left in changes:
-            room[indices] = left
+            changes.append((room, parts, np.minimum(np.maximum(total - one.period.nbytes, 0), left)))
+        for room, parts, left in changes:
+            room[parts] = left
         return True
 
     def _segment(self, operator: int) -> int:

@@ -11,8 +11,8 @@ from lightning_ssd.planning.migration import HOST, Direction, MigrationMachine, 
 CHUNK = 128
 """Operators whose room for a transfer is added up at first: most transfers need no more."""
 
-WAYS: dict[Direction, int] = {"out": 1, "in": -1}
-"""1 for offloads, which use room from their begin on, and -1 for prefetches, which use it from their end backwards."""
+ROUNDING = 1e-9
+"""Relative error of added seconds, and more."""
 
 Floats = NDArray[np.float64]
 
@@ -30,24 +30,15 @@ class IOTimeline:
 
     def __init__(self, machine: MigrationMachine, seconds: Sequence[float]) -> None:
         self.seconds: Floats = np.zeros(len(seconds))
-        self._machine = machine
         self._count = len(seconds)
         self._times: list[float] = []
         """Begin of each operator, for two steps, because periods reach into the next one."""
-        self._links = self._no_bytes()
-        self._drives = [self._no_bytes() for _ in machine.drives]
-        """Bytes that the link, and each drive, can carry beside planned transfers while each operator runs."""
-        self._rooms: dict[tuple[Direction, int], Floats] = {}
-        """Bytes that both can carry, for two steps, by direction and drive."""
-        self._free: dict[tuple[Direction, int], _FreeOperators] = {}
-        """Operators that have room, by direction and drive."""
+        self._out, self._into = _Room(machine, "out", len(seconds)), _Room(machine, "in", len(seconds))
+        """Room for offloads by operator, and for prefetches, which use it from their end on, backwards in time."""
         tiers = range(HOST, len(machine.drives))
         self._rates = {tier: (machine.rate(tier, "out"), machine.rate(tier, "in")) for tier in tiers}
         """Bytes/s from the GPU, and to it, of each drive and of host memory."""
         self._add_time(np.array(seconds))
-
-    def _no_bytes(self) -> dict[Direction, Floats]:
-        return {"out": np.zeros(self._count), "in": np.zeros(self._count)}
 
     def lengthen(self, factor: float) -> None:
         """Multiplies the times of operators by `factor`. Planned transfers do not use the time that is added."""
@@ -56,16 +47,8 @@ class IOTimeline:
     def _add_time(self, seconds: Floats) -> None:
         self.seconds += seconds
         self._times = np.concatenate([[0.0], np.cumsum(np.tile(self.seconds, 2))]).tolist()
-        self._links["out"] += self._machine.link_out * seconds
-        self._links["in"] += self._machine.link_in * seconds
-        for drive, (read, write) in zip(self._drives, self._machine.drives, strict=True):
-            drive["out"] += write * seconds
-            drive["in"] += read * seconds
-        for direction, link in self._links.items():
-            self._rooms[direction, HOST] = np.tile(link, 2)
-            for number, drive in enumerate(self._drives):
-                self._rooms[direction, number] = np.tile(np.minimum(link, drive[direction]), 2)
-        self._free = {key: _FreeOperators(self._count, WAYS[key[0]]) for key in self._rooms}
+        self._out.add_time(seconds)
+        self._into.add_time(seconds[::-1])
 
     def transfer_seconds(self, size: float, drive: int) -> float:
         """Returns the seconds of offload and prefetch of `size` bytes, on an idle drive (or `HOST`) and link."""
@@ -85,55 +68,100 @@ class IOTimeline:
             The range of operators without the tensor (None: there are none), and the larger factor by which earlier
             transfers make offload or prefetch take longer than on an idle machine.
         """
-        first = self._reach("out", drive, after + 1, before, size)
-        last = None if first is None else self._reach("in", drive, before - 1, after, size)
+        times, count = self._times, self._count
+        out, back = self._rates[drive]
+        alone = size / out, size / back
+        if times[before] - times[after + 1] < (1 - ROUNDING) * (alone[0] + alone[1]):
+            return None, inf
+        first = self._out.reach(drive, after + 1, before, size)
+        last = None if first is None else self._into.reach(drive, 2 * count - before, 2 * count - 1 - after, size)
         if first is None or last is None:
             return None, inf
-        start, stop = first + 1, last
+        start, stop = first + 1, 2 * count - 1 - last
         if start >= stop:
             return None, inf
-        elapsed = self._times[start] - self._times[after + 1], self._times[before] - self._times[stop]
         # Transfers end with an operator: one operator more is no sign of saturation.
-        slack = self.seconds.item((start - 1) % self._count), self.seconds.item(stop % self._count)
-        out, back = self._rates[drive]
-        return (start, stop), max((elapsed[0] - slack[0]) / (size / out), (elapsed[1] - slack[1]) / (size / back))
+        slack = self.seconds.item((start - 1) % count), self.seconds.item(stop % count)
+        offload, prefetch = times[start] - times[after + 1] - slack[0], times[before] - times[stop] - slack[1]
+        return (start, stop), max(offload / alone[0], prefetch / alone[1])
 
-    def _reach(self, direction: Direction, drive: int, start: int, stop: int, size: int) -> int | None:
-        """Returns the operator while which a transfer ends that begins with `start`, in the way of its direction.
-
-        None: it does not end before `stop`.
-        """
-        way = WAYS[direction]
-        room, free = self._rooms[direction, drive], self._free[direction, drive]
-        done, count = 0.0, CHUNK
-        while (stop - (start := free.first(start))) * way > 0:
-            if done + room.item(start) >= size:
-                return start
-            end = start + way * min(count, abs(stop - start))
-            total = _ordered(room, start, end).cumsum()
-            most = done + total.item(-1)
-            if most >= size:
-                return start + way * int(total.searchsorted(size - done))
-            done, start, count = most, end, 4 * count
-        return None
-
-    def carry(self, direction: Direction, drive: int, start: int, stop: int, size: float) -> None:
-        """Plans a transfer: its bytes are no room for later ones.
+    def carry(self, after: int, before: int, size: float, drive: int, *, in_time: bool) -> None:
+        """Plans the transfers of a migration: their bytes are no room for later ones.
 
         Args:
-            direction: from the GPU, or to it.
+            after: operator after which the offload begins.
+            before: operator before which the prefetch ends, possibly one of the next step.
+            size: bytes of the tensor.
             drive: number of the drive, or `HOST`.
-            start: first operator whose room is used.
-            stop: operator before which room is used, backwards in time for a prefetch.
-            size: bytes.
+            in_time: whether the offload ends before the operator `before`.
         """
-        way = WAYS[direction]
-        start = self._free[direction, drive].first(start)
-        if (stop - start) * way <= 0:
+        count = self._count
+        self._out.carry(drive, after + 1, before if in_time else count + after, size)
+        self._into.carry(drive, 2 * count - before, 2 * count - 1 - after, size)
+
+
+class _Room:
+    """Bytes that the link and each drive can carry in one direction beside planned transfers, while each operator runs.
+
+    Operators are numbered in the direction in which transfers use their room, over two equal steps. Transfers of host
+    memory use the link alone: it is the last drive (`HOST` is -1), whose own room is unlimited.
+
+    Args:
+        machine: the machine.
+        direction: from the GPU, or to it.
+        count: operators of a step.
+    """
+
+    def __init__(self, machine: MigrationMachine, direction: Direction, count: int) -> None:
+        self._count = count
+        self._link_rate = machine.link_out if direction == "out" else machine.link_in
+        self._drive_rates = np.array([drive[direction == "out"] for drive in machine.drives] + [inf])[:, None]
+        self._link: Floats = np.zeros(count)
+        self._drives: Floats = np.zeros((len(self._drive_rates), count))
+        self._drives[HOST] = inf
+        self._both: Floats = np.zeros((len(self._drives), 2, count))
+        """Bytes that a drive and the link can carry, for two steps."""
+        self._rooms: list[Floats] = list(self._both.reshape(len(self._drives), 2 * count))
+        """The same memory, by drive."""
+        self._free = np.zeros((len(self._drives), 2 * count + 1), np.int64)
+        """Of each drive and operator: the operator itself if it has room, or one on the way to the next that has."""
+
+    def add_time(self, seconds: Floats) -> None:
+        """Adds the room of `seconds` for each operator."""
+        self._link += self._link_rate * seconds
+        self._drives[:HOST] += self._drive_rates[:HOST] * seconds
+        np.minimum(self._link, self._drives[:, None], out=self._both)
+        self._free[:] = np.arange(2 * self._count + 1)
+
+    def _first(self, drive: int, operator: int) -> int:
+        """Returns the first operator with room for a drive's transfers, from `operator` on; the last one: none has."""
+        free = self._free[drive]
+        while (following := free.item(operator)) != operator:
+            free[operator] = operator = free.item(following)  # path halving
+        return operator
+
+    def reach(self, drive: int, start: int, stop: int, size: float) -> int | None:
+        """Returns the operator while which a transfer ends that begins with `start`; None: not before `stop`."""
+        room = self._rooms[drive]
+        done, count = 0.0, CHUNK
+        while (start := self._first(drive, start)) < stop:
+            if done + room.item(start) >= size:
+                return start
+            total = room[start : min(start + count, stop)].cumsum()
+            most = done + total.item(-1)
+            if most >= size:
+                return start + int(total.searchsorted(size - done))
+            done, start, count = most, min(start + count, stop), 4 * count
+        return None
+
+    def carry(self, drive: int, start: int, stop: int, size: float) -> None:
+        """Uses the first room from `start` on and before `stop` for a transfer."""
+        start = self._first(drive, start)
+        if start >= stop:
             return
-        most, count = abs(stop - start), CHUNK
+        most, count = stop - start, CHUNK
         while True:
-            room = _ordered(self._rooms[direction, drive], start, start + way * min(count, most))
+            room = self._rooms[drive][start : start + min(count, most)]
             total = room.cumsum()
             if total[-1] >= size or count >= most:
                 break
@@ -142,62 +170,16 @@ class IOTimeline:
         carried = room[:used].copy()
         if total[used - 1] > size:
             carried[-1] -= total[used - 1] - size
-        low = start if way > 0 else start - used + 1
-        carried = carried[::way]
         done = 0
-        for first, last in wrapped(low, low + used, self._count):
+        for first, last in wrapped(start, start + used, self._count):
             part = carried[done : done + last - first]
-            link = self._links[direction][first:last]
-            link -= part
-            if drive != HOST:
-                self._drives[drive][direction][first:last] -= part
-            for other in range(HOST, len(self._drives)):
-                rates = self._links if other == HOST else self._drives[other]
-                left = np.minimum(link, rates[direction][first:last])
-                rooms = self._rooms[direction, other]
-                if other in (HOST, drive):  # operators without room on the link have none for any drive
-                    self._exhaust(direction, other, first + np.flatnonzero((left <= 0) & (rooms[first:last] > 0)))
-                for step in (0, self._count):
-                    rooms[step + first : step + last] = left
+            self._link[first:last] -= part
+            self._drives[drive, first:last] -= part
+            left = np.minimum(self._link[first:last], self._drives[:, first:last])
+            exhausted = (left <= 0) & (self._both[:, 0, first:last] > 0)
+            self._both[:, :, first:last] = left[:, None]
+            drives, operators = exhausted.nonzero()
+            operators += first
+            self._free[drives, operators] = operators + 1
+            self._free[drives, operators + self._count] = operators + self._count + 1
             done += last - first
-
-    def _exhaust(self, direction: Direction, drive: int, operators: NDArray[np.int64]) -> None:
-        """Removes operators that have no room left on a drive, or on the link (`HOST`)."""
-        for tier in range(HOST, len(self._drives)) if drive == HOST else (drive,):
-            self._free[direction, tier].remove(operators.tolist())
-
-
-class _FreeOperators:
-    """The operators that have room for transfers, of two equal steps: finds the first one from an operator on.
-
-    Args:
-        count: operators of a step.
-        way: 1 or -1, towards later or earlier operators.
-    """
-
-    def __init__(self, count: int, way: int) -> None:
-        self._count = count
-        self._way = way
-        self._next = [*range(2 * count + 1), -1]  # the last entry is that of -1
-        """Of each operator: itself if it has room, or another one on the way to the first that has (path halving)."""
-
-    def first(self, operator: int) -> int:
-        """Returns the first operator with room; -1 or the number of operators if there is none."""
-        links = self._next
-        while (following := links[operator]) != operator:
-            links[operator] = operator = links[following]
-        return operator
-
-    def remove(self, operators: Sequence[int]) -> None:
-        """Removes operators from both steps."""
-        links, count, way = self._next, self._count, self._way
-        for operator in operators:
-            if links[operator] == operator:
-                links[operator] = operator + way
-            if links[operator + count] == operator + count:
-                links[operator + count] = operator + count + way
-
-
-def _ordered(values: Floats, start: int, stop: int) -> Floats:
-    """Returns the values from `start` to before `stop`, backwards if `stop` is before `start`."""
-    return values[start:stop] if start <= stop else values[stop + 1 : start + 1][::-1]

@@ -183,22 +183,28 @@ class _Transfers:
             for drive, rate, queue in self._drives:
                 if not queue or queue[0][0] > last:
                     continue
-                room = rate * seconds - carried.get(drive, 0.0)
-                if room > link:
-                    room = link
-                limit = room
-                while room > 0 and queue and queue[0][0] <= last:
-                    entry = queue[0]
+                limit = rate * seconds - carried.get(drive, 0.0)
+                if limit > link:
+                    limit = link
+                if limit <= 0:
+                    continue
+                room = limit
+                num_ended = 0
+                for entry in queue:
+                    if room <= 0 or entry[0] > last:
+                        break
                     if entry[2] > room:
                         entry[2] -= room
                         room = 0.0
                     else:
                         room -= entry[2]
-                        self.left.remove(queue.pop(0)[1])
-                        ended = True
-                if limit > 0:
-                    carried[drive] = carried.get(drive, 0.0) + limit - room
-                    link -= limit - room
+                        self.left.remove(entry[1])
+                        num_ended += 1
+                if num_ended:
+                    del queue[:num_ended]
+                    ended = True
+                carried[drive] = carried.get(drive, 0.0) + limit - room
+                link -= limit - room
         if ended:
             self._find_first_due()
         return carried
@@ -241,8 +247,10 @@ class _Simulation:
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
         self.now = self.begun = 0.0
         """Time, and begin of the simulated step, since the begin of the first one."""
+        self.is_steady = False
+        """Whether the last step is simulated."""
         self.traffic: list[IntervalTraffic] = []
-        """Transfers of the simulated step."""
+        """Transfers of the last step."""
         self.prefetches: dict[int, list[_Begun]] = defaultdict(list)
         """Prefetches that begin with an operator of each step."""
         self.offloads: dict[int, list[_Begun]] = defaultdict(list)
@@ -294,7 +302,7 @@ class _Simulation:
             stalls: list[tuple[int, float]] = []
             waited = 0.0
             self.begun = self.now
-            self.traffic.clear()
+            self.is_steady = cycle == STEPS - 1
             for operator, seconds, offloads, prefetches in intervals:
                 index = base + operator
                 for drive, due, nbytes in offloads if index else ():
@@ -303,12 +311,16 @@ class _Simulation:
                     self._offload_gradients(*self.jobs.popleft())
                 for drive, due, nbytes in prefetches:
                     self.into.add(drive, base + due, nbytes)
-                if self.waiting or self.computed or index >= min(self.out.first_due, self.into.first_due):
+                if self.waiting:
+                    self._start_jobs()
+                if self.computed:
+                    self._return_weights()
+                if index >= self.out.first_due or index >= self.into.first_due or self._is_late(index):
                     wait = self._wait(index)
                     if wait > 0:
                         stalls.append((operator, wait))
                         waited += wait
-                        if cycle == STEPS - 1 and (excess, times[-1] + waited) >= best:
+                        if self.is_steady and (excess, times[-1] + waited) >= best:
                             return None
                 self._advance(seconds, index)
         return MigrationPrediction(
@@ -366,12 +378,14 @@ class _Simulation:
         number = self.out.add(HOST, base + job.absent_from, job.gradients)
         self.waiting.append((number, job, base + self.count + job.before))
 
+    def _is_late(self, index: int) -> bool:
+        """Returns whether operator `index` needs weights that the CPU has not computed by now."""
+        return any(due <= index for _, due, _ in self.computed)
+
     def _wait(self, index: int) -> float:
         """Lets operator `index` wait for transfers and the CPU. Returns the seconds."""
         wait = 0.0
         while True:
-            self._start_jobs()
-            self._return_weights()
             seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
             late = [ready for ready, due, _ in self.computed if due <= index]
             if seconds:
@@ -385,6 +399,8 @@ class _Simulation:
             else:
                 break
             wait += seconds
+            self._start_jobs()
+            self._return_weights()
         return wait
 
     def _start_jobs(self) -> None:
@@ -403,6 +419,6 @@ class _Simulation:
     def _advance(self, seconds: float, due: int) -> None:
         out = self.out.advance(seconds, due) if self.out.left else {}
         into = self.into.advance(seconds, due) if self.into.left else {}
-        if out or into:
+        if self.is_steady and (out or into):
             self.traffic.append(IntervalTraffic(self.now - self.begun, seconds, out, into))
         self.now += seconds

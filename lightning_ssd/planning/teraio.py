@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_ssd.garbage import no_collections
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
 from lightning_ssd.planning.io_timeline import Floats, IOTimeline
-from lightning_ssd.planning.lifetimes import InactivePeriod, LifetimeProfile
+from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import HOST, GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
 from lightning_ssd.planning.transfer_bounds import least_score
@@ -49,9 +50,6 @@ LESS_IN_FLIGHT = 0.02
 
 MIN_GAIN = 0.002
 """Least gain, as a share of the step, for which a plan is simulated."""
-
-_Candidate = tuple[float, int, int, int, int]
-"""Ratio of benefit and cost, and `absent_from`, `absent_until`, `before` and `drive` of a `Migration`."""
 
 
 @no_collections()
@@ -219,6 +217,38 @@ def _cheapest(periods: Sequence[Period], share: float) -> tuple[Period, ...]:
     return tuple(periods)
 
 
+class _Candidate(NamedTuple):
+    """An inactive period of a tensor that may migrate. Operators as in `Migration`.
+
+    Attributes:
+        tensor: index in the profile.
+        nbytes: bytes.
+        after: last operator that uses the tensor before the period.
+        before: operator that needs it.
+    """
+
+    tensor: int
+    nbytes: int
+    after: int
+    before: int
+
+
+class _Rated(NamedTuple):
+    """A migration of a candidate.
+
+    Attributes:
+        ratio: benefit divided by cost.
+        start: `absent_from` of the migration.
+        stop: its `absent_until`.
+        drive: its drive, or `HOST`.
+    """
+
+    ratio: float
+    start: int
+    stop: int
+    drive: int
+
+
 class _Search:
     """The search, over the operators of one step that repeats.
 
@@ -229,17 +259,18 @@ class _Search:
     """
 
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
-        self.profile = profile
         self.machine = machine
         self.count = len(profile.operators)
         seconds = [one.end - one.start for one in profile.operators]
-        self.nbytes = np.array(profile.total, dtype=np.float64)
-        self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
+        self.beyond = np.array(profile.total, dtype=np.float64) - machine.gpu_bytes
+        """Bytes beyond the GPU's capacity while each operator runs (negative: room)."""
+        self.pressure: Floats = np.maximum(0.0, self.beyond)
         self.reduced: Floats = np.empty(self.count)
         """Memory for results: to allocate it for each candidate takes longer than to compute them."""
         self.pressed_at = int(self.pressure.argmax())
         """An operator under pressure, if there is any."""
-        self.host: Floats = np.zeros(self.count)
+        self.host: Floats = np.zeros(2 * self.count)
+        """Bytes in host memory, for two steps."""
         self.host_peak_at = 0
         """The operator during which host memory has the most bytes."""
         self.io = IOTimeline(machine, seconds)
@@ -248,9 +279,15 @@ class _Search:
         """Bytes that can leave the GPU in a step that is not lengthened."""
         self.planned = [0.0] * len(machine.drives)
         """Seconds of transfers that are planned for each drive."""
-        self.chosen: dict[tuple[int, int], Migration] = {}
-        """The migration of each tensor and operator after which it begins, in the order of choice."""
-        self.periods = [period for period in profile.periods if profile.tensors[period.tensor].nbytes >= min_bytes]
+        self.next_drive = 0 if machine.drives else None
+        """The drive with the least seconds."""
+        self.candidates: list[_Candidate] = []
+        for period in profile.periods:
+            if (nbytes := profile.tensors[period.tensor].nbytes) >= min_bytes:
+                before = period.before if period.before > period.after else period.before + self.count
+                self.candidates.append(_Candidate(period.tensor, nbytes, period.after, before))
+        self.chosen: dict[int, Migration] = {}
+        """The migrations of candidates, by their numbers, in the order of choice."""
 
     def choose(self, *, in_time: bool) -> None:
         """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
@@ -260,33 +297,29 @@ class _Search:
         Args:
             in_time: whether transfers have to fit into the I/O timeline; else operators may wait for them.
         """
-        heap = self._candidates()
+        heap = self._bounds()
         heapify(heap)
         while heap and self._is_pressed():
             _, number = heappop(heap)
-            period = self.periods[number]
-            found = self._migrate(period, in_time=in_time)
+            found = self._migrate(number, in_time=in_time)
             if found is None:
                 continue
-            ratio, start, stop, before, drive = found
             # A ratio only falls as others are chosen: those in the heap are bounds of the present ones.
-            if not heap or ratio >= CLOSE * -heap[0][0]:
-                migration = Migration(period.tensor, period.after, start, stop, before, drive)
-                self._add_migration(migration, drive, in_time=in_time)
+            if not heap or found.ratio >= CLOSE * -heap[0][0]:
+                self._add_migration(number, found, in_time=in_time)
             else:
-                heappush(heap, (-ratio, number))
+                heappush(heap, (-found.ratio, number))
 
     def _is_pressed(self) -> bool:
         if not self.pressure.item(self.pressed_at):
             self.pressed_at = int(self.pressure.argmax())
         return self.pressure.item(self.pressed_at) > 0
 
-    def _candidates(self) -> list[tuple[float, int]]:
-        """Returns a bound of the ratio (negative), and the period, of each candidate."""
-        if not self.periods:
+    def _bounds(self) -> list[tuple[float, int]]:
+        """Returns a bound of the ratio (negative), and the number, of each candidate."""
+        if not self.candidates:
             return []
-        bounds = np.array([self._bounds(period) for period in self.periods])
-        sizes = np.array([float(self.profile.tensors[period.tensor].nbytes) for period in self.periods])
+        _, sizes, after, before = np.array(self.candidates).T
         tiers = [*range(len(self.planned)), *([HOST] if self.machine.host_bytes > 0 else [])]
         if not tiers:
             costs = np.full(len(sizes), np.inf)
@@ -295,51 +328,43 @@ class _Search:
         # Seconds under pressure up to each operator, for two steps, because periods reach into the next one.
         under = np.cumsum(np.tile(np.where(self.pressure > 0, self.io.seconds, 0.0), 2))
         under = np.concatenate([[0.0], under])
-        pressed = under[bounds[:, 1]] - under[bounds[:, 0] + 1]
-        ratios = sizes * pressed / costs
-        return [(-float(ratios[number]), number) for number in np.flatnonzero(pressed > 0).tolist()]
+        pressed = under[before] - under[after + 1]
+        (numbers,) = np.nonzero(pressed > 0)
+        ratios = -(sizes * pressed / costs)[numbers]
+        return list(zip(ratios.tolist(), numbers.tolist(), strict=True))
 
-    def _bounds(self, period: InactivePeriod) -> tuple[int, int]:
-        """Returns the operators between which a tensor is not needed, the second one possibly of the next step."""
-        return period.after, period.before if period.before > period.after else period.before + self.count
-
-    def _migrate(self, period: InactivePeriod, *, in_time: bool) -> _Candidate | None:
+    def _migrate(self, number: int, *, in_time: bool) -> _Rated | None:
         """Returns the migration of a candidate, or None if it would reduce no pressure."""
-        drives = [self.planned.index(min(self.planned))] if self.planned else []
-        size = self.profile.tensors[period.tensor].nbytes
-        after, before = self._bounds(period)
-        if (old := self.chosen.get((period.tensor, period.after))) is not None:
+        _, nbytes, after, before = self.candidates[number]
+        if (old := self.chosen.get(number)) is not None:
             assert old.drive is not None  # nothing is recomputed
-            span = self.io.lay(after, before, size, old.drive)[0] if in_time else self._pressed(after + 1, before)
+            span = self.io.lay(after, before, nbytes, old.drive)[0] if in_time else self._pressed(after + 1, before)
             if span is None or (old.absent_from <= span[0] and span[1] <= old.absent_until):
                 return None
             span = min(span[0], old.absent_from), max(span[1], old.absent_until)
-            return self._rated(period, before, *span, old.drive)
+            return self._rated(nbytes, span, old.drive)
+        drive = self.next_drive
         if not in_time:
             span = self._pressed(after + 1, before)
             if span is None:
                 return None
-            where = HOST if self._fits_host(after + 1, before, size) else next(iter(drives), None)
-            return None if where is None else self._rated(period, before, *span, where)
-        for drive in drives:
-            span, factor = self.io.lay(after, before, size, drive)
-            if span is not None and (factor < SATURATED or not self._fits_host(after + 1, before, size)):
-                return self._rated(period, before, *span, drive)
-        if not self._fits_host(after + 1, before, size):
-            return None
-        span, _ = self.io.lay(after, before, size, HOST)
-        return None if span is None else self._rated(period, before, *span, HOST)
+            where = HOST if self._fits_host(after + 1, before, nbytes) else drive
+            return None if where is None else self._rated(nbytes, span, where)
+        span, factor = (None, inf) if drive is None else self.io.lay(after, before, nbytes, drive)
+        if factor >= SATURATED and self._fits_host(after + 1, before, nbytes):
+            drive, span = HOST, self.io.lay(after, before, nbytes, HOST)[0]
+        return None if drive is None or span is None else self._rated(nbytes, span, drive)
 
-    def _rated(self, period: InactivePeriod, before: int, start: int, stop: int, drive: int) -> _Candidate | None:
-        tensor = self.profile.tensors[period.tensor]
+    def _rated(self, nbytes: int, span: tuple[int, int], drive: int) -> _Rated | None:
+        start, stop = span
         benefit = 0.0
-        for first, last in ((start, stop),) if stop <= self.count else wrapped(start, stop, self.count):
-            reduced = np.minimum(self.pressure[first:last], tensor.nbytes, out=self.reduced[first:last])
+        for first, last in (span,) if stop <= self.count else wrapped(start, stop, self.count):
+            reduced = np.minimum(self.pressure[first:last], nbytes, out=self.reduced[first:last])
             reduced *= self.io.seconds[first:last]
-            benefit += float(reduced.sum())  # `dot` would run on threads that spin on a busy machine
+            benefit += float(np.add.reduce(reduced))  # `dot` would run on threads that spin on a busy machine
         if benefit <= 0:
             return None
-        return benefit / self.io.transfer_seconds(tensor.nbytes, drive), start, stop, before, drive
+        return _Rated(benefit / self.io.transfer_seconds(nbytes, drive), start, stop, drive)
 
     def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
         """Returns the shortest range that has all operators under pressure of a range."""
@@ -351,48 +376,46 @@ class _Search:
         most = self.machine.host_bytes - size
         if most < 0 or self.host.item(self.host_peak_at) <= most:
             return most >= 0
-        ranges = list(wrapped(start, stop, self.count))
-        if any(first <= self.host_peak_at < last for first, last in ranges):
+        peak = self.host_peak_at
+        if start <= peak < stop or start <= peak + self.count < stop:
             return False
-        return all(float(self.host[first:last].max(initial=0.0)) <= most for first, last in ranges)
+        return float(np.maximum.reduce(self.host[start:stop], initial=0.0)) <= most
 
-    def _add_migration(self, migration: Migration, drive: int, *, in_time: bool) -> None:
+    def _add_migration(self, number: int, found: _Rated, *, in_time: bool) -> None:
         """Chooses a migration: memory, I/O timeline and host memory follow."""
-        size = self.profile.tensors[migration.tensor].nbytes
-        old = self.chosen.get((migration.tensor, migration.after))
-        self.chosen[migration.tensor, migration.after] = migration
+        tensor, nbytes, after, before = self.candidates[number]
+        _, start, stop, drive = found
+        old = self.chosen.get(number)
+        self.chosen[number] = Migration(tensor, after, start, stop, before, drive)
         if old is not None:
-            self._change(old, size)
-        self._change(migration, -size)
-        if old is not None:
+            self._free(start, old.absent_from, nbytes)
+            self._free(old.absent_until, stop, nbytes)
             return
+        self._free(start, stop, nbytes)
         if drive == HOST:
-            for first, last in wrapped(migration.after + 1, migration.before, self.count):
-                self.host[first:last] += size
-            self.host_peak_at = int(self.host.argmax())
+            for first, last in wrapped(after + 1, before, self.count):
+                self.host.reshape(2, -1)[:, first:last] += nbytes
+            self.host_peak_at = int(self.host[: self.count].argmax())
         else:
-            self.planned[drive] += self.io.transfer_seconds(size, drive)
-        stop = migration.before if in_time else self.count + migration.after
-        self.io.carry("out", drive, migration.after + 1, stop, size)
-        self.io.carry("in", drive, migration.before - 1, migration.after, size)
+            self.planned[drive] += self.io.transfer_seconds(nbytes, drive)
+            self.next_drive = self.planned.index(min(self.planned))
+        self.io.carry(after, before, nbytes, drive, in_time=in_time)
 
-    def _change(self, migration: Migration, nbytes: int) -> None:
-        """Changes the memory of the operators without the tensor."""
-        for first, last in wrapped(migration.absent_from, migration.absent_until, self.count):
-            self.nbytes[first:last] += nbytes
-            pressure = np.subtract(self.nbytes[first:last], self.machine.gpu_bytes, out=self.pressure[first:last])
-            np.maximum(0.0, pressure, out=pressure)
+    def _free(self, start: int, stop: int, nbytes: int) -> None:
+        """Frees bytes from `start` to before `stop`."""
+        for first, last in wrapped(start, stop, self.count):
+            self.beyond[first:last] -= nbytes
+            np.maximum(0.0, self.beyond[first:last], out=self.pressure[first:last])
 
     def necessary(self) -> list[Migration]:
         """Returns the chosen migrations without those that memory does not need, the least beneficial ones first."""
         kept: list[Migration] = []
-        for migration in reversed(self.chosen.values()):
-            size = self.profile.tensors[migration.tensor].nbytes
+        for number, migration in reversed(self.chosen.items()):
+            size = self.candidates[number].nbytes
             ranges = list(wrapped(migration.absent_from, migration.absent_until, self.count))
-            most = max(float(self.nbytes[first:last].max()) for first, last in ranges)
-            if most + size <= self.machine.gpu_bytes:
+            if max(float(self.beyond[first:last].max()) for first, last in ranges) + size <= 0:
                 for first, last in ranges:
-                    self.nbytes[first:last] += size
+                    self.beyond[first:last] += size
             else:
                 kept.append(migration)
         return kept[::-1]
