@@ -13,7 +13,9 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
     HOST,
@@ -300,32 +302,30 @@ class _DriveTimeline:
         drives = machine.drives
         self._out = np.full(PARTS, seconds * min(machine.link_out, sum(write for _, write in drives)))
         self._into = np.full(PARTS, seconds * min(machine.link_in, sum(read for read, _ in drives)))
-        self._parts = np.arange(2 * PARTS + 1) % PARTS
-        """Parts of two steps, because periods reach into the next one."""
-        self._segments = [int(one.start / seconds) for one in profile.operators]
+        segments = [int(one.start / seconds) for one in profile.operators]
+        self._segments = [*segments, *(PARTS + one for one in segments)]
+        """The part in which each operator begins, for two steps, because periods reach into the next one."""
 
     def carry(self, one: _Absence) -> bool:
         """Plans offload and prefetch of a tensor, and returns True, if both have room."""
-        after, start = self._segment(one.period.after + 1), self._segment(one.start)
-        stop, before = self._segment(one.stop), self._segment(one.period.before)
-        changes = []
-        for room, parts in (
-            (self._out, self._parts[after : start + 1]),
-            (self._into, self._parts[stop : before + 1][::-1]),
-        ):
-            parts = parts[:PARTS]
+        nbytes = one.period.nbytes
+        after, start = self._segments[one.period.after + 1], self._segments[one.start]
+        stop, before = self._segments[one.stop], self._segments[one.period.before]
+        changes: list[tuple[Floats, int | NDArray[np.int64], float | Floats]] = []
+        for room, first, last, way in ((self._out, after, start, 1), (self._into, before, stop, -1)):
+            unused = room.item(first % PARTS) - nbytes
+            if unused > 1:  # most transfers need one part; another byte is more than rounding
+                changes.append((room, first % PARTS, unused))
+                continue
+            parts = np.arange(first, last + way, way)[:PARTS] % PARTS
             left = room[parts]
             total = left.cumsum()
-            if total.item(-1) < one.period.nbytes:
+            if total.item(-1) < nbytes:
                 return False
-            changes.append((room, parts, np.minimum(np.maximum(total - one.period.nbytes, 0), left)))
-        for room, parts, left in changes:
-            room[parts] = left
+            changes.append((room, parts, np.minimum(np.maximum(total - nbytes, 0), left)))
+        for room, changed, rest in changes:
+            room[changed] = rest
         return True
-
-    def _segment(self, operator: int) -> int:
-        steps, operator = divmod(operator, len(self._segments))
-        return steps * PARTS + self._segments[operator]
 
 
 class _HostMemory:

@@ -183,31 +183,40 @@ class _Transfers:
             for drive, rate, queue in self._drives:
                 if not queue or queue[0][0] > last:
                     continue
-                limit = rate * seconds - carried.get(drive, 0.0)
+                limit = rate * seconds
+                if carried:
+                    limit -= carried.get(drive, 0.0)
                 if limit > link:
                     limit = link
                 if limit <= 0:
                     continue
-                room = limit
-                num_ended = 0
-                for entry in queue:
-                    if room <= 0 or entry[0] > last:
-                        break
-                    if entry[2] > room:
-                        entry[2] -= room
-                        room = 0.0
-                    else:
-                        room -= entry[2]
-                        self.left.remove(entry[1])
-                        num_ended += 1
-                if num_ended:
-                    del queue[:num_ended]
+                room = 0.0
+                if queue[0][2] > limit:  # most transfers take longer than an interval
+                    queue[0][2] -= limit
+                else:
+                    room = self._end_transfers(queue, limit, last)
                     ended = True
                 carried[drive] = carried.get(drive, 0.0) + limit - room
                 link -= limit - room
         if ended:
             self._find_first_due()
         return carried
+
+    def _end_transfers(self, queue: list[list[float]], room: float, last: float) -> float:
+        """Carries the first tensors of a queue that operators up to `last` need. Returns the bytes of unused room."""
+        num_ended = 0
+        for entry in queue:
+            if room <= 0 or entry[0] > last:
+                break
+            if entry[2] > room:
+                entry[2] -= room
+                room = 0.0
+            else:
+                room -= entry[2]
+                self.left.remove(entry[1])
+                num_ended += 1
+        del queue[:num_ended]
+        return room
 
     def finish(self, due: int) -> None:
         """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
@@ -315,7 +324,11 @@ class _Simulation:
                     self._start_jobs()
                 if self.computed:
                     self._return_weights()
-                if index >= self.out.first_due or index >= self.into.first_due or self._is_late(index):
+                if (
+                    index >= self.out.first_due
+                    or index >= self.into.first_due
+                    or (self.computed and self._is_late(index))
+                ):
                     wait = self._wait(index)
                     if wait > 0:
                         stalls.append((operator, wait))

@@ -116,8 +116,10 @@ def plan_migrations(
     found = _BestPlan(profile, machine, min_bytes).find()
     excess, seconds = least_score(profile, machine)
     if found[1].score > (excess, seconds * (1 + 1e-9)):  # additions round
-        teraio = plan_teraio(profile, machine, min_bytes)
-        found = min(found, (teraio, simulate_migrations(profile, machine, teraio)), key=lambda one: one[1].score)
+        plan = plan_teraio(profile, machine, min_bytes)
+        step = GPUSteps(profile, machine).without()
+        if (better := simulate_better(profile, machine, plan, step, found[1])) is not None:
+            found = plan, better
     return found
 
 
