@@ -176,10 +176,9 @@ class _Room:
             self._link[first:last] -= part
             self._drives[drive, first:last] -= part
             left = np.minimum(self._link[first:last], self._drives[:, first:last])
-            exhausted = (left <= 0) & (self._both[:, 0, first:last] > 0)
             self._both[:, :, first:last] = left[:, None]
-            drives, operators = exhausted.nonzero()
-            operators += first
-            self._free[drives, operators] = operators + 1
-            self._free[drives, operators + self._count] = operators + self._count + 1
+            with_room = np.where(left > 0, np.arange(first, last), last)
+            following = np.minimum.accumulate(with_room[:, ::-1], axis=1)[:, ::-1]
+            self._free[:, first:last] = following
+            self._free[:, self._count + first : self._count + last] = self._count + following
             done += last - first

@@ -179,13 +179,13 @@ class _Transfers:
         carried: dict[int, float] = {}
         link = self._link * seconds
         ended = False
-        for last in (due, inf) if due >= self.first_due else (inf,):
+        is_urgent = due >= self.first_due
+        for last in (due, inf) if is_urgent else (inf,):
             for drive, rate, queue in self._drives:
                 if not queue or queue[0][0] > last:
                     continue
-                limit = rate * seconds
-                if carried:
-                    limit -= carried.get(drive, 0.0)
+                before = carried.get(drive, 0.0) if is_urgent else 0.0
+                limit = rate * seconds - before
                 if limit > link:
                     limit = link
                 if limit <= 0:
@@ -196,7 +196,7 @@ class _Transfers:
                 else:
                     room = self._end_transfers(queue, limit, last)
                     ended = True
-                carried[drive] = carried.get(drive, 0.0) + limit - room
+                carried[drive] = before + limit - room
                 link -= limit - room
         if ended:
             self._find_first_due()
@@ -305,6 +305,7 @@ class _Simulation:
         times = list(accumulate(self.seconds, initial=0.0))
         if (excess, times[-1]) >= best:
             return None
+        out, into = self.out, self.into
         intervals = self._intervals(times)
         for cycle in range(STEPS):
             base = cycle * self.count
@@ -315,20 +316,16 @@ class _Simulation:
             for operator, seconds, offloads, prefetches in intervals:
                 index = base + operator
                 for drive, due, nbytes in offloads if index else ():
-                    self.out.add(drive, base + due, nbytes)
+                    out.add(drive, base + due, nbytes)
                 while self.jobs and self.jobs[0][0] < index:
                     self._offload_gradients(*self.jobs.popleft())
                 for drive, due, nbytes in prefetches:
-                    self.into.add(drive, base + due, nbytes)
+                    into.add(drive, base + due, nbytes)
                 if self.waiting:
                     self._start_jobs()
                 if self.computed:
                     self._return_weights()
-                if (
-                    index >= self.out.first_due
-                    or index >= self.into.first_due
-                    or (self.computed and self._is_late(index))
-                ):
+                if index >= out.first_due or index >= into.first_due or self._late_weights(index):
                     wait = self._wait(index)
                     if wait > 0:
                         stalls.append((operator, wait))
@@ -391,16 +388,16 @@ class _Simulation:
         number = self.out.add(HOST, base + job.absent_from, job.gradients)
         self.waiting.append((number, job, base + self.count + job.before))
 
-    def _is_late(self, index: int) -> bool:
-        """Returns whether operator `index` needs weights that the CPU has not computed by now."""
-        return any(due <= index for _, due, _ in self.computed)
+    def _late_weights(self, index: int) -> list[float]:
+        """Returns when the CPU has computed the weights that operator `index` lacks."""
+        return [ready for ready, due, _ in self.computed if due <= index]
 
     def _wait(self, index: int) -> float:
         """Lets operator `index` wait for transfers and the CPU. Returns the seconds."""
         wait = 0.0
         while True:
             seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
-            late = [ready for ready, due, _ in self.computed if due <= index]
+            late = self._late_weights(index)
             if seconds:
                 self._advance(seconds, index)
                 self.out.finish(index)

@@ -113,12 +113,13 @@ def plan_migrations(
         machine: as in `plan_teraio`.
         min_bytes: as in `plan_teraio`.
     """
-    found = _BestPlan(profile, machine, min_bytes).find()
+    search = _BestPlan(profile, machine, min_bytes)
+    found = search.find()
     excess, seconds = least_score(profile, machine)
     if found[1].score > (excess, seconds * (1 + 1e-9)):  # additions round
         plan = plan_teraio(profile, machine, min_bytes)
-        step = GPUSteps(profile, machine).without()
-        if (better := simulate_better(profile, machine, plan, step, found[1])) is not None:
+        better = simulate_better(profile, machine, plan, search.steps.without(), found[1])
+        if better is not None:
             found = plan, better
     return found
 
