@@ -122,8 +122,6 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
 
     def begin_next(resource: int) -> None:
         nonlocal order
-        if running[resource] is not None or not ready[resource]:
-            return
         task = heappop(ready[resource])[2]
         running[resource] = task
         task.begin = now
@@ -147,8 +145,9 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
     for task in tasks:
         if not task.waiting:
             make_ready(task)
-    for resource in range(len(RESOURCES)):
-        begin_next(resource)
+    for resource, tasks_of_resource in enumerate(ready):
+        if tasks_of_resource:
+            begin_next(resource)
     ended = 0
     while events:
         now, _, resource, number = heappop(events)
@@ -169,6 +168,7 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
                 make_ready(follower)
                 touched.add(follower.resource)
         for other in touched:
-            begin_next(other)
+            if running[other] is None and ready[other]:
+                begin_next(other)
     assert ended == len(tasks), "tasks wait for each other in a circle"
     return memory

@@ -179,6 +179,9 @@ class _Search:
         self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
         self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
         self._simulations = 1
+        """Number of considered plans, also of those that were simulated before."""
+        self._predictions: dict[str, Prediction] = {}
+        """Predictions of considered plans, by the plan's text: several points may have the same plan."""
         self._tried: set[SearchPoint] = set()
         stages = len(cut_stages(model, min_memory)) * model.micro_batches * count_steps(model, min_memory)
         self._most_simulations = SIMULATED_STAGES // stages
@@ -236,13 +239,17 @@ class _Search:
         return self.fastest
 
     def consider(self, plan: Plan) -> Prediction:
-        """Simulates a plan."""
-        prediction = simulate(self.model, self.hardware, plan)
+        """Returns the prediction for a plan, which is simulated the first time. Its `memory` is not recorded."""
         self._simulations += 1
-        considered = _Considered(_score(prediction, self.hardware), _wear(prediction), plan)
-        self._considered.append(considered)
-        if considered.score < self.fastest.score:
-            self.fastest = considered
+        text = repr(plan)
+        prediction = self._predictions.get(text)
+        if prediction is None:
+            prediction = replace(simulate(self.model, self.hardware, plan), memory=())
+            self._predictions[text] = prediction
+            considered = _Considered(_score(prediction, self.hardware), _wear(prediction), plan)
+            self._considered.append(considered)
+            if considered.score < self.fastest.score:
+                self.fastest = considered
         return prediction
 
     def choose(self, of_papers: "_Considered") -> Plan:

@@ -65,6 +65,14 @@ class StepTasks:
         parts = iter(plan.parts(model))
         self.units = [[(profile, next(parts)) for profile in unit.own_parts] for unit in model.units]
         self.stages = cut_stages(model, plan)
+        self._weights = [
+            (
+                sum(profile.weight_bytes for profile, part in unit if part.weights != "gpu"),
+                sum(profile.weight_bytes for profile, part in unit if part.weights == "ssd"),
+            )
+            for unit in self.units
+        ]
+        """By unit, the bytes of the weights that are copied to the GPU, and the part that is read from SSDs."""
         self.tasks: list[Task] = []
         self._step_rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
         self._compute: Task | None = None
@@ -170,14 +178,6 @@ class StepTasks:
         """Returns the seconds by which copies of `nbytes` delay compute, because both use the GPU's memory."""
         return nbytes / self._step_rates[1]
 
-    def _weights(self, index: int) -> tuple[int, int]:
-        """Returns the bytes of a unit's weights that are copied to the GPU, and the part that is read from SSDs."""
-        parts = self.units[index]
-        return (
-            sum(profile.weight_bytes for profile, part in parts if part.weights != "gpu"),
-            sum(profile.weight_bytes for profile, part in parts if part.weights == "ssd"),
-        )
-
     def _allocated_bytes(self, weights: int) -> int:
         """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
         return weights if self.model.weight_room_bytes is None else 0
@@ -185,7 +185,7 @@ class StepTasks:
     def _add_forward(self, step: int, index: int) -> Task | None:
         """Adds a stage's forward; returns the task at whose end its swapped tensors are in their tier."""
         stage = self.stages[index]
-        weights, from_ssd = self._weights(stage.unit) if stage.first else (0, 0)
+        weights, from_ssd = self._weights[stage.unit] if stage.first else (0, 0)
         updated = self._updated[stage.unit] if stage.first else []
         prefetched = None
         before = self._compute
@@ -205,7 +205,7 @@ class StepTasks:
         if weights:
             # The bytes in the window are freed once the unit is in use: when the previous compute task has ended.
             self._incoming.free_after(weights, before or compute)
-        released = self._allocated_bytes(self._weights(stage.unit)[0]) if stage.last else 0
+        released = self._allocated_bytes(self._weights[stage.unit][0]) if stage.last else 0
         compute.gpu = (stage.saved + stage.fwd_workspace, stage.fwd_workspace + released)
         if index in self._forwarded:  # backward does not use the copy, whose writes to SSDs are cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
@@ -246,7 +246,7 @@ class StepTasks:
         """
         stage = self.stages[index]
         unit = stage.unit
-        weights, from_ssd = self._weights(unit) if stage.last and unit not in self._kept_weights else (0, 0)
+        weights, from_ssd = self._weights[unit] if stage.last and unit not in self._kept_weights else (0, 0)
         before = self._compute
         assert before is not None
         swapped = 0 if index in self._forwarded else stage.swapped
@@ -273,7 +273,7 @@ class StepTasks:
         added = self._launch.repeat * stage.remat_operations + self._launch.fetch * stage.num_swapped
         added += stage.relaunch + self._launch.checkpoint * stage.num_remade
         self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
-        released = self._allocated_bytes(self._weights(unit)[0]) if stage.first else 0
+        released = self._allocated_bytes(self._weights[unit][0]) if stage.first else 0
         allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:
             allocated -= sum(self._kept_gradients)
