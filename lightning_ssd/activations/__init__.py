@@ -27,6 +27,7 @@ from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.planned_excess import PlannedExcess
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, State, check_version
+from lightning_ssd.activations.rerun_state import other_random_states
 from lightning_ssd.activations.resident_limit import AllocatorMeter, MeasuredPeaks, ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
@@ -89,6 +90,7 @@ __all__ = [
     "mark_offloaded",
     "mark_weights",
     "offloaded_weights",
+    "other_random_states",
     "records_cuda_graphs",
     "rerun_arguments",
     "storage_of",

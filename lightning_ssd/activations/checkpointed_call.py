@@ -9,6 +9,7 @@ exported in the middle of a training is the user's model.
 import contextlib
 import copy
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.uncopied import is_users_hook, takes_hooks
 
@@ -44,7 +46,8 @@ def allows_checkpointing(module: nn.Module) -> bool:
     """Returns whether the author of `module` allows that its forward is run again in backward.
 
     Hooks of the user on modules inside of it would run a second time. A user who has enabled checkpointing, compiled
-    the module or replaced its forward has chosen how it runs.
+    the module or replaced its forward has chosen how it runs. In backward, no `TorchFunctionMode` of the forward is
+    active.
     """
     kind = _class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.8
@@ -56,7 +59,7 @@ def allows_checkpointing(module: nn.Module) -> bool:
         return False  # a layer that reads caches which others have filled finds them empty in backward
     of_arguments = [*module._forward_pre_hooks.values()]
     of_arguments += [module._forward_hooks[number] for number in module._forward_hooks_with_kwargs]
-    if _has_any_global_hook() or any(map(is_users_hook, of_arguments)):
+    if torch._C._len_torch_function_stack() or _has_any_global_hook() or any(map(is_users_hook, of_arguments)):
         return False
     return all(_is_plain(inner, module) for inner in module.modules())
 
@@ -65,6 +68,9 @@ def _is_plain(inner: nn.Module, module: nn.Module) -> bool:
     """Returns whether a module inside of `module`, or `module` itself, runs as its author has written it."""
     if not takes_hooks(inner) or inner._compiled_call_impl is not None or vars(inner).get("gradient_checkpointing"):
         return False
+    forward = vars(inner).get("forward")
+    if forward is not None and getattr(forward, "__self__", None) is not inner:
+        return False  # it is no method, but a wrapper such as a user's that collects results
     return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values())
 
 
@@ -109,18 +115,24 @@ class EmptyCaches:
 
 def _is_cache(value: object) -> bool:
     kind = _class_of_transformers("cache_utils", "Cache")
-    return kind is not None and isinstance(value, kind)
+    return kind is not None and isinstance(value, kind) and value.__hash__ is not None
 
 
-def _cached(value: object) -> Iterator[Tensor]:
-    """Yields the tensors among the attributes and elements of a cache, or of an object in it."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    elements = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    attributes = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    for inner in (*elements, *attributes):
-        yield from _cached(inner)
+def _cached(cache: object) -> Iterator[Tensor]:
+    """Yields the tensors among the attributes and elements of a cache, and of objects in it."""
+    seen: dict[int, object] = {}
+    left = [cache]
+    while left:
+        value = left.pop()
+        if id(value) in seen:  # objects may refer to each other
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        elements = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        attributes = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+        left += (*elements, *attributes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +232,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 class CheckpointedCall:
     """A call of a module whose saved tensors are dropped, and made in backward by another run of its forward.
 
-    Torch saves the module's arguments in their place, and restores the states of random number generators and autocast.
+    Torch saves the module's arguments in their place, and restores the states of random number generators and autocast;
+    `RerunState` restores the module's own state.
 
     Args:
         module: the module, which `allows_checkpointing`.
@@ -258,9 +271,11 @@ class CheckpointedCall:
         """
         self.end()
         arguments, function = self._arguments, functools.partial(forward.func, *forward.args)
+        state, runs = RerunState(self._module), itertools.count()
 
         def run(*tensors: Tensor) -> Any:
             positional, keywords = arguments.unpack(tensors)
-            return function(*positional, **keywords)
+            with state.restored() if next(runs) else contextlib.nullcontext():
+                return function(*positional, **keywords)
 
         return checkpoint(run, *arguments.tensors, use_reentrant=False)

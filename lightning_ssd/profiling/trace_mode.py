@@ -26,6 +26,7 @@ from lightning_ssd.activations import (
     is_random,
     is_weight,
     offloaded_weights,
+    other_random_states,
     rerun_arguments,
     tensors_of,
     written,
@@ -85,6 +86,8 @@ class TraceMode(UnitDispatchMode):
         """Number of the buffer of each saved storage."""
         self._segment = Segment("start", 0, 0)
         self._caches = EmptyCaches()
+        self._random_states: dict[UnitCall, tuple[object, ...]] = {}
+        """States of the generators that torch does not restore, at the begin of each call that may be run again."""
         self._where: list[str] = []
         for modules in units:
             for unit in modules:
@@ -99,6 +102,7 @@ class TraceMode(UnitDispatchMode):
         self._numbers.clear()
         self._backward_of = None
         self._caches.clear()
+        self._random_states.clear()
         self._where.clear()
         self._get_ahead(HEAD_START)
         self._leads = MOST_LEADS
@@ -188,6 +192,7 @@ class TraceMode(UnitDispatchMode):
         if arguments is not None:
             read = _read(arguments.tensors)
             self.graph.arguments[unit_call] = frozenset(self._number(one) for one, weight in read.items() if not weight)
+            self._random_states[unit_call] = other_random_states()
         return None
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
@@ -197,6 +202,9 @@ class TraceMode(UnitDispatchMode):
         for value in tensors_of(output):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begins)
+        before = self._random_states.pop(unit_call, None)
+        if before is not None and before != other_random_states():
+            self.graph.arguments.pop(unit_call, None)  # another run would draw other numbers
         for storage in _read(list(self._caches.tensors())):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].outlives_call = True
@@ -226,6 +234,9 @@ class TraceMode(UnitDispatchMode):
         seen = {storage._cdata for storage in read}
         self.graph.transients.enter(self.unit_call, backward=False)
         index = len(self.graph.operations)
+        if kwargs.get("generator") is not None:  # of the user: another run would draw other numbers
+            for unit_call in self._open:
+                self.graph.arguments.pop(unit_call, None)
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
                 buffer = self.graph.buffers[number]

@@ -2,14 +2,18 @@
 
 import copy
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,28 +25,40 @@ from tests.support.compare import assert_same
 from tests.support.offloader import Directed, open_offloader
 
 
+class Seen:
+    """What the forwards of a layer have seen.
+
+    Attributes:
+        runs: number of them.
+        made: the storages of their hidden values.
+        keywords: their other keyword arguments.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.made: list[weakref.ref[Any]] = []
+        self.keywords: list[dict[str, Any]] = []
+
+
 class Layer(GradientCheckpointingLayer):
-    """A layer with dropout that counts its forwards, and calls `inside` between its two operators."""
+    """A layer with dropout that calls `inside` between its two operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.5)
         self.inside: Any = lambda value: value
-        self.runs = 0
-        self.made: list[weakref.ref[Any]] = []
-        """The storages of the hidden values of all runs."""
-        self.keywords: list[dict[str, Any]] = []
+        self.seen = Seen()
 
     def forward(self, value: Tensor, scale: Any = None, past_key_values: Any = None, **keywords: Any) -> Tensor:
-        self.runs += 1
-        self.keywords.append(keywords)
+        self.seen.runs += 1
+        self.seen.keywords.append(keywords)
         hidden = torch.sigmoid(self.up(value))
-        self.made.append(weakref.ref(hidden.untyped_storage()))
+        self.seen.made.append(weakref.ref(hidden.untyped_storage()))
         hidden = self.inside(hidden)
         if past_key_values is not None:
             keys, values = past_key_values.update(hidden[None, None], hidden[None, None] * 2, 0)
             hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4] * keys.shape[2]
-        result = value + nn.functional.dropout(self.down(hidden), 0.5)
+        result = value + self.drop(self.down(hidden))
         return result if scale is None else result * scale["by"][0]
 
 
@@ -121,9 +137,9 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def count_runs(model: Layers) -> list[int]:
     """Returns the number of runs of each layer since the last call."""
-    counts = [layer.runs for layer in model.layers]
+    counts = [layer.seen.runs for layer in model.layers]
     for layer in model.layers:
-        layer.runs = 0
+        layer.seen.runs = 0
     return counts
 
 
@@ -133,11 +149,11 @@ def test_a_checkpointed_call_frees_its_saved_tensors(offloader: ActivationOffloa
     checkpointed = Checkpointed(offloader, model)
     assert checkpointed.bytes.keys() >= FREED and checkpointed.bytes[UnitCall(1, 0)] == 0
     for layer in model.layers:
-        layer.made.clear()
+        layer.seen.made.clear()
     count_runs(model)
     for _ in range(2):
         loss = checkpointed.forward()
-        alive = [layer.made[-1]() is not None for layer in model.layers]
+        alive = [layer.seen.made[-1]() is not None for layer in model.layers]
         assert alive == [True, False, True]
         assert count_runs(model) == [1, 1, 1]
         assert_same(model.gradients(loss), expected)
@@ -297,6 +313,41 @@ def with_statistics(model: Layers) -> None:
     model.middle.inside = model.statistics
 
 
+def with_generator(model: Layers) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model.middle.inside = lambda value: value * torch.rand(16, generator=generator)
+
+
+def with_random_numbers_of_python(model: Layers) -> None:
+    model.middle.inside = lambda value: value * random.random()
+
+
+def with_random_numbers_of_numpy(model: Layers) -> None:
+    model.middle.inside = lambda value: value * float(np.random.rand())
+
+
+class Scaled(TorchFunctionMode):
+    """Multiplies the results of `torch.sigmoid`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.sigmoid else result
+
+
+def with_function_mode(model: Layers) -> None:
+    def call(value: Tensor) -> Tensor:
+        with Scaled():
+            result: Tensor = model.middle(value)
+        return result
+
+    model.call = call
+
+
+def with_wrapper_inside(model: Layers) -> None:
+    forward = model.middle.up.forward
+    model.middle.up.forward = lambda value: forward(value)
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -312,6 +363,11 @@ def with_statistics(model: Layers) -> None:
         with_a_layer_of_another_unit,
         with_a_changed_tensor,
         with_statistics,
+        with_generator,
+        with_random_numbers_of_python,
+        with_random_numbers_of_numpy,
+        with_function_mode,
+        with_wrapper_inside,
     ],
 )
 def test_layers_that_must_run_once(offloader: ActivationOffloader, prepare: Callable[[Layers], None]) -> None:
@@ -325,6 +381,125 @@ def test_layers_that_must_run_once(offloader: ActivationOffloader, prepare: Call
             model.handle.remove()  # type: ignore[union-attr]
     assert UnitCall(1, 0) not in checkpointed.bytes
     assert UnitCall(2, 0) in checkpointed.bytes or prepare is with_global_hook
+
+
+def switch_to_evaluation(model: Layers) -> None:
+    model.eval()
+
+
+def change_an_option(model: Layers) -> None:
+    model.middle.drop.p = 0.25
+
+
+def replace_a_module(model: Layers) -> None:
+    model.middle.up = nn.Linear(8, 16)
+
+
+def replace_a_function(model: Layers) -> None:
+    model.middle.inside = torch.tanh
+
+
+def add_a_hook(model: Layers) -> None:
+    model.middle.up.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize(
+    "change", [switch_to_evaluation, change_an_option, replace_a_module, replace_a_function, add_a_hook]
+)
+def test_the_second_run_finds_the_state_of_the_first(
+    offloader: ActivationOffloader, change: Callable[[Layers], None]
+) -> None:
+    """Users change the module between forward and backward, and find their changes afterwards."""
+    model = Layers()
+    parameters = list(model.parameters())
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    count_runs(model)
+    loss = checkpointed.forward()
+    change(model)
+    changed = [dict(vars(module)) for module in model.modules()]
+    actual = [loss.detach(), *torch.autograd.grad(loss, parameters)]
+    checkpointed.end()
+    assert_same(actual, expected)
+    assert count_runs(model) == [1, 2, 1]
+    assert [dict(vars(module)) for module in model.modules()] == changed
+
+
+def test_the_second_run_changes_no_state(offloader: ActivationOffloader) -> None:
+    """A layer that counts its forwards counts as in plain training, and computes from the count of the first run."""
+    model = Layers()
+    middle = model.middle
+    middle.register_buffer("mean", torch.zeros(16))
+
+    def inside(value: Tensor) -> Tensor:
+        middle.calls += 1
+        middle.passed.append(middle.calls)
+        middle.mean = middle.mean * 0.5 + value.detach().mean(0)
+        return value * middle.mean / sum(middle.passed)
+
+    def reset() -> None:
+        middle.calls, middle.passed, middle.mean = 0, [], torch.zeros(16)
+
+    reset()
+    middle.inside = inside
+    expected = [tensor for _ in range(3) for tensor in model.run()]
+    passed, mean = list(middle.passed), middle.mean
+    checkpointed = Checkpointed(offloader, model)
+    assert UnitCall(1, 0) in checkpointed.bytes
+    reset()
+    assert_same([tensor for _ in range(3) for tensor in checkpointed.run()], expected)
+    assert middle.passed == passed
+    assert_same(middle.mean, mean)
+
+
+def test_the_second_run_has_the_settings_of_the_first(offloader: ActivationOffloader) -> None:
+    """A forward ran inside of contexts that choose kernels and the dtype of new tensors; backward runs outside."""
+    model = Layers()
+
+    def inside(value: Tensor) -> Tensor:
+        value = nn.functional.scaled_dot_product_attention(value[None], value[None], value[None])[0]
+        return value + torch.ones(16).cumsum(0).div(3).to(value.dtype)
+
+    def call(value: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                result: Tensor = model.middle(value)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return result
+
+    model.middle.inside, model.call = inside, call
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    count_runs(model)
+    assert_same(checkpointed.run(), expected)
+    assert count_runs(model) == [1, 2, 1]
+    assert torch.get_default_dtype() == torch.float32 and torch.backends.cuda.flash_sdp_enabled()
+
+
+class OwnCache(DynamicCache):
+    """A cache that refers to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.itself = {"cache": [self]}
+
+
+class Unhashable(DynamicCache):
+    """A cache that is equal to others, and has no hash for that reason."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [OwnCache, Unhashable])
+def test_caches_of_the_users_own_class(offloader: ActivationOffloader, kind: type[DynamicCache]) -> None:
+    model = Layers()
+    model.call = lambda value: model.middle(value, past_key_values=kind(), use_cache=True)
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    assert (UnitCall(1, 0) in checkpointed.bytes) == (kind is OwnCache)
+    assert_same(checkpointed.run(), expected)
 
 
 def test_an_argument_may_be_changed_before_the_call(offloader: ActivationOffloader) -> None:
@@ -343,7 +518,7 @@ def test_an_argument_may_be_changed_before_the_call(offloader: ActivationOffload
         return result
 
     model.call = change_afterwards
-    model.middle.inside = lambda hidden: hidden + model.middle.keywords[-1]["mask"].sum()
+    model.middle.inside = lambda hidden: hidden + model.middle.seen.keywords[-1]["mask"].sum()
     assert UnitCall(1, 0) not in Checkpointed(offloader, model).bytes
 
 
@@ -395,10 +570,10 @@ def test_arguments_are_those_of_the_call(
     expected = model.run()
     checkpointed = Checkpointed(offloader, model)
     count_runs(model)
-    model.middle.keywords.clear()
+    model.middle.seen.keywords.clear()
     assert_same(checkpointed.run(), expected)
     assert count_runs(model) == [1, 2, 1]
-    assert model.middle.keywords == 2 * [{"use_cache": True, "mask": (None, "causal", 2.0)}]
+    assert model.middle.seen.keywords == 2 * [{"use_cache": True, "mask": (None, "causal", 2.0)}]
     assert not warned
 
 

@@ -1,0 +1,92 @@
+"""State besides its arguments that a forward reads: a second run in backward must find it as the first run did.
+
+User code may change it after the forward: it switches adapters or to `eval()`, or leaves a `sdpa_kernel` context. The
+second run must not change it either, such as a counter of forwards. Torch itself restores the states of its default
+random number generators and of autocast.
+"""
+
+import contextlib
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_CONTAINERS = frozenset({dict, list, set, OrderedDict})
+"""Types of attributes whose elements are recorded, among them the parameters, buffers and hooks of a module."""
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+)
+"""Functions that return and change settings of the process by which torch chooses dtypes and kernels."""
+
+
+class RerunState:
+    """The attributes of a module and of those inside of it, elements of their containers, and settings of torch.
+
+    Args:
+        module: the module, of which the present state is recorded. Its tensors stay alive with this object.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._settings = [read() for read, _ in _SETTINGS]
+        self._filled: list[tuple[Any, Any]] = []
+        """Containers and copies of them."""
+        self._empty: list[Any] = []
+        """Containers without elements, such as most of those of hooks."""
+        for inner in module.modules():
+            attributes = vars(inner)
+            containers = [value for value in attributes.values() if type(value) in _CONTAINERS]
+            self._empty += [value for value in containers if not value]
+            self._filled += [(value, value.copy()) for value in (attributes, *containers) if value]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restores the state for the length of the context, and afterwards the one before."""
+        present = RerunState(self._module)
+        self._restore()
+        try:
+            yield
+        finally:
+            present._restore()
+
+    def _restore(self) -> None:
+        for (read, change), value in zip(_SETTINGS, self._settings, strict=True):
+            if read() != value:
+                change(value)
+        if any(self._empty):
+            for container in self._empty:
+                container.clear()
+        for container, before in self._filled:
+            if not _is_same(container, before):
+                container.clear()
+                (container.extend if type(container) is list else container.update)(before)
+
+
+def _is_same(container: Any, before: Any) -> bool:
+    """Returns whether a container has the elements of its copy `before`, in the same order, compared by identity."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, dict):
+        return all(map(is_, container, before)) and all(map(is_, container.values(), before.values()))
+    return container == before if type(container) is set else all(map(is_, container, before))
+
+
+def other_random_states() -> tuple[object, ...]:
+    """Returns the states of the random number generators of Python and NumPy, which torch does not restore."""
+    name, key, *others = np.random.get_state()
+    return random.getstate(), name, np.asarray(key).tobytes(), *others
