@@ -340,7 +340,7 @@ class StepTasks:
         measured, offloaded_then = self.model.between_seconds, self.model.between_offloaded
         if measured is None:
             return stepping(profile for profile, part in every if not part.offloaded)
-        if not offloaded_then:
+        if not offloaded_then or not self.model.parameters:
             return measured
         per_parameter = stepping(profile for profile, _ in every) / self.model.parameters
         offloaded = sum(profile.parameters for profile, part in every if part.offloaded)

@@ -113,6 +113,14 @@ def test_idle_time_of_offloaded_steps_ends_with_them(resident: int, seconds: flo
     assert step - without.step_seconds == pytest.approx(seconds - 1.0, rel=0.02)
 
 
+def test_a_model_without_parameters_has_the_measured_idle_time() -> None:
+    """A profile of such a model may be one of other parameters, which were frozen since."""
+    model = replace(make_model(4, parameters=0), between_seconds=4.0, between_offloaded=400)
+    plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+    without = simulate(replace(model, between_seconds=0.0), FAST, plan).step_seconds
+    assert simulate(model, FAST, plan).step_seconds == pytest.approx(without + 4.0)
+
+
 def test_all_on_the_gpu() -> None:
     """Nothing is transferred: a step is its computation."""
     model = make_model(4, parameters=0)
