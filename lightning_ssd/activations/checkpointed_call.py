@@ -33,7 +33,10 @@ on request. Earlier versions of transformers read them before hooks run, or alwa
 _ATTRIBUTES = ("gradient_checkpointing", "_can_checkpoint_with_cache", "_gradient_checkpointing_func")
 """Attributes of a module that are set before its forward begins."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module with hooks for which torch replaces its arguments by views, after the hooks before forward."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 """Attributes of a module with hooks that would run a second time if they are on modules inside of a unit."""
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})
@@ -45,7 +48,8 @@ _ABSENT: Any = object()
 def allows_checkpointing(module: nn.Module) -> bool:
     """Returns whether the author of `module` allows that its forward is run again in backward.
 
-    Hooks of the user on modules inside of it would run a second time. A user who has enabled checkpointing, compiled
+    Hooks of the user on modules inside of it would run a second time, and those that change gradients of its arguments
+    would not see the arguments of the second run. A user who has enabled checkpointing, compiled
     the module or replaced its forward has chosen how it runs. In backward, no `TorchFunctionMode` of the forward is
     active.
     """
@@ -71,7 +75,8 @@ def _is_plain(inner: nn.Module, module: nn.Module) -> bool:
     forward = vars(inner).get("forward")
     if forward is not None and getattr(forward, "__self__", None) is not inner:
         return False  # it is no method, but a wrapper such as a user's that collects results
-    return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values())
+    names = _BACKWARD_HOOKS if inner is module else _HOOKS
+    return not any(is_users_hook(hook) for name in names for hook in getattr(inner, name).values())
 
 
 def _class_of_transformers(module: str, name: str) -> type | None:

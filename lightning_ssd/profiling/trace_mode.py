@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ class TraceMode(UnitDispatchMode):
         self._caches = EmptyCaches()
         self._random_states: dict[UnitCall, tuple[object, ...]] = {}
         """States of the generators that torch does not restore, at the begin of each call that may be run again."""
+        self._readers: weakref.WeakKeyDictionary[torch.UntypedStorage, set[UnitCall]] = weakref.WeakKeyDictionary()
+        """Calls that have read each storage of a parameter or buffer, of which none may be changed in place later."""
         self._where: list[str] = []
         for modules in units:
             for unit in modules:
@@ -103,6 +105,7 @@ class TraceMode(UnitDispatchMode):
         self._backward_of = None
         self._caches.clear()
         self._random_states.clear()
+        self._readers.clear()
         self._where.clear()
         self._get_ahead(HEAD_START)
         self._leads = MOST_LEADS
@@ -204,7 +207,7 @@ class TraceMode(UnitDispatchMode):
                 value.grad_fn.register_prehook(begins)
         before = self._random_states.pop(unit_call, None)
         if before is not None and before != other_random_states():
-            self.graph.arguments.pop(unit_call, None)  # another run would draw other numbers
+            self._must_run_once([unit_call])  # another run would draw other numbers
         for storage in _read(list(self._caches.tensors())):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].outlives_call = True
@@ -235,12 +238,15 @@ class TraceMode(UnitDispatchMode):
         self.graph.transients.enter(self.unit_call, backward=False)
         index = len(self.graph.operations)
         if kwargs.get("generator") is not None:  # of the user: another run would draw other numbers
-            for unit_call in self._open:
-                self.graph.arguments.pop(unit_call, None)
+            self._must_run_once(self._open)
+        for storage, weight in read.items():
+            if weight:
+                self._readers.setdefault(storage, set()).update(self._open)
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
                 buffer = self.graph.buffers[number]
                 buffer.mutated, buffer.last_change = True, index
+            self._must_run_once(self._readers.get(storage, ()))
         result, span = self.time(func, args, kwargs)
         self._spans.append(span)
         if span is not None and self._lifetimes is not None:
@@ -267,6 +273,10 @@ class TraceMode(UnitDispatchMode):
             )
         )
         return result
+
+    def _must_run_once(self, unit_calls: Iterable[UnitCall]) -> None:
+        for unit_call in unit_calls:
+            self.graph.arguments.pop(unit_call, None)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         number = self._known(storage)

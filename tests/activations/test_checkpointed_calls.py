@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_ssd.activations import ActivationOffloader, UnitCall
+from lightning_ssd.activations import ActivationOffloader, UnitCall, mark_weights
 from lightning_ssd.types import Choice
 from lightning_ssd.uncopied import ModuleHook
 from tests.support.compare import assert_same
@@ -313,6 +313,29 @@ def with_statistics(model: Layers) -> None:
     model.middle.inside = model.statistics
 
 
+def with_hook_on_gradients(model: Layers) -> None:
+    model.middle.register_full_backward_hook(lambda module, of_inputs, of_outputs: tuple(g * 2 for g in of_inputs))
+
+
+def with_changed_buffer(model: Layers) -> None:
+    model.middle.register_buffer("calls", torch.ones(()))
+    mark_weights(model)
+    model.middle.inside = lambda value: value / model.middle.calls.add_(1).clone()
+
+
+def with_buffer_changed_afterwards(model: Layers) -> None:
+    model.middle.register_buffer("calls", torch.ones(()))
+    mark_weights(model)
+    model.middle.inside = lambda value: torch.sigmoid(value + model.middle.calls)
+
+    def call(value: Tensor) -> Tensor:
+        result: Tensor = model.middle(value)
+        model.middle.calls.add_(1)
+        return result
+
+    model.call = call
+
+
 def with_generator(model: Layers) -> None:
     generator = torch.Generator().manual_seed(0)
     model.middle.inside = lambda value: value * torch.rand(16, generator=generator)
@@ -363,6 +386,9 @@ def with_wrapper_inside(model: Layers) -> None:
         with_a_layer_of_another_unit,
         with_a_changed_tensor,
         with_statistics,
+        with_hook_on_gradients,
+        with_changed_buffer,
+        with_buffer_changed_afterwards,
         with_generator,
         with_random_numbers_of_python,
         with_random_numbers_of_numpy,
@@ -522,7 +548,9 @@ def test_an_argument_may_be_changed_before_the_call(offloader: ActivationOffload
     assert UnitCall(1, 0) not in Checkpointed(offloader, model).bytes
 
 
-@pytest.mark.parametrize("prepare", [with_hook, with_hook_on_arguments, with_own_forward, with_object, in_evaluation])
+@pytest.mark.parametrize(
+    "prepare", [with_hook, with_hook_on_arguments, with_hook_on_gradients, with_own_forward, with_object, in_evaluation]
+)
 def test_layers_that_must_run_once_since_the_recorded_forward(
     offloader: ActivationOffloader, prepare: Callable[[Layers], None]
 ) -> None:
