@@ -22,16 +22,15 @@ _CONTAINERS = frozenset({dict, list, set, OrderedDict})
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 )
-"""Functions that return and change settings of the process by which torch chooses dtypes and kernels."""
+"""Functions that return and change settings of the process by which torch chooses dtypes and kernels. Those of fp32
+products are not among them: which of torch's two sets of functions may read them depends on the user's calls."""
 
 
 class RerunState:

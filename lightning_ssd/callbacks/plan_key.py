@@ -55,7 +55,7 @@ def plan_key(
     parts = [
         (lightning_ssd.__version__, torch.__version__, torch.version.cuda),
         _machine(device),
-        (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.get_num_threads()),
+        (torch.are_deterministic_algorithms_enabled(), _fp32_products(), torch.get_num_threads()),
         [(name, f"{type(part).__module__}.{type(part).__qualname__}") for name, part in module.named_modules()],
         [
             (name, tuple(one.shape), str(one.dtype), one.requires_grad)
@@ -69,6 +69,15 @@ def plan_key(
         recorded,
     ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def _fp32_products() -> str:
+    """Returns the precision of fp32 products on the device.
+
+    Since torch 2.9 there are newer settings, after whose use the older function raises an error.
+    """
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return str(torch.get_float32_matmul_precision() if newer is None else newer)
 
 
 def recorded_forward(profile: ModelProfile) -> object:

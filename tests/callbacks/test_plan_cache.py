@@ -293,3 +293,19 @@ def test_measured_steps_correct_the_stored_plan(tmp_path: Path, monkeypatch: pyt
     after = json.loads(path.read_text())["profile"]
     assert before != after and after["between_seconds"] < 1e3
     assert swaps.profile is not None and swaps.profile.between_seconds == after["between_seconds"]
+
+
+def test_plans_know_both_sets_of_functions_for_the_precision_of_products(tmp_path: Path) -> None:
+    """Once user code has used torch's newer settings, the older functions raise errors."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch before 2.9 has the older functions only")
+    before = torch.backends.cuda.matmul.fp32_precision
+    measured = fit(tmp_path)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert fit(tmp_path) == measured  # not the plan of the training before, which had another precision
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+    begin = fit(tmp_path)
+    assert begin is not None and measured is not None and begin < measured
