@@ -32,6 +32,9 @@ __all__ = ["MicroBatchRetry"]
 _BETWEEN = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
 """Methods of a module that run between forward and backward, or contain backward."""
 
+_UNZEROED = "gradients of earlier steps, which were not zeroed, can't be offloaded with the model states"
+"""The obstacle to a third attempt after a backward that has added to such gradients."""
+
 
 class MicroBatchRetry:
     """Runs one micro-batch, several times if needed.
@@ -217,12 +220,15 @@ class MicroBatchRetry:
                 return f"`{name}` of the module can't be run again"
         if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
             return "hooks of modules have run in backward"
+        accumulated = self._gradients.accumulated()
+        if accumulated and self._save_memory is None:
+            return _UNZEROED
         states = self._states()
         leaves = [] if self._state is None else self._state.leaves
         hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in leaves)
         if hooked or (states is not None and states.gradients_are_hooked):
             return "hooks of parameters have run in backward"
-        if self._gradients.accumulated() and _has_nested_backward(loss):
+        if accumulated and _has_nested_backward(loss):
             return "gradients of a backward within backward were accumulated"
         return self._obstacle()
 
@@ -254,7 +260,9 @@ class _Gradients:
         """Parameters, and their gradients to which the failed backward has added its own."""
 
     def obstacle(self) -> str | None:
-        """Returns why a forward can't be run again: a backward has run in it."""
+        """Returns why a forward can't be run again: a backward has run, in it or in an earlier attempt."""
+        if self._complete:
+            return _UNZEROED
         changed = any(one.grad is not grad for one, grad, _ in self._before) or self.accumulated()
         return "a backward has run in `training_step`" if changed else None
 

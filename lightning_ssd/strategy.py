@@ -68,6 +68,7 @@ from lightning_ssd.model_states import (
     present_tiers,
     recording_loads,
     regroup_model_states,
+    runs_within_step,
     save,
     save_sharded,
     stepped_whole,
@@ -264,8 +265,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._recovery: Recovery | None = None
         self._retry: MicroBatchRetry | None = None
         """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
-        self._within_step = False
-        """Whether an optimizer's `step` runs, and in it the present micro-batch."""
         self._failure: BaseException | None = None
         """The error that has ended the training."""
         self._precision: pl.plugins.Precision | None = None
@@ -842,7 +841,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         auto = _auto_planner(module.trainer)
         if auto is None or not auto.may_run_out or not module.automatic_optimization:
             return None
-        movable = auto.begins_step and not self._within_step and self.can_offload_states()
+        movable = auto.begins_step and not runs_within_step(self.optimizers) and self.can_offload_states()
         return MicroBatchRetry(
             module.trainer,
             (args, kwargs),
@@ -891,17 +890,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
-        assert self.lightning_module is not None
-        auto = _auto_planner(self.lightning_module.trainer)
-        movable = self.model_states is None and self.states_config.states == "auto" and not steps_whole(optimizer)
-        if movable and auto is not None and auto.may_run_out:
+        module = self.lightning_module
+        assert module is not None
+        auto = _auto_planner(module.trainer)
+        movable = self.model_states is None and self.states_config.states == "auto" and module.automatic_optimization
+        if movable and auto is not None and auto.may_run_out and not steps_whole(optimizer):
             # Within `step` of torch's optimizer, which would run the closure first, states can't be offloaded.
-            closure = functools.partial(_identity, closure())
-        self._within_step = True
-        try:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        finally:
-            self._within_step = False
+            with torch.enable_grad():  # as in `step`
+                closure = _after_first(closure, closure())
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _begin(self, kind: Literal["train", "evaluate"]) -> None:
         if kind == "train":
@@ -987,8 +984,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             recovery.end()
 
 
-def _identity(value: Any) -> Any:
-    return value
+def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
+    """Returns a closure whose first call has been made already, with `result`."""
+    results = [result]
+    return lambda: results.pop() if results else closure()
 
 
 def _auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:

@@ -26,6 +26,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy, strategy
 from lightning_ssd.callbacks import auto_planner
+from lightning_ssd.model_states import user_optimizers
 from lightning_ssd.step_state import COPIED
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
@@ -663,6 +664,139 @@ def test_the_order_of_optimizer_hooks_is_plain_lightnings() -> None:
 
     train_by_default(AMPLE, LimitedMemory(), states="auto", module=Hooked, batches=2)
     assert order == ["step", "forward"] * 4
+
+
+class ZeroesRarely(Stateful):
+    """Adds the gradients of two steps, and zeroes those of an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if batch_idx % 4 == 0:
+            output["loss"] = output["loss"] + self.rare(batch).square().mean()
+        return output
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad(set_to_none=False)
+
+
+class SeesGradients(Stateful):
+    """Reads the gradients of the step before, in the forward and before they are zeroed."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.read_gradient()
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.read_gradient()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.read_gradient()
+
+    def read_gradient(self) -> None:
+        gradient = self.last.weight.grad
+        self.seen.append(-1.0 if gradient is None else gradient.sum().item())
+
+
+@pytest.mark.parametrize("module", [ZeroesRarely, SeesGradients])
+@pytest.mark.parametrize("number", [2, 3])
+def test_gradients_of_the_step_before_are_offloaded_with_the_model_states(module: Any, number: int) -> None:
+    check_third_attempt([(number, 5), (number, 18)], module=module)
+
+
+class ZeroesByItself(Stateful):
+    """Its optimizer zeroes the gradients of every second step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = lambda *_: zero_grad() if self.number % 2 else None  # type: ignore[method-assign]
+        return optimizer
+
+
+@pytest.mark.parametrize(("first", "second"), [(5, 50), (40, 52), (40, 90)])
+def test_gradients_that_backward_has_added_to_earlier_ones_are_not_offloaded(first: int, second: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train_by_default(AMPLE, LimitedMemory(fails_at=[(2, first), (2, second)]), states="auto", module=ZeroesByItself)
+    assert any("could not be run again" in note and "not zeroed" in note for note in caught.value.__notes__)
+
+
+class StepsWithoutGrad(Stateful):
+    """Its closures are called in a context without gradients, and record the grad mode."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            self.seen.append(float(torch.is_grad_enabled()))
+            return optimizer_closure()
+
+        with torch.no_grad():
+            optimizer.step(closure=closure)
+
+
+def test_closures_run_in_the_grad_mode_of_a_step() -> None:
+    check_third_attempt([(2, 40), (2, 52)], module=StepsWithoutGrad)
+
+
+class StepsByHand(Stateful):
+    """Manual optimization, whose closure records the grad mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        outputs = []
+
+        def closure() -> Tensor:
+            self.seen.append(float(torch.is_grad_enabled()))
+            outputs.append(Stateful.training_step(self, batch, batch_idx))
+            optimizer.zero_grad()
+            self.manual_backward(outputs[-1]["loss"])
+            return outputs[-1]["loss"]  # type: ignore[no-any-return]
+
+        with torch.no_grad():
+            optimizer.step(closure=closure)
+        return {name: value.detach() for name, value in outputs[-1].items()}
+
+
+class CallsTwice(torch.optim.SGD):
+    """Steps twice, with the gradients of a closure each."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        return super().step(closure)
+
+
+class CallsClosureTwice(Stateful):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return CallsTwice(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("module", [StepsByHand, CallsClosureTwice])
+def test_closures_that_user_code_calls_run_as_often_as_in_plain_lightning(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_optimizers, "_REGISTERED", user_optimizers._REGISTERED | {CallsTwice})
+    how: dict[str, Any] = {"module": module, "batches": 3}
+    assert_equal(train("auto", **how), train_by_default(AMPLE, LimitedMemory(), states="auto", **how))
+
+
+class StepsTorchOptimizer(Stateful):
+    """Its closure runs within `step` of torch's optimizer, without Lightning's wrapper."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step(optimizer_closure)
+
+
+def test_model_states_are_not_offloaded_within_a_step_of_torch() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 5), (2, 18)]), states="auto", module=StepsTorchOptimizer)
+    assert any("memory has run out again in the forward" in note for note in caught.value.__notes__)
 
 
 class Windows(pl.Callback):

@@ -26,7 +26,13 @@ from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
 from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.units import Unit, UnitPart, find_blocks, find_units
-from lightning_ssd.model_states.user_optimizers import register_optimizer, stepped_whole, steps_whole, zeroes_otherwise
+from lightning_ssd.model_states.user_optimizers import (
+    register_optimizer,
+    runs_within_step,
+    stepped_whole,
+    steps_whole,
+    zeroes_otherwise,
+)
 
 __all__ = [
     "GPU_SHARE",
@@ -78,6 +84,7 @@ __all__ = [
     "recording_loads",
     "register_optimizer",
     "regroup_model_states",
+    "runs_within_step",
     "save",
     "save_sharded",
     "show",

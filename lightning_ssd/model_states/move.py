@@ -234,6 +234,21 @@ def _make_spec(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelS
     return make_spec(flat, groups, setup, two_versions=two_versions)
 
 
+def _resident_gradients(
+    target: Sequence[Sequence[TieredSpec]], offloaded: set[nn.Parameter], *, keep: bool
+) -> dict[nn.Parameter, Tensor | None]:
+    """Returns gradients that the last steps have used, of parameters on the device that are offloaded now.
+
+    Args:
+        target: the target flat parameters of each part.
+        offloaded: parameters that are offloaded already.
+        keep: whether user code may use the gradients. Else they are None, as those of offloaded steps.
+    """
+    parameters = [view.parameter for of_part in target for item in of_part for view in item.flat.param_views]
+    gradients = {one: one.grad for one in parameters if one not in offloaded and one.grad is not None}
+    return {one: grad.detach().to("cpu", torch.float32) if keep else None for one, grad in gradients.items()}
+
+
 def _plan_memory(target: Sequence[Sequence[TieredSpec]], budget: int | None, setup: Setup) -> MemoryPlan:
     every = [item for of_part in target for item in of_part]
     tiers = [(item.weights, item.opt_state) for item in every]
@@ -267,7 +282,7 @@ def _remake(
     memory_plan = _plan_memory(target, budget, setup)
     check_flats_apart((item.flat for of_part in target for item in of_part), device, known=states.parameters)
     states.drain()
-    used = states.used_gradients()
+    used = states.used_gradients() | _resident_gradients(target, states.parameters, keep=setup.defer_to_user_hooks)
     staging = states.staging
     with contextlib.ExitStack() as undo:
         if staging is None:

@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
+from types import FrameType
 
 import torch
 from torch import nn
@@ -72,6 +74,15 @@ def steps_whole(optimizer: Optimizer) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
+
+
+def runs_within_step(optimizers: Iterable[Optimizer]) -> bool:
+    """Returns whether the calling code runs within `step` of one of the optimizers, in a closure."""
+    steps = {getattr(type(optimizer).step, "__code__", None) for optimizer in optimizers}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in steps:
+        frame = frame.f_back
+    return frame is not None
 
 
 def registered_class(cls: type[Optimizer]) -> type[Optimizer] | None:
