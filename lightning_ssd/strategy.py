@@ -860,7 +860,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             part: forward or backward, which has failed.
         """
         assert self.lightning_module is not None
-        self.offload_states()
+        try:
+            self.offload_states()
+        except Exception as error:
+            error.add_note(
+                f"lightning_ssd: model states were offloaded because memory had run out in the {part} of a "
+                "micro-batch, with all saved tensors offloaded."
+            )
+            raise
         auto.restart_after_offload(self.lightning_module.trainer, part)
         self._begin("train")
 

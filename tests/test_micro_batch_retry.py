@@ -170,10 +170,12 @@ def assert_equal(one: Run, other: Run) -> None:
     assert one.metrics == other.metrics and one.outputs == other.outputs
 
 
-def train_by_default(meter: Meter, memory: LimitedMemory, states: str = "gpu", **how: Any) -> Run:
+def train_by_default(
+    meter: Meter, memory: LimitedMemory, states: str = "gpu", arguments: dict[str, Any] | None = None, **how: Any
+) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         use(meter, patch)
-        return train(SSDOffloadStrategy(**BOTH | {"states": states}), memory, **how)
+        return train(SSDOffloadStrategy(**BOTH | {"states": states} | (arguments or {})), memory, **how)
 
 
 @pytest.mark.parametrize(
@@ -582,9 +584,9 @@ class Offloaded(pl.Callback):
         self.seen.append(bool(trainer.strategy.model_states and trainer.strategy.model_states.stores))
 
 
-def check_third_attempt(failures: list[tuple[int, int]], **how: Any) -> None:
-    offloaded = Offloaded()
-    run = train_by_default(AMPLE, LimitedMemory(fails_at=failures), states="auto", callbacks=[offloaded], **how)
+def check_third_attempt(failures: list[tuple[int, int]], arguments: dict[str, Any] | None = None, **how: Any) -> None:
+    offloaded, memory = Offloaded(), LimitedMemory(fails_at=failures)
+    run = train_by_default(AMPLE, memory, states="auto", arguments=arguments, callbacks=[offloaded], **how)
     failed = failures[0][0]
     assert run.failures == 2
     assert offloaded.seen == [False] * (failed - 1) + [True] * (len(offloaded.seen) - failed + 1)
@@ -797,6 +799,22 @@ def test_model_states_are_not_offloaded_within_a_step_of_torch() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 5), (2, 18)]), states="auto", module=StepsTorchOptimizer)
     assert any("memory has run out again in the forward" in note for note in caught.value.__notes__)
+
+
+def test_model_states_are_offloaded_where_they_leave_no_room_for_saved_tensors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The host tier has 64 MiB, the least that one may have, until model states take some of it."""
+    with caplog.at_level("INFO"):
+        check_third_attempt([(2, 40), (2, 52)], {"tier": "host"})
+    (line,) = [line for line in caplog.messages if "run out of memory again" in line]
+    assert line.endswith("with its model states offloaded, which leave no room to offload saved tensors: all are kept.")
+
+
+def test_the_error_of_model_states_without_room_says_why_they_were_offloaded() -> None:
+    with pytest.raises(ValueError, match="`host_memory` of 0 B is too small") as caught:
+        train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 5), (2, 18)]), "auto", {"host_memory": 0})
+    assert any("memory had run out in the forward" in note for note in caught.value.__notes__)
 
 
 class Windows(pl.Callback):

@@ -512,10 +512,12 @@ class AutoPlanner(pl.Callback):
         offloader = get_offloader(trainer)
         pl.utilities.rank_zero_info(
             f"offload='auto': the {_name(offloader)} has run out of memory again in the {part} of a micro-batch, which "
-            "is run again with its model states offloaded, too."
+            "is run again with its model states offloaded, "
+            + ("too." if offloader.tiers else "which leave no room to offload saved tensors: all are kept.")
         )
         offloader.begin_micro_batch()
-        assert self._guard is not None
+        if self._guard is None:  # nothing more can be offloaded
+            return
         self._shape, self._guarded, self._at_boundary, self._ran_out = shape, True, False, True
         self._apply_limit(trainer, offloader, self._guard, trained)
         self._guard.limit.measure()
