@@ -299,6 +299,7 @@ def test_plans_know_both_sets_of_functions_for_the_precision_of_products(tmp_pat
     """Once user code has used torch's newer settings, the older functions raise errors."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("torch before 2.9 has the older functions only")
+    torch.set_float32_matmul_precision("highest")
     before = torch.backends.cuda.matmul.fp32_precision
     measured = fit(tmp_path)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -306,6 +307,5 @@ def test_plans_know_both_sets_of_functions_for_the_precision_of_products(tmp_pat
         assert fit(tmp_path) == measured  # not the plan of the training before, which had another precision
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-        torch.set_float32_matmul_precision("highest")
     begin = fit(tmp_path)
     assert begin is not None and measured is not None and begin < measured
