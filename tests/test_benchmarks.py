@@ -113,8 +113,9 @@ def test_the_bounds_of_a_planned_training_and_of_one_without_a_plan(
     monkeypatch.setattr(sys, "argv", [*command, "--cases", f"{case},plain"])
     bounds.main()
     planned, plain = json.loads(out.read_text()).values()
-    assert planned["deferred"] and planned["ordered_bound"] >= bounds.bounds(planned)[1] > 0
-    assert planned["predicted"] >= planned["ordered_bound"]
+    rounding = 1 - 1e-9
+    assert planned["deferred"] and planned["ordered_bound"] >= rounding * bounds.bounds(planned)[1] > 0
+    assert planned["predicted"] >= rounding * planned["ordered_bound"]
     assert set(planned["predicted_busy"]) == {"compute", "copy_in", "copy_out", "ssd", "cpu", "launch"}
     assert planned["busy"]["copy in"] > 0 and planned["busy"]["CPU optimizer"] > 0
     assert "predicted" not in plain and not plain["deferred"] and not plain["busy"]["copy in"]
