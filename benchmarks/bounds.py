@@ -69,7 +69,7 @@ CASES = (
     "gpt:3072x34,batch=16,recompute",
     "llama:3072x28,batch=16,compiled",
 )
-"""Of 0.85B (whose steps the host bounds), 1.2B, 1.2B, 2.0B, 2.1B, 4.0B and 3.0B parameters."""
+"""The models have 0.85B, 1.2B, 1.2B, 2.0B, 2.1B, 4.0B and 3.0B parameters. The host bounds the steps of the first."""
 
 RECORDED = 2
 """Recorded steps."""

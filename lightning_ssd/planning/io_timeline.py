@@ -124,7 +124,7 @@ class _Room:
         self._rooms: list[Floats] = list(self._both.reshape(len(self._drives), 2 * count))
         """The same memory, by drive."""
         self._free = np.zeros((len(self._drives), 2 * count + 1), np.int64)
-        """Of each drive and operator: the operator itself if it has room, or one on the way to the next that has."""
+        """For each drive and operator, an operator up to the next one with room; itself if it has room."""
 
     def add_time(self, seconds: Floats) -> None:
         """Adds the room of `seconds` for each operator."""

@@ -265,7 +265,7 @@ def fit_stack(path: Path, strategy: Any, *callbacks: pl.Callback, make: type[Sta
 
 
 def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> None:
-    """Of a module that is called twice, each call may be checkpointed; the values of the other units stay."""
+    """Each of the two calls of a module may be checkpointed on its own. Saved tensors of other units stay."""
     expected = fit_stack(tmp_path, "auto")
     first = planner(cache=False)
     assert_same(fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first), expected)
