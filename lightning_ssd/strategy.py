@@ -489,12 +489,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def can_offload_states(self) -> bool:
         """Returns whether `offload_states` may be called: all states are on the device, and the user chose no tiers."""
-        config, module = self.states_config, self.lightning_module
-        assert module is not None and self.model is not None
-        chosen = config.states != "auto" or config.gpu_memory != "auto" or config.recover
-        if self.model_states is not None or chosen or self._user_plan() is not None:
+        if self.model_states is not None or not self._chooses_tiers():
             return False
-        if not module.automatic_optimization or type(self.precision_plugin) not in _FP32_PRECISIONS:
+        if type(self.precision_plugin) not in _FP32_PRECISIONS:
             return False
         if any(steps_whole(optimizer) for optimizer in self.optimizers):
             return False
@@ -577,15 +574,20 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def can_move_states(self) -> bool:
         """Returns True if `move_states` may be called: states are offloaded, and the user chose no tiers."""
-        config = self.states_config
-        chosen = config.states != "auto" or config.gpu_memory != "auto" or config.recover
-        # With manual optimization gradients may add up from one batch to the next.
-        assert self.lightning_module is not None
-        if chosen or not self.lightning_module.automatic_optimization or self._user_plan() is not None:
+        if not self._chooses_tiers():
             return False
         if self._setup is not None and self._setup.whole:
             return False
         return self.model_states is not None and not self.model_states.accumulating
+
+    def _chooses_tiers(self) -> bool:
+        """Returns whether tiers of states may change between two steps: the user chose none."""
+        config = self.states_config
+        if config.states != "auto" or config.gpu_memory != "auto" or config.recover:
+            return False
+        # With manual optimization gradients may add up from one batch to the next.
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and self._user_plan() is None
 
     def move_states(self, plan: Plan) -> None:
         """Moves weights and optimizer states to the tiers of `plan`, between two steps.
@@ -900,8 +902,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         auto = _auto_planner(module.trainer)
-        movable = self.model_states is None and self.states_config.states == "auto" and module.automatic_optimization
-        if movable and auto is not None and auto.may_run_out and not steps_whole(optimizer):
+        may_run_out = auto is not None and auto.may_run_out
+        if may_run_out and self.model_states is None and self._chooses_tiers() and not steps_whole(optimizer):
             # Within `step` of torch's optimizer, which would run the closure first, states can't be offloaded.
             with torch.enable_grad():  # as in `step`
                 closure = _after_first(closure, closure())

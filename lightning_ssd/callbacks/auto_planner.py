@@ -100,6 +100,7 @@ class AutoPlanner(pl.Callback):
         planner: the planner that was added; `None`: there is none.
         regions: the planner of a training with compiled code; `None`: there is none.
         states: moves offloaded model states of a training with compiled code; `None`: there is no such training.
+        begins_step: whether the present micro-batch is the first one of a step.
     """
 
     def __init__(self) -> None:
@@ -129,8 +130,9 @@ class AutoPlanner(pl.Callback):
         """Whether the guard compares the present micro-batch, as it follows no plan of its shape."""
         self._shape: BatchShape | None = None
         """Shape of the present batch."""
-        self._at_boundary = self._begins_step = True
-        """Whether the next, and the present, micro-batch is the first of a step."""
+        self._at_boundary = True
+        """Whether the next micro-batch is the first of a step."""
+        self.begins_step = True
         self._steps = 0
         """Steps that have ended under these rules."""
         self._short = False
@@ -168,11 +170,6 @@ class AutoPlanner(pl.Callback):
     def begins_rule(self) -> bool:
         """Whether the present micro-batch is one of the first under its rule, which run out of memory most often."""
         return self.may_run_out and self._proven[self._rule] < FIRST_MICRO_BATCHES
-
-    @property
-    def begins_step(self) -> bool:
-        """Whether the present micro-batch is the first one of a step."""
-        return self._begins_step
 
     # ---- a training ----
 
@@ -236,7 +233,7 @@ class AutoPlanner(pl.Callback):
         self._rule = self.outcome, plan, None if regions is None else regions.rule
         if larger:
             self._proven[self._rule] = 0
-        self._begins_step, self._at_boundary = self._at_boundary, False
+        self.begins_step, self._at_boundary = self._at_boundary, False
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
