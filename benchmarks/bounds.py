@@ -25,7 +25,8 @@ and launches by the host (`Prediction.busy_seconds`, predicted before the measur
 deferred can't all overlap backward, because the norm is known at its end. So the *ordered* bound is the step that is
 simulated with copies and drives that take no time: computation and optimizer jobs wait for each other, and nothing
 else. A training with compiled code has no simulation: its bound is the busiest resource of the recorded steps, and its
-ordered bound the computation of backward and those parts of the optimizer's time that the next forward waits for.
+ordered bound the computation of backward (with optimizer steps on the GPU) and those parts of the CPU optimizer's
+time that the next forward waits for.
 
 Then two steps are recorded by torch's profiler, which slows the host down. The second table has the share of them in
 which each resource was busy, and the causes for which no kernel ran (see `TimelineRecorder`).
@@ -84,6 +85,8 @@ FAST = 1e6
 class Probe(pl.Callback):
     """Measures steps under the plan in force, records the next ones, prints both, and ends the training.
 
+    It has no hook between backward and step: with one, steps would wait for the end of backward.
+
     Args:
         steps: steps whose median counts.
         folder: directory for the trace.
@@ -128,9 +131,6 @@ class Probe(pl.Callback):
 
     def on_before_backward(self, *_: Any) -> None:
         self._mark("backward")
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self._mark("optimizer")
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._mark(BETWEEN)

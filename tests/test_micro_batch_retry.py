@@ -5,7 +5,7 @@ import weakref
 from array import array
 from collections import ChainMap, Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy, strategy
-from lightning_ssd.callbacks import auto_planner
+from lightning_ssd.callbacks import auto_planner, swap_planner
 from lightning_ssd.model_states import user_optimizers
+from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
 from lightning_ssd.step_state import COPIED
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
@@ -642,6 +643,34 @@ def test_plans_may_move_model_states_that_need_most_of_the_memory(
     made = next(index for index, one in enumerate(states) if one is not None)
     assert 0 < made < 6 and not states[made].stores
     assert_equal(train("auto", **how), run)
+
+
+@pytest.mark.parametrize(("share", "moves"), [(0.8, False), (0.7, True)])
+def test_model_states_leave_the_device_for_a_large_gain_only(
+    share: float, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they may stay: the time of a placement that was never profiled is uncertain."""
+    budget = "lightning_ssd.model_states.StatesConfig.resident_budget"
+    monkeypatch.setattr(budget, lambda self, device, *, movable=False: 1e9 if movable else 1.0)
+    stays: list[Plan] = []
+
+    def make(profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any = None) -> Plan:
+        if placement is not None:
+            stays.append(make_plan(profile, hardware, planner, placement))
+            return stays[-1]
+        return stays[-1].placed(profile, [PartPlan("host", "host")] * len(profile.parts))
+
+    def predict(profile: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Any:
+        if {part.states for part in plan.parts(profile)} == {"gpu"}:
+            return simulate(profile, hardware, plan)
+        stay = simulate(profile, hardware, stays[-1])
+        return replace(stay, step_seconds=share * stay.step_seconds)
+
+    monkeypatch.setattr(swap_planner, "make_plan", make)
+    monkeypatch.setattr(swap_planner, "simulate", predict)
+    offloaded = Offloaded()
+    train_by_default(SHORT, LimitedMemory(), states="auto", callbacks=[offloaded], batches=9)
+    assert stays and any(offloaded.seen) == moves
 
 
 def test_model_states_stay_where_the_user_wants_them() -> None:

@@ -1,7 +1,6 @@
 """Activation offload on a CUDA device: the same numbers at any timing, and less memory."""
 
 import gc
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_offloader
 from lightning_ssd.device import make_clock, make_copy_engine
 from tests.support.compare import assert_same
-from tests.support.delays import SlowBackend, SlowCopies
+from tests.support.delays import DELAYS, SlowBackend, SlowCopies
 from tests.support.offloader import change_policy
 from tests.support.parity import SharedStorages, TinyGPT, train
 from tests.support.trainings import make_trainer
@@ -103,7 +102,7 @@ def test_numbers_do_not_move_with_the_timing(
     model: Any, arguments: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train("auto", device="cuda", model=model)
-    random.seed(seed)
+    DELAYS.seed(seed)
     monkeypatch.setattr(config, "make_copy_engine", SlowCopies)
     slow = arguments if arguments.get("tier") == "host" else arguments | {"backend": SlowBackend(), "checksum": True}
     assert_same(plain, train(SSDOffloadStrategy(**slow), device="cuda", model=model))

@@ -1,6 +1,5 @@
 """Weights, gradients and optimizer states in host memory and on SSD, with a GPU: the same numbers, less memory."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.share_trial import ShareTrial
 from tests.support.compare import assert_same
-from tests.support.delays import SlowBackend, SlowCopies
+from tests.support.delays import DELAYS, SlowBackend, SlowCopies
 from tests.support.device_steps import Shared
 from tests.support.killed import FailAt, Failure, fit, outcome, recovering
 from tests.support.killed import same as outcomes_are_the_same
@@ -73,7 +72,7 @@ def test_numbers_do_not_move_with_the_timing(
     expected = train(streamed(gpu_memory=gpu_memory, overlap="none", clip="deferred"), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     for seed in range(2):
-        random.seed(seed)
+        DELAYS.seed(seed)
         slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
         assert_same(expected, train(slow, **how))
 
@@ -110,7 +109,7 @@ def test_steps_on_the_device_have_the_bits_of_the_cpu(
     expected = train(streamed(overlap="none", clip="deferred", state_format=state_format), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     for seed in range(2):
-        random.seed(seed)
+        DELAYS.seed(seed)
         with monkeypatch.context() as patch:
             shared = Shared(patch, seed)
             slow = streamed(states=states, clip=clip, state_format=state_format, backend=SlowBackend())
@@ -188,7 +187,7 @@ def test_states_that_move_amid_a_training(
     expected = train(streamed(overlap="none"), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     for seed in range(2):
-        random.seed(seed)
+        DELAYS.seed(seed)
         mover = Mover(seed)
         slow = streamed(states="ssd", tier="ssd", backend=SlowBackend(), checksum=True)
         assert_same(expected, train(slow, callbacks=[mover], **how))
@@ -200,7 +199,7 @@ def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
     expected = fit(recovering(tmp_path), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
-    random.seed(0)
+    DELAYS.seed(0)
     for batch in (5, 12, 24):
         with pytest.raises(Failure):
             fit(recovering(tmp_path, backend=SlowBackend()), callbacks=[FailAt(batch)], **how)

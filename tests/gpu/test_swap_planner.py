@@ -1,6 +1,5 @@
 """Plans on a CUDA device: the same numbers under any plan and timing, and the predicted memory."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from lightning_ssd.model_states import StatesConfig
 from lightning_ssd.models.gpt import GPT
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, default_plan, simulate
 from tests.support.compare import assert_same
-from tests.support.delays import SlowCopies
+from tests.support.delays import DELAYS, SlowCopies
 from tests.support.parity import SharedStorages, TinyGPT, exact, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 
@@ -50,7 +49,7 @@ def test_results_do_not_change_under_any_plan_and_timing(
     assert first.plan is not None and first.profile is not None
     monkeypatch.setattr(config, "make_copy_engine", SlowCopies)
     for seed, recompute in ((0, 1.0), (1, 0.5), (2, 0.0)):
-        random.seed(seed)
+        DELAYS.seed(seed)
         watch = Watch()
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))

@@ -9,6 +9,9 @@ from torch import Tensor
 from lightning_ssd.device import CUDACopyEngine, Mark
 from tests.support.faults import Move, Operation, WrappingBackend
 
+DELAYS = random.Random()
+"""Draws the delays. The default generator is the training's: a layer that has changed it can't be run again."""
+
 
 class SlowCopies(CUDACopyEngine):
     """Delays every copy, and every wait of the compute stream, by a random time on the GPU."""
@@ -31,9 +34,9 @@ class SlowCopies(CUDACopyEngine):
 
     @staticmethod
     def _hold(stream: torch.cuda.Stream) -> None:
-        if random.random() < 0.3:
+        if DELAYS.random() < 0.3:
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(random.randrange(2_000_000))
+                torch.cuda._sleep(DELAYS.randrange(2_000_000))
 
 
 class SlowBackend(WrappingBackend):
@@ -42,5 +45,5 @@ class SlowBackend(WrappingBackend):
     name = "slow"
 
     def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
-        time.sleep(random.random() * 2e-3)
+        time.sleep(DELAYS.random() * 2e-3)
         return call(buffer, offset)
