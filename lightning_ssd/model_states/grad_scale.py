@@ -76,11 +76,26 @@ class GradScaleDecision:
         """Begins a step.
 
         Args:
-            defer_to_user_hooks: whether gradients are clipped and unscaled in `Tensor.grad`, before any job begins. The
-                scale is 1 then.
+            defer_to_user_hooks: whether user code may read gradients before any job begins. With a loss scale, they are
+                unscaled and clipped in `Tensor.grad` then, and the scale is 1.
         """
-        self._decided = not self.needs_norm or defer_to_user_hooks
+        self._decided = not self.needs_norm or (defer_to_user_hooks and self.loss_scaled)
         self.scale = finished(1.0) if self._decided else Future()
+
+    @property
+    def may_clip(self) -> bool:
+        """Whether `clip` may decide the scale of the running step, which is not decided or clipped yet."""
+        return not self._decided and self._device_scale is None
+
+    def take(self) -> float | None:
+        """Returns the scale of gradients that `clip` has clipped, or None. The caller scales them instead of the step.
+
+        The host waits for the device.
+        """
+        if self._decided or self.loss_scaled or self._device_scale is None:
+            return None
+        scale, self._device_scale = self._device_scale, None
+        return float(scale)
 
     @property
     def speculated(self) -> float | None:

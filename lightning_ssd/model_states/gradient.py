@@ -88,7 +88,7 @@ class Gradient:
         accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
         mark: mark of the last copy from the device.
         states: for each parameter, its gradient's state.
-        retained: whether `accum` has the gradients that the last step used, as `Tensor.grad` has in plain training.
+        retained: whether the gradients that the last step used are kept, as `Tensor.grad` has them in plain training.
         assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
     """
 
@@ -110,6 +110,8 @@ class Gradient:
         self.mark: Mark = None
         self.states = [GradientState.NONE] * len(flat.param_views)
         self.retained = False
+        self._used: tuple[Sequence[bool] | None, Future[float | None]] | None = None
+        """How the last step has used the gradients: see `retain`. None: as they are in `accum`."""
         self.assigned: dict[int, Tensor] = {}
 
     def allocate(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
@@ -137,14 +139,50 @@ class Gradient:
         item = self._flat.param_views[index]
         if index in self.assigned:
             return self.assigned[index]
-        if self.has_accum[index] or (self.retained and self.states[index] is GradientState.STEPPED):
+        if self.retained and self.states[index] is GradientState.STEPPED:
+            return item.of(self.used())
+        if self.has_accum[index]:
             return item.of(self.accumulated())
         return item.of(self.host_grad) if self.arrived[index] else None
+
+    def retain(self, arrived: Sequence[bool] | None, scale: "Future[float | None]") -> None:
+        """Keeps the gradients that a step is given until they are dropped, or replaced by those of the next backward.
+
+        Args:
+            arrived: for each parameter, whether the step uses its gradient in `host_grad`, which belongs to no pool;
+                None: it uses `accum`.
+            scale: future of the factor by which the step scales them, done when `consumed` is.
+        """
+        self.retained = True
+        self._used = arrived, scale
+
+    def used(self) -> Tensor:
+        """Returns `accum` with the gradients that the last step has used, if they are retained.
+
+        The caller has waited for `consumed`.
+        """
+        whole = self.accumulated()
+        if self._used is None:
+            return whole
+        (arrived, future), self._used = self._used, None
+        scale = future.result()
+        for index, item in enumerate(self._flat.param_views):
+            if self.states[index] is GradientState.STEPPED:
+                if arrived is not None and arrived[index]:
+                    item.of(whole).copy_(item.of(self.host_grad))
+                if scale not in (None, 1.0):
+                    item.of(whole).mul_(scale)
+        return whole
 
     @property
     def kept(self) -> bool:
         """Whether there are gradients of earlier micro-batches, or of user code, which no step has used."""
         return self.accumulating or bool(self.assigned)
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether copied gradients may stay in `host_grad` until their step: nothing is added to them."""
+        return self._pool is None and not self.kept
 
     def fold(self) -> None:
         """Copies the gradients that user code has assigned to `accum`."""
@@ -190,6 +228,7 @@ class Gradient:
         """Drops copied and accumulated gradients whose step has not begun."""
         self.assigned.clear()
         self.states = [GradientState.NONE] * len(self.states)
+        self._used = None
         if self.accumulating or any(self.arrived):
             self.consumed.result()
             self.arrived = [False] * len(self.arrived)

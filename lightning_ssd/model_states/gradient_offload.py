@@ -274,6 +274,7 @@ class GradientOffloader:
                 "next backward or step, or set `recover=False`."
             )
         gradient.consumed.result()
+        gradient.used()
         if self._delayed is not None:
             self._delayed.added = True
         gradient.has_accum[index] = gradient.accumulating = True
@@ -302,7 +303,7 @@ class GradientOffloader:
     def used(self) -> dict[nn.Parameter, Tensor | None]:
         """Returns copies of the gradients that steps have used; None: the step has not kept it. No step runs."""
         return {
-            item.parameter: item.of(gradient.accumulated()).clone() if gradient.retained else None
+            item.parameter: item.of(gradient.used()).clone() if gradient.retained else None
             for flat, gradient in self._gradients.items()
             for item, state in zip(flat.param_views, gradient.states, strict=True)
             if state is GradientState.STEPPED

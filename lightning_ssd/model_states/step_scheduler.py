@@ -187,9 +187,10 @@ class StepScheduler:
             with self._lock:
                 self._accumulations[flat] = on_host
         limit = None if self.defer_to_user_hooks else self._clip_value
-        gradient.retained = arrived is None and (
-            self.defer_to_user_hooks or (limit is None and not self._decision.needs_norm)
-        )
+        if self.defer_to_user_hooks or (arrived is None and limit is None and not self._decision.needs_norm):
+            gradient.retain(arrived, self._decision.scale)
+        else:
+            gradient.retained = False
         for index, item in enumerate(flat.param_views):
             if gradient.states[index] is GradientState.PRESENT:
                 gradient.states[index] = GradientState.STEPPED
@@ -257,14 +258,35 @@ class StepScheduler:
         )
 
     def end_backward(self) -> None:
-        """Submits the steps of gradients that the backward has completed, or their accumulation."""
+        """Submits the steps of gradients that the backward has completed, or their accumulation.
+
+        If user code may read gradients before the step, they stay where they were copied to until it does.
+        """
         self._gradients.end_backward()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
                     self.submit(flat)
-                else:
+                elif flat.shared or not (self._defers_to_hooks(flat) and gradient.may_stay):
                     self._gradients.accumulate(flat)
+
+    def apply_scale(self) -> None:
+        """Scales gradients that were clipped, and whose steps have not begun: user code is about to use them.
+
+        Else their steps scale them.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or not self.defer_to_user_hooks or (scale := self._decision.take()) is None:
+            return
+        for flat, gradient in self._gradients.items():
+            if self._groups[flat][0] is optimizer and (gradient.accumulating or any(gradient.arrived)):
+                if any(gradient.arrived):
+                    self._gradients.accumulate(flat)
+                gradient.consumed.result()
+                for index, item in enumerate(flat.param_views):
+                    if gradient.has_accum[index]:
+                        item.of(gradient.accumulated()).mul_(scale)
+                        self._gradients.remeasure(flat, index)
 
     def wait_for_norms(self, optimizer: Optimizer) -> None:
         """Returns when the norms of accumulated gradients of `optimizer` are known.
@@ -322,7 +344,7 @@ class StepScheduler:
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is not optimizer or self._is_submitted(flat):
                 continue
-            if gradient.accumulating or GradientState.STEPPED in gradient.states:
+            if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
                 self._staged.pull(flat)
                 gradient.fold()
                 self.submit(flat)
@@ -353,6 +375,9 @@ class StepScheduler:
 
     def _is_stepping(self, flat: FlatParameter) -> bool:
         return self.optimizer is not None and not self.defer_to_user_hooks and self._groups[flat][0] is self.optimizer
+
+    def _defers_to_hooks(self, flat: FlatParameter) -> bool:
+        return self.defer_to_user_hooks and self.optimizer is not None and self._groups[flat][0] is self.optimizer
 
     def _is_submitted(self, flat: FlatParameter) -> bool:
         with self._lock:
