@@ -15,6 +15,7 @@ Options:
   compiled         every layer is compiled
   recompute        gradient checkpointing of every layer
   unclipped        gradients are not clipped; else to norm 1
+  hooked           a hook of the user runs between backward and step
   plain            Lightning's own strategy, on the whole GPU
 
 Step: median of `--steps` steps on the GPU's clock, from one begin to the next, under the last plan.
@@ -248,7 +249,7 @@ def parse(text: str) -> dict[str, Any]:
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"family": family, "hidden": hidden, "layers": layers, "batch": 8, "tokens": 1024}
     case |= {"gpu": 24.0, "states": "auto"}
-    case |= dict.fromkeys(("mixed", "compiled", "recompute", "unclipped", "plain"), False)
+    case |= dict.fromkeys(("mixed", "compiled", "recompute", "unclipped", "hooked", "plain"), False)
     for option in options:
         name, _, value = option.partition("=")
         if name not in case:
@@ -271,6 +272,8 @@ def train(case: dict[str, Any], path: Path, steps: int, gpu_memory: str | None =
         cap_gpu_memory(case["gpu"])
     probe = Probe(steps, path)
     callbacks: list[pl.Callback] = [probe]
+    if case["hooked"]:
+        callbacks.append(pl.callbacks.LambdaCallback(on_before_optimizer_step=lambda *_: None))
     if gpu_memory is not None:
         callbacks.append(SwapPlanner(gpu_memory=gpu_memory, cache=False))
     strategy: Any = "auto" if case["plain"] else SSDOffloadStrategy(path, states=case["states"])

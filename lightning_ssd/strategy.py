@@ -83,7 +83,7 @@ from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
-from lightning_ssd.user_hooks import user_sees_gradients
+from lightning_ssd.user_hooks import user_clips_gradients, user_sees_gradients
 
 _FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
 """Classes of precision plugins whose weights and optimizer states are fp32."""
@@ -451,7 +451,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             storage=self._budgets,
             default_path=trainer.default_root_dir,
             autocast=autocast,
-            clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
+            clip_norm=(bool(trainer.gradient_clip_val) and algorithm == "norm") or user_clips_gradients(trainer),
             clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
             defer_to_user_hooks=defer_to_user_hooks
             or bool(whole)

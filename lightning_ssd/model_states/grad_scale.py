@@ -87,7 +87,7 @@ class GradScaleDecision:
         """Whether `clip` may decide the scale of the running step, which is not decided or clipped yet."""
         return not self._decided and self._device_scale is None
 
-    def take(self) -> float | None:
+    def pop_scale(self) -> float | None:
         """Returns the scale of gradients that `clip` has clipped, or None. The caller scales them instead of the step.
 
         The host waits for the device.

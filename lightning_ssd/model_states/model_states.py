@@ -418,6 +418,7 @@ class ModelStates(Uncopied):
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters_of(optimizer), limit)
         elif in_jobs and algorithm == "norm" and self._decision.needs_norm and self._may_clip_in_jobs:
+            self.end_backward()  # user code may have called `loss.backward` without Lightning
             self._steps.wait_for_norms(optimizer)
             with self._grads.hidden():
                 self._decision.clip(parameters_of(optimizer), self._gradients.norms, limit)

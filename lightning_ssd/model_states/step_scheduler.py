@@ -276,7 +276,7 @@ class StepScheduler:
         Else their steps scale them.
         """
         optimizer = self.optimizer
-        if optimizer is None or not self.defer_to_user_hooks or (scale := self._decision.take()) is None:
+        if optimizer is None or not self.defer_to_user_hooks or (scale := self._decision.pop_scale()) is None:
             return
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and (gradient.accumulating or any(gradient.arrived)):

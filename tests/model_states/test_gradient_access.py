@@ -3,11 +3,14 @@
 import copy
 import pickle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.access import PLACES, Toy, compare, fit
@@ -423,6 +426,113 @@ def test_averages_of_weights_with_batch_norm(tmp_path: Path) -> None:
     expected = train(None)
     for states in PLACES:
         assert_same(train(states), expected)
+
+
+# ---- clipping that is left to the jobs of a step ----
+
+
+def _total(module: Any) -> float:
+    return sum(float(one.grad.norm()) for one in module.blocks.parameters() if one.grad is not None)
+
+
+def _add(module: Any) -> None:
+    if (gradient := module.blocks[0].up.weight.grad) is not None:
+        gradient.add_(0.25)
+
+
+def _assign(module: Any) -> None:
+    module.blocks[1].down.weight.grad = torch.full((8, 8), 0.125)
+
+
+def _drop(module: Any) -> None:
+    module.blocks[1].up.weight.grad = None
+
+
+def _clip(module: Any) -> float:
+    return float(nn.utils.clip_grad_norm_(module.blocks.parameters(), 0.003))
+
+
+def _clip_further(module: Any) -> None:
+    _by_precision(module, 0.002, "norm")
+
+
+def _clamp(module: Any) -> None:
+    _by_precision(module, 0.001, "value")
+
+
+def _by_precision(module: Any, limit: float, algorithm: str) -> None:
+    """Does the work of `clip_gradients`, which refuses other limits than the Trainer's."""
+    kind = pl.utilities.enums.GradClipAlgorithmType(algorithm)
+    module.trainer.precision_plugin.clip_gradients(module.optimizers().optimizer, limit, kind)
+
+
+def _backward(module: Any) -> None:
+    module.loss(torch.linspace(-1, 1, 32).view(4, 8)).backward()
+
+
+def _zero(module: Any) -> None:
+    module.optimizers().optimizer.zero_grad()
+
+
+BETWEEN = {
+    "on_after_backward": [_total, _add, _assign, _drop, _clip],
+    "on_before_optimizer_step": [_total, _add, _assign, _drop, _clip, _backward],
+    "configure_gradient_clipping": [_total, _add, _assign, _drop, _clip, _clip_further, _clamp, _backward, _zero],
+    "optimizer_step": [_total, _add],
+    "on_train_batch_end": [_total, _add, _drop],
+}
+"""Uses of gradients at each hook, of which the last two come after the step."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    uses=st.fixed_dictionaries({hook: st.sampled_from([None, *uses]) for hook, uses in BETWEEN.items()}),
+    clip=st.sampled_from([None, 0.01, 10.0]),
+    by=st.sampled_from(["norm", "norm", "value"]),
+    accumulate=st.sampled_from([1, 2]),
+    precision=st.sampled_from(["32-true", "bf16-mixed"]),
+    drops=st.booleans(),
+    states=st.sampled_from(PLACES),
+)
+def test_uses_of_gradients_before_and_after_they_are_clipped(
+    uses: dict[str, Any], clip: float | None, by: str, accumulate: int, precision: Any, drops: bool, states: str
+) -> None:
+    def make() -> Toy:
+        module = Toy(**ADAMW)
+        for hook, use in uses.items():
+            if use is not None or hook == "on_before_optimizer_step":
+                module.at(hook, use or (lambda _: None))
+        if not drops:
+            module.at("on_train_start", lambda module: setattr(module, "optimizer_zero_grad", lambda *_: None))
+        return module
+
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "precision": precision}
+    how |= {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": by}
+    with TemporaryDirectory() as folder:
+        compare(Path(folder), make, states, **how)
+
+
+@pytest.mark.parametrize("clips", ["norm", "in hook", None])
+def test_gradients_that_no_hook_reads_are_not_summed_on_the_host(tmp_path: Path, clips: str | None) -> None:
+    """They stay where they were copied to, and the jobs of the step clip them."""
+    summed: list[int] = []
+
+    def look(module: Any) -> None:
+        summed.append(sum(one.accum is not None for _, one in module.trainer.strategy.model_states._gradients.items()))
+
+    def read(module: Any) -> None:
+        module.blocks[0].up.weight.grad.sum()
+
+    def clip(module: Any) -> None:
+        _by_precision(module, 0.01, "norm")
+
+    for action in (lambda _: None, read):
+        module = Toy("on_before_optimizer_step", action, **ADAMW)
+        module.at("on_train_end", look)
+        if clips == "in hook":
+            module.at("configure_gradient_clipping", clip)
+        fit(tmp_path, module, "host", **({"gradient_clip_val": 0.01} if clips == "norm" else {}))
+    assert summed[0] == 0 < summed[1]
 
 
 # ---- precisions ----
