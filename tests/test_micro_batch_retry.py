@@ -652,25 +652,25 @@ def test_model_states_leave_the_device_for_a_large_gain_only(
     """Where they may stay: the time of a placement that was never profiled is uncertain."""
     budget = "lightning_ssd.model_states.StatesConfig.resident_budget"
     monkeypatch.setattr(budget, lambda self, device, *, movable=False: 1e9 if movable else 1.0)
-    stays: list[Plan] = []
+    resident: list[Plan] = []
 
     def make(profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any = None) -> Plan:
         if placement is not None:
-            stays.append(make_plan(profile, hardware, planner, placement))
-            return stays[-1]
-        return stays[-1].placed(profile, [PartPlan("host", "host")] * len(profile.parts))
+            resident.append(make_plan(profile, hardware, planner, placement))
+            return resident[-1]
+        return resident[-1].placed(profile, [PartPlan("host", "host")] * len(profile.parts))
 
     def predict(profile: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Any:
         if {part.states for part in plan.parts(profile)} == {"gpu"}:
             return simulate(profile, hardware, plan)
-        stay = simulate(profile, hardware, stays[-1])
-        return replace(stay, step_seconds=share * stay.step_seconds)
+        first = simulate(profile, hardware, resident[-1])
+        return replace(first, step_seconds=share * first.step_seconds)
 
     monkeypatch.setattr(swap_planner, "make_plan", make)
     monkeypatch.setattr(swap_planner, "simulate", predict)
     offloaded = Offloaded()
     train_by_default(SHORT, LimitedMemory(), states="auto", callbacks=[offloaded], batches=9)
-    assert stays and any(offloaded.seen) == moves
+    assert resident and any(offloaded.seen) == moves
 
 
 def test_model_states_stay_where_the_user_wants_them() -> None:
