@@ -1,14 +1,13 @@
 """Activation checkpointing of single unit calls: the unit's forward is run again in backward.
 
-A `GradientCheckpointingLayer` of transformers passes its forward to its attribute `_gradient_checkpointing_func` if its
-attribute `gradient_checkpointing` is true. `CheckpointedCall` sets these attributes in a hook before the forward and
-restores them when the forward begins, so that user code never finds them: a model that is copied, saved, validated or
-exported in the middle of a training is the user's model.
+Units are checkpointed if they are layers of the class `GradientCheckpointingLayer` of transformers, with which their
+author allows it. `CheckpointedCall` uses torch's implementation, but begins it in a hook before the forward and ends it
+in a hook after the forward. Therefore the module gets no attribute, and calls its forward as in plain training: a model
+that is copied, saved, validated or exported in the middle of a training is the user's model.
 """
 
 import contextlib
 import copy
-import functools
 import itertools
 import sys
 import weakref
@@ -20,50 +19,34 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.uncopied import is_users_hook, takes_hooks
 
-_READS = frozenset({"gradient_checkpointing", "_can_checkpoint_with_cache", "_gradient_checkpointing_func", "partial"})
-"""Names in the code of a forward that passes a `functools.partial` of itself to the checkpointing function, and caches
-on request. Earlier versions of transformers read them before hooks run, or always drop caches."""
-
-_ATTRIBUTES = ("gradient_checkpointing", "_can_checkpoint_with_cache", "_gradient_checkpointing_func")
-"""Attributes of a module that are set before its forward begins."""
-
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-"""Attributes of a module with hooks for which torch replaces its arguments by views, after the hooks before forward."""
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module with hooks that would run a second time if they are on modules inside of a unit."""
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size})
 """Types of arguments that have no state."""
 
-_ABSENT: Any = object()
-
 
 def allows_checkpointing(module: nn.Module) -> bool:
     """Returns whether the author of `module` allows that its forward is run again in backward.
 
-    Hooks of the user on modules inside of it would run a second time, and those that change gradients of its arguments
-    would not see the arguments of the second run. A user who has enabled checkpointing, compiled
-    the module or replaced its forward has chosen how it runs. In backward, no `TorchFunctionMode` of the forward is
-    active.
+    Hooks of the user on modules inside of it would run a second time, those before its forward may replace its
+    arguments, and a hook after its forward that runs before the one that ends a `CheckpointedCall` may save tensors. A
+    user who has enabled checkpointing, compiled the module or replaced its forward has chosen how it runs. In backward,
+    no `TorchFunctionMode` of the forward is active.
     """
     kind = _class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.8
         return False  # hooks can't be removed for the length of a call
     if kind is None or not isinstance(module, kind) or not module.training or "forward" in vars(module):
         return False
-    code = getattr(type(module).forward, "__code__", None)
-    if code is None or not _READS.issubset(code.co_names) or module._can_checkpoint_with_cache:
-        return False  # a layer that reads caches which others have filled finds them empty in backward
-    of_arguments = [*module._forward_pre_hooks.values()]
-    of_arguments += [module._forward_hooks[number] for number in module._forward_hooks_with_kwargs]
-    if torch._C._len_torch_function_stack() or _has_any_global_hook() or any(map(is_users_hook, of_arguments)):
+    around = (*module._forward_pre_hooks.values(), *itertools.islice(module._forward_hooks.values(), 1))
+    if torch._C._len_torch_function_stack() or _has_any_global_hook() or any(map(is_users_hook, around)):
         return False
     return all(_is_plain(inner, module) for inner in module.modules())
 
@@ -75,8 +58,7 @@ def _is_plain(inner: nn.Module, module: nn.Module) -> bool:
     forward = vars(inner).get("forward")
     if forward is not None and getattr(forward, "__self__", None) is not inner:
         return False  # it is no method, but a wrapper such as a user's that collects results
-    names = _BACKWARD_HOOKS if inner is module else _HOOKS
-    return not any(is_users_hook(hook) for name in names for hook in getattr(inner, name).values())
+    return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values())
 
 
 def _class_of_transformers(module: str, name: str) -> type | None:
@@ -147,21 +129,15 @@ class _Position:
     index: int
 
 
-class _UsedCache:
-    """A cache among the arguments of a forward, which only the first run fills."""
+@dataclass(frozen=True, slots=True)
+class _EmptyCache:
+    """Empty copy of a cache among the arguments of a forward, which the first run fills."""
 
-    def __init__(self, cache: object, empty: object) -> None:
-        self._cache = cache
-        self._empty = empty
-
-    def next(self) -> object:
-        """Returns the cache for the next run."""
-        cache, self._cache = self._cache, _ABSENT  # which backward must not keep alive
-        return copy.deepcopy(self._empty) if cache is _ABSENT else cache
+    cache: object
 
 
 class Arguments:
-    """Arguments of a forward that may be run a second time with them.
+    """Arguments of a forward, by which it may be run again.
 
     Attributes:
         tensors: the tensors among them, in order, also those inside of lists, tuples and dicts.
@@ -175,13 +151,13 @@ class Arguments:
         self._packed = self._pack((tuple(args), dict(kwargs)))
 
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns positional and keyword arguments with `tensors`, for the next run."""
+        """Returns positional and keyword arguments with `tensors` and empty caches, for another run."""
 
         def unpacked(value: Any) -> Any:
             if isinstance(value, _Position):
                 return tensors[value.index]
-            if isinstance(value, _UsedCache):
-                return value.next()
+            if isinstance(value, _EmptyCache):
+                return copy.deepcopy(value.cache)
             return _mapped(value, unpacked)
 
         args, kwargs = unpacked(self._packed)
@@ -198,7 +174,7 @@ class Arguments:
         if empty is None:
             raise _OtherArgumentError
         self.has_cache = True
-        return _UsedCache(value, empty)
+        return _EmptyCache(empty)
 
 
 class _OtherArgumentError(Exception):
@@ -243,44 +219,36 @@ class CheckpointedCall:
     Args:
         module: the module, which `allows_checkpointing`.
         arguments: arguments of the call.
-        kwargs: its keyword arguments.
     """
 
-    def __init__(self, module: nn.Module, arguments: Arguments, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments) -> None:
         self._module = module
         self._arguments = arguments
-        self.kwargs = {name: value for name, value in kwargs.items() if name != "use_cache" or not value}
-        """The keyword arguments without the one at which the module would warn. The forward gets all of them."""
-        attributes = vars(module)
-        self._before = {name: attributes.get(name, _ABSENT) for name in _ATTRIBUTES}
+        self._state = RerunState(module)
+        self._is_interrupted = False
+        settings = _checkpoint_without_reentrant_generator.__defaults__ or ()
+        self._checkpoint = _checkpoint_without_reentrant_generator(self._run_again, *settings, *arguments.tensors)
 
     def begin(self) -> None:
-        """Has the module call this object in place of its forward, once."""
-        vars(self._module).update(zip(_ATTRIBUTES, (True, True, self), strict=True))
+        """Called before the forward: applies torch's hooks for saved tensors."""
+        next(self._checkpoint)
 
     def end(self) -> None:
-        """Restores the attributes of the module, once."""
-        before, self._before = self._before, {}
-        attributes = vars(self._module)
-        for name, value in before.items():
-            attributes.pop(name, None)
-            if value is not _ABSENT:
-                attributes[name] = value
+        """Called when the forward has returned, or raised an `Exception`: removes these hooks."""
+        next(self._checkpoint, None)
 
-    def __call__(self, forward: "functools.partial[Any]", *args: object) -> Any:
-        """Runs the forward, and returns its result.
+    def interrupt(self) -> None:
+        """Called when the forward has raised another error, after which torch calls no hook: removes these hooks."""
+        self._is_interrupted = True
+        self._checkpoint.close()
 
-        Args:
-            forward: the module's forward, with the module and keyword arguments.
-            args: positional arguments of the forward.
-        """
-        self.end()
-        arguments, function = self._arguments, functools.partial(forward.func, *forward.args)
-        state, runs = RerunState(self._module), itertools.count()
-
-        def run(*tensors: Tensor) -> Any:
-            positional, keywords = arguments.unpack(tensors)
-            with state.restored() if next(runs) else contextlib.nullcontext():
-                return function(*positional, **keywords)
-
-        return checkpoint(run, *arguments.tensors, use_reentrant=False)
+    def _run_again(self, *tensors: Tensor) -> None:
+        if self._is_interrupted:
+            raise RuntimeError(
+                f"{type(self._module).__name__} has raised an error that is no `Exception`, and the model caught it. "
+                "What the model computed then can't be told from that layer's forward, which the plan checkpoints. "
+                "Raise a subclass of `Exception`, or set `checkpoint: false` in the plan's unit."
+            )
+        args, kwargs = self._arguments.unpack(tensors)
+        with self._state.restored():
+            self._module.forward(*args, **kwargs)

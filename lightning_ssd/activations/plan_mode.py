@@ -229,23 +229,24 @@ class PlanMode(UnitDispatchMode):
 
     def unit_called(
         self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         if not self.schedule.checkpointed:
-            return None
+            return
         if unit_call not in self.schedule.checkpointed or self._paused_by is not None:
             self._caches.copy_if_empty(args, kwargs)
-            return None
+            return
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
-        if arguments is None or not self._hooks.pause():
-            return None
-        self._paused_by = unit_call
-        self._checkpointed = CheckpointedCall(module, arguments, kwargs)
-        self._checkpointed.begin()
-        return args, self._checkpointed.kwargs
+        if arguments is not None and self._hooks.pause():
+            self._paused_by = unit_call
+            self._checkpointed = CheckpointedCall(module, arguments)
+            self._checkpointed.begin()
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
         if unit_call != self._paused_by:
             return
+        if self._checkpointed is not None:
+            self._checkpointed.end()
+            self._checkpointed = None
         self._end_pause()
         for tensor in tensors_of(output):
             # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
@@ -258,7 +259,7 @@ class PlanMode(UnitDispatchMode):
         if self._paused_by is not None:
             self._paused_by = None
             if self._checkpointed is not None:
-                self._checkpointed.end()  # if its forward did not begin
+                self._checkpointed.interrupt()
                 self._checkpointed = None
             self._hooks.resume()
 

@@ -112,9 +112,9 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation and returns its result."""
 
-    def unit_called(
+    def unit_called(  # noqa: B027  # optional
         self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         """Called before the forward of a unit's module, after `begin_segment`.
 
         Args:
@@ -122,22 +122,17 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
             module: the module.
             args: positional arguments of the module.
             kwargs: its keyword arguments.
-
-        Returns:
-            Arguments that replace these; None: they do not change.
         """
-        return None
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:  # noqa: B027  # optional
         """Called when a unit call has returned `output`."""
 
     def _hook(self, index: int, module: nn.Module) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._follows_unit_calls():
-                return None
-            self._open.append(UnitCall(index, self._call_counts["enter", index]))
-            self._on_unit_event("enter", index)
-            return self.unit_called(self._open[-1], module, args, kwargs)
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._follows_unit_calls():
+                self._open.append(UnitCall(index, self._call_counts["enter", index]))
+                self._on_unit_event("enter", index)
+                self.unit_called(self._open[-1], module, args, kwargs)
 
         def after(module: nn.Module, args: object, output: object) -> None:
             if self._follows_unit_calls():
@@ -146,7 +141,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
                 self._on_unit_event("exit", index)
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+        self._handles.append(module.register_forward_hook(ModuleHook(after), prepend=True, always_call=True))
 
     def _follows_unit_calls(self) -> bool:
         """Returns whether a forward inside the mode runs on this thread."""

@@ -190,13 +190,12 @@ class TraceMode(UnitDispatchMode):
 
     def unit_called(
         self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> None:
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
         if arguments is not None:
             read = _read(arguments.tensors)
             self.graph.arguments[unit_call] = frozenset(self._number(one) for one, weight in read.items() if not weight)
             self._random_states[unit_call] = other_random_states()
-        return None
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
         def begins(_: object) -> None:
