@@ -45,6 +45,8 @@ def allows_checkpointing(module: nn.Module) -> bool:
         return False  # hooks can't be removed for the length of a call
     if kind is None or not isinstance(module, kind) or not module.training or "forward" in vars(module):
         return False
+    if hasattr(type(module).forward, "_torchdynamo_orig_callable"):  # by `torch.compile`
+        return False
     around = (*module._forward_pre_hooks.values(), *itertools.islice(module._forward_hooks.values(), 1))
     if torch._C._len_torch_function_stack() or _has_any_global_hook() or any(map(is_users_hook, around)):
         return False
@@ -86,7 +88,7 @@ class EmptyCaches:
         for value in filter(_is_cache, (*args, *kwargs.values())):
             if value not in self._copies:
                 self._copies[value] = None
-                if next(_cached(value), None) is None:
+                if not any(tensor.dim() for tensor in _cached(value)):  # scalars are settings, such as a window's size
                     with contextlib.suppress(Exception):  # of the user's own class
                         self._copies[value] = copy.deepcopy(value)
 

@@ -288,6 +288,17 @@ def with_own_forward(model: Layers) -> None:
     model.middle.forward = lambda value: forward(value)
 
 
+def with_compiled_calls(model: Layers) -> None:
+    model.middle.compile(backend="eager")
+
+
+def with_compiled_class(model: Layers) -> None:
+    class Compiled(Layer):
+        forward = torch.compile(Layer.forward, backend="eager")
+
+    model.layers[1] = model.middle = Compiled()
+
+
 def with_object(model: Layers) -> None:
     model.call = lambda value: model.middle(value, state=object())
 
@@ -408,6 +419,8 @@ def with_wrapper_inside(model: Layers) -> None:
         with_first_hook_on_result,
         with_global_hook,
         with_own_forward,
+        with_compiled_calls,
+        with_compiled_class,
         with_object,
         without_gradients,
         in_evaluation,
@@ -628,19 +641,27 @@ class OwnCache(DynamicCache):
         self.itself = {"cache": [self]}
 
 
+class Windowed(DynamicCache):
+    """A cache with a setting that is a tensor, as those of sliding windows have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = torch.tensor(4)
+
+
 class Unhashable(DynamicCache):
     """A cache that is equal to others, and has no hash for that reason."""
 
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", [OwnCache, Unhashable])
+@pytest.mark.parametrize("kind", [OwnCache, Windowed, Unhashable])
 def test_caches_of_the_users_own_class(offloader: ActivationOffloader, kind: type[DynamicCache]) -> None:
     model = Layers()
     model.call = lambda value: model.middle(value, past_key_values=kind(), use_cache=True)
     expected = model.run()
     checkpointed = Checkpointed(offloader, model)
-    assert (UnitCall(1, 0) in checkpointed.bytes) == (kind is OwnCache)
+    assert (UnitCall(1, 0) in checkpointed.bytes) == (kind is not Unhashable)
     assert_same(checkpointed.run(), expected)
 
 
@@ -720,6 +741,26 @@ def test_arguments_are_those_of_the_call(
     assert count_runs(model) == [1, 2, 1]
     assert model.middle.seen.keywords == 2 * [{"use_cache": True, "mask": (None, "causal", 2.0)}]
     assert not warned
+
+
+def test_the_forward_gets_the_arguments_themselves(offloader: ActivationOffloader) -> None:
+    """It may put values into a container, which the model reads afterwards."""
+    model = Layers()
+
+    def inside(hidden: Tensor) -> Tensor:
+        model.middle.seen.keywords[-1]["store"]["mean"] = hidden.detach().mean()
+        return hidden
+
+    def call(value: Tensor) -> Tensor:
+        store: dict[str, Tensor] = {}
+        result: Tensor = model.middle(value, store=store)
+        return result * store["mean"]
+
+    model.middle.inside, model.call = inside, call
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    assert UnitCall(1, 0) in checkpointed.bytes
+    assert_same(checkpointed.run(), expected)
 
 
 @pytest.mark.parametrize("filled", [False, True])
