@@ -8,6 +8,7 @@ that is copied, saved, validated or exported in the middle of a training is the 
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 import weakref
@@ -154,15 +155,7 @@ class Arguments:
 
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns positional and keyword arguments with `tensors` and empty caches, for another run."""
-
-        def unpacked(value: Any) -> Any:
-            if isinstance(value, _Position):
-                return tensors[value.index]
-            if isinstance(value, _EmptyCache):
-                return copy.deepcopy(value.cache)
-            return _mapped(value, unpacked)
-
-        args, kwargs = unpacked(self._packed)
+        args, kwargs = _unpack(self._packed, tensors)
         return args, kwargs
 
     def _pack(self, value: Any) -> Any:
@@ -177,6 +170,15 @@ class Arguments:
             raise _OtherArgumentError
         self.has_cache = True
         return _EmptyCache(empty)
+
+
+def _unpack(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Position):
+        return tensors[value.index]
+    if isinstance(value, _EmptyCache):
+        return copy.deepcopy(value.cache)
+    # A nested function would be in a cycle with itself, which would keep the tensors alive after backward.
+    return _mapped(value, functools.partial(_unpack, tensors=tensors))
 
 
 class _OtherArgumentError(Exception):

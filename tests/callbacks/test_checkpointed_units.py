@@ -1,6 +1,7 @@
 """Trainings under plans with checkpointed units have plain Lightning's numbers, and memory of the plan."""
 
 import copy
+import gc
 import io
 import pickle
 import types
@@ -288,3 +289,29 @@ def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp
     fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first, make=ByHand)
     assert first.profile is not None
     assert {unit.checkpoint_bytes for unit in first.profile.units} == {None}
+
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_no_argument_of_a_checkpointed_unit_outlives_its_backward(tmp_path: Path, make: Any) -> None:
+    """Later steps would find less memory than those that the plan was made for."""
+    alive: dict[bool, list[int]] = {}
+
+    class Count(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            tensors = (one for one in gc.get_objects() if type(one) is Tensor and one.shape == (4, 12, 32))
+            alive.setdefault(self.checkpoints, []).append(sum(1 for _ in tensors))
+
+        def __init__(self, checkpoints: bool) -> None:
+            self.checkpoints = checkpoints
+
+    plan, profile = plan_and_profile(make, tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        for share in (0.0, 1.0):
+            drawn = draw(plan, profile, 1, recompute=0.0, checkpoint=share)
+            assert share == any(unit.checkpoint for unit in drawn.units.values())
+            callbacks = [pinned(drawn), Count(bool(share))]
+            train(Trained(make), SSDOffloadStrategy(**BOTH), *callbacks, path=tmp_path, limit_val_batches=0)
+    finally:
+        gc.enable()
+    assert alive[True][-3:] == alive[False][-3:]
