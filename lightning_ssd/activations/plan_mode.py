@@ -247,7 +247,8 @@ class PlanMode(UnitDispatchMode):
         if self._checkpointed is not None:
             self._checkpointed.end()
             self._checkpointed = None
-        self._end_pause()
+        if self._hooks.can_resume():  # no context is open that a later hook of the user leaves
+            self._end_pause()
         for tensor in tensors_of(output):
             # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
             if type(tensor) is Tensor and tensor.layout is torch.strided and torch._C._has_storage(tensor):

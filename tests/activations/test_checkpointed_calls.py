@@ -488,6 +488,28 @@ def test_hooks_on_the_layer_itself_run_once(offloader: ActivationOffloader, prep
     assert count_runs(model) == [1, 2, 1]
 
 
+def test_contexts_that_hooks_of_the_user_enter_and_leave(offloader: ActivationOffloader) -> None:
+    """A layer that runs as in plain training ends before the user's hook leaves the context."""
+    model = Layers()
+    packed: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    model.middle.drop.p = 0.0  # its operator changes a tensor in place, for which it would be intercepted
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    model.middle.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    model.middle.register_forward_hook(lambda *_: hooks.__exit__())
+    expected = model.run()
+    by_layer = list(packed)
+    checkpointed = Checkpointed(offloader, model, frozenset())
+    packed.clear()
+    assert_same(checkpointed.run(), expected)
+    assert packed == by_layer
+    assert_same(model.run(), expected)
+
+
 class OwnCall(Layer):
     """A layer that saves a tensor in its `__call__`, after its forward."""
 
