@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
-    HOST,
     ByteChanges,
     Bytes,
     GPUStep,
@@ -27,12 +26,13 @@ from lightning_ssd.planning.migration import (
     MigrationPlan,
     wrapped,
 )
+from lightning_ssd.types import OffloadTierName
 
 IN_FLIGHT = 0.05
 """Share of the GPU's capacity that is left for prefetches that have begun: without it, operators wait for each one."""
 
 PARTS = 256
-"""Parts of a step, in each of which the drives' transfers are added up."""
+"""Parts of a step, in each of which the transfers of drives are added up."""
 
 
 class Period(NamedTuple):
@@ -114,7 +114,7 @@ class EvictionPlanner:
             price: seconds of transfers that a second of recomputation has to save.
         """
         machine = self._machine
-        rate = price * min(machine.link_in, sum(read for read, _ in machine.drives) or inf)
+        rate = price * machine.rate("ssd" if machine.drives else "host", "in")
         ranked = []
         for period in self._periods:
             seconds = self._profile.tensors[period.tensor].recompute_seconds
@@ -134,13 +134,21 @@ class EvictionPlanner:
                 chosen.append((order, period))
         return tuple(period for _, period in sorted(chosen))
 
-    def plan(self, step: GPUStep, recomputed: Sequence[Period] = (), in_flight: float = IN_FLIGHT) -> MigrationPlan:
+    def plan(
+        self,
+        step: GPUStep,
+        recomputed: Sequence[Period] = (),
+        in_flight: float = IN_FLIGHT,
+        *,
+        prefers_host: bool = False,
+    ) -> MigrationPlan:
         """Returns a plan.
 
         Args:
             step: the step without the units that the CPU steps.
             recomputed: periods after which tensors may be recomputed.
             in_flight: share of the GPU's capacity that is left for prefetches that have begun.
+            prefers_host: whether tensors migrate to drives only where host memory has no room for them.
         """
         memory = _Memory(step.nbytes)
         host = _HostMemory(step.host_bytes, self._machine.host_bytes, self._count)
@@ -154,10 +162,10 @@ class EvictionPlanner:
         self._prefetch(memory.beyond(capacity), evicted)
         memory.add([(one.stop, one.period.before, one.period.nbytes) for one in evicted])
         absent = memory.necessary([one for one in evicted if one.start < one.stop] + dropped, capacity)
-        drives = self._assign([one for one in absent if not one.recomputed], host)
+        tiers = self._assign([one for one in absent if not one.recomputed], host, prefers_host=prefers_host)
         migrations = (
-            Migration(one.period.tensor, one.period.after, one.start, one.stop, one.period.before, drive)
-            for one, drive in zip(absent, [*drives, *[None] * (len(absent) - len(drives))], strict=True)
+            Migration(one.period.tensor, one.period.after, one.start, one.stop, one.period.before, tier)
+            for one, tier in zip(absent, [*tiers, *[None] * (len(absent) - len(tiers))], strict=True)
         )
         return MigrationPlan(tuple(migrations), step.cpu_units)
 
@@ -268,40 +276,36 @@ class EvictionPlanner:
         for number in early:
             evicted[number].stop -= lasts[number] + 1
 
-    def _assign(self, migrated: Sequence[_Absence], host: "_HostMemory") -> list[int]:
-        """Returns the drive of each migration, or `HOST`, where there is room, if drives are too busy for it."""
+    def _assign(
+        self, migrated: Sequence[_Absence], host: "_HostMemory", *, prefers_host: bool
+    ) -> list[OffloadTierName]:
+        """Returns the tier of each migration: host memory, where there is room, if drives are too busy for it.
+
+        Args:
+            migrated: migrations.
+            host: host memory.
+            prefers_host: whether drives count as too busy for each one.
+        """
         machine = self._machine
-        drives = [HOST] * len(migrated)
         if not machine.drives:
-            return drives
-        on_drives = list(range(len(migrated)))
+            return ["host"] * len(migrated)
+        tiers: list[OffloadTierName] = ["ssd"] * len(migrated)
         if machine.host_bytes:
-            timeline = _DriveTimeline(self._profile, machine)
-            shortest = sorted(on_drives, key=lambda number: migrated[number].period.seconds)
-            on_drives = []
-            for number in shortest:
-                if not timeline.carry(migrated[number]) and host.fits(migrated[number].period):
+            timeline = _SSDTimeline(self._profile, machine)
+            for number in sorted(range(len(migrated)), key=lambda number: migrated[number].period.seconds):
+                if (prefers_host or not timeline.carry(migrated[number])) and host.fits(migrated[number].period):
                     host.add(migrated[number].period)
-                else:
-                    on_drives.append(number)
-        tiers = range(len(machine.drives))
-        seconds = [1 / machine.rate(drive, "out") + 1 / machine.rate(drive, "in") for drive in tiers]
-        planned = [0.0] * len(seconds)
-        for number in sorted(on_drives, key=lambda number: migrated[number].period.before % self._count):
-            drive = planned.index(min(planned))
-            planned[drive] += migrated[number].period.nbytes * seconds[drive]
-            drives[number] = drive
-        return drives
+                    tiers[number] = "host"
+        return tiers
 
 
-class _DriveTimeline:
-    """Bytes that all drives together can carry beside planned transfers, in equal parts of a step without waits."""
+class _SSDTimeline:
+    """Bytes that drives can carry beside planned transfers, in equal parts of a step without waits."""
 
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine) -> None:
         seconds = profile.step_seconds / PARTS
-        drives = machine.drives
-        self._out = np.full(PARTS, seconds * min(machine.link_out, sum(write for _, write in drives)))
-        self._into = np.full(PARTS, seconds * min(machine.link_in, sum(read for read, _ in drives)))
+        self._out = np.full(PARTS, seconds * machine.rate("ssd", "out"))
+        self._into = np.full(PARTS, seconds * machine.rate("ssd", "in"))
         segments = [int(one.start / seconds) for one in profile.operators]
         self._segments = [*segments, *(PARTS + one for one in segments)]
         """The part in which each operator begins, for two steps, because periods reach into the next one."""

@@ -6,7 +6,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ssd.planning.migration import HOST, Direction, MigrationMachine, wrapped
+from lightning_ssd.planning.migration import Direction, MigrationMachine, wrapped
+from lightning_ssd.types import OFFLOAD_TIERS, OffloadTierName
 
 CHUNK = 128
 """Operators whose room for a transfer is added up at first: most transfers need no more."""
@@ -35,9 +36,8 @@ class IOTimeline:
         """Begin of each operator, for two steps, because periods reach into the next one."""
         self._out, self._into = _Room(machine, "out", len(seconds)), _Room(machine, "in", len(seconds))
         """Room for offloads by operator, and for prefetches, which use it from their end on, backwards in time."""
-        tiers = range(HOST, len(machine.drives))
-        self._rates = {tier: (machine.rate(tier, "out"), machine.rate(tier, "in")) for tier in tiers}
-        """Bytes/s from the GPU, and to it, of each drive and of host memory."""
+        self._rates = {tier: (machine.rate(tier, "out"), machine.rate(tier, "in")) for tier in machine.tiers}
+        """Bytes/s from the GPU, and to it, of each tier."""
         self._add_time(np.array(seconds))
 
     def lengthen(self, factor: float) -> None:
@@ -50,31 +50,31 @@ class IOTimeline:
         self._out.add_time(seconds)
         self._into.add_time(seconds[::-1])
 
-    def transfer_seconds(self, size: float, drive: int) -> float:
-        """Returns the seconds of offload and prefetch of `size` bytes, on an idle drive (or `HOST`) and link."""
-        out, back = self._rates[drive]
+    def transfer_seconds(self, size: float, tier: OffloadTierName) -> float:
+        """Returns the seconds of offload and prefetch of `size` bytes on an idle machine."""
+        out, back = self._rates[tier]
         return size / out + size / back
 
-    def lay(self, after: int, before: int, size: int, drive: int) -> tuple[tuple[int, int] | None, float]:
+    def lay(self, after: int, before: int, size: int, tier: OffloadTierName) -> tuple[tuple[int, int] | None, float]:
         """Finds room for an offload as early as possible, and for the prefetch as late as possible.
 
         Args:
             after: operator after which the offload begins.
             before: operator before which the prefetch ends, possibly one of the next step.
             size: bytes of the tensor.
-            drive: number of the drive, or `HOST`.
+            tier: tier of the tensor.
 
         Returns:
             The range of operators without the tensor (None: there are none), and the larger factor by which earlier
             transfers make offload or prefetch take longer than on an idle machine.
         """
         times, count = self._times, self._count
-        out, back = self._rates[drive]
+        out, back = self._rates[tier]
         alone = size / out, size / back
         if times[before] - times[after + 1] < (1 - ROUNDING) * (alone[0] + alone[1]):
             return None, inf
-        first = self._out.reach(drive, after + 1, before, size)
-        last = None if first is None else self._into.reach(drive, 2 * count - before, 2 * count - 1 - after, size)
+        first = self._out.reach(tier, after + 1, before, size)
+        last = None if first is None else self._into.reach(tier, 2 * count - before, 2 * count - 1 - after, size)
         if first is None or last is None:
             return None, inf
         start, stop = first + 1, 2 * count - 1 - last
@@ -85,26 +85,26 @@ class IOTimeline:
         offload, prefetch = times[start] - times[after + 1] - slack[0], times[before] - times[stop] - slack[1]
         return (start, stop), max(offload / alone[0], prefetch / alone[1])
 
-    def carry(self, after: int, before: int, size: float, drive: int, *, in_time: bool) -> None:
+    def carry(self, after: int, before: int, size: float, tier: OffloadTierName, *, in_time: bool) -> None:
         """Plans the transfers of a migration: their bytes are no room for later ones.
 
         Args:
             after: operator after which the offload begins.
             before: operator before which the prefetch ends, possibly one of the next step.
             size: bytes of the tensor.
-            drive: number of the drive, or `HOST`.
+            tier: tier of the tensor.
             in_time: whether the offload ends before the operator `before`.
         """
         count = self._count
-        self._out.carry(drive, after + 1, before if in_time else count + after, size)
-        self._into.carry(drive, 2 * count - before, 2 * count - 1 - after, size)
+        self._out.carry(tier, after + 1, before if in_time else count + after, size)
+        self._into.carry(tier, 2 * count - before, 2 * count - 1 - after, size)
 
 
 class _Room:
-    """Bytes that the link and each drive can carry in one direction beside planned transfers, while each operator runs.
+    """Bytes that link and drives can carry in one direction beside planned transfers, while each operator runs.
 
-    Operators are numbered in the direction in which transfers use their room, over two equal steps. Transfers of host
-    memory use the link alone: it is the last drive (`HOST` is -1), whose own room is unlimited.
+    Operators are numbered in the direction in which transfers use their room, over two equal steps. Transfers of drives
+    use the room of both, those of host memory the link alone: the room of host memory itself is unlimited.
 
     Args:
         machine: the machine.
@@ -115,36 +115,41 @@ class _Room:
     def __init__(self, machine: MigrationMachine, direction: Direction, count: int) -> None:
         self._count = count
         self._link_rate = machine.link_out if direction == "out" else machine.link_in
-        self._drive_rates = np.array([drive[direction == "out"] for drive in machine.drives] + [inf])[:, None]
+        self._ssd_rate = machine.ssd[direction == "out"]
         self._link: Floats = np.zeros(count)
-        self._drives: Floats = np.zeros((len(self._drive_rates), count))
-        self._drives[HOST] = inf
-        self._both: Floats = np.zeros((len(self._drives), 2, count))
-        """Bytes that a drive and the link can carry, for two steps."""
-        self._rooms: list[Floats] = list(self._both.reshape(len(self._drives), 2 * count))
-        """The same memory, by drive."""
-        self._free = np.zeros((len(self._drives), 2 * count + 1), np.int64)
-        """For each drive and operator, an operator up to the next one with room; itself if it has room."""
+        self._tiers: Floats = np.full((len(OFFLOAD_TIERS), count), inf)
+        """Bytes that each of `OFFLOAD_TIERS` can carry."""
+        self._ssd = self._tiers[OFFLOAD_TIERS.index("ssd")]
+        self._ssd[:] = 0.0
+        self._both: Floats = np.zeros((len(OFFLOAD_TIERS), 2, count))
+        """Bytes that a tier and the link can carry, for two steps."""
+        self._rooms: dict[OffloadTierName, Floats] = dict(
+            zip(OFFLOAD_TIERS, self._both.reshape(len(OFFLOAD_TIERS), 2 * count), strict=True)
+        )
+        """The same memory, by tier."""
+        self._free = np.zeros((len(OFFLOAD_TIERS), 2 * count + 1), np.int64)
+        """For each tier and operator, an operator up to the next one with room; itself if it has room."""
+        self._free_by_tier = dict(zip(OFFLOAD_TIERS, self._free, strict=True))
 
     def add_time(self, seconds: Floats) -> None:
         """Adds the room of `seconds` for each operator."""
         self._link += self._link_rate * seconds
-        self._drives[:HOST] += self._drive_rates[:HOST] * seconds
-        np.minimum(self._link, self._drives[:, None], out=self._both)
+        self._ssd += self._ssd_rate * seconds
+        np.minimum(self._link, self._tiers[:, None], out=self._both)
         self._free[:] = np.arange(2 * self._count + 1)
 
-    def _first(self, drive: int, operator: int) -> int:
-        """Returns the first operator with room for a drive's transfers, from `operator` on; the last one: none has."""
-        free = self._free[drive]
+    def _first(self, tier: OffloadTierName, operator: int) -> int:
+        """Returns the first operator with room for transfers of a tier, from `operator` on; the last one: none has."""
+        free = self._free_by_tier[tier]
         while (following := free.item(operator)) != operator:
             free[operator] = operator = free.item(following)  # path halving
         return operator
 
-    def reach(self, drive: int, start: int, stop: int, size: float) -> int | None:
+    def reach(self, tier: OffloadTierName, start: int, stop: int, size: float) -> int | None:
         """Returns the operator while which a transfer ends that begins with `start`; None: not before `stop`."""
-        room = self._rooms[drive]
+        room = self._rooms[tier]
         done, count = 0.0, CHUNK
-        while (start := self._first(drive, start)) < stop:
+        while (start := self._first(tier, start)) < stop:
             if done + room.item(start) >= size:
                 return start
             total = room[start : min(start + count, stop)].cumsum()
@@ -154,14 +159,14 @@ class _Room:
             done, start, count = most, min(start + count, stop), 4 * count
         return None
 
-    def carry(self, drive: int, start: int, stop: int, size: float) -> None:
+    def carry(self, tier: OffloadTierName, start: int, stop: int, size: float) -> None:
         """Uses the first room from `start` on and before `stop` for a transfer."""
-        start = self._first(drive, start)
+        start = self._first(tier, start)
         if start >= stop:
             return
         most, count = stop - start, CHUNK
         while True:
-            room = self._rooms[drive][start : start + min(count, most)]
+            room = self._rooms[tier][start : start + min(count, most)]
             total = room.cumsum()
             if total[-1] >= size or count >= most:
                 break
@@ -174,8 +179,9 @@ class _Room:
         for first, last in wrapped(start, start + used, self._count):
             part = carried[done : done + last - first]
             self._link[first:last] -= part
-            self._drives[drive, first:last] -= part
-            left = np.minimum(self._link[first:last], self._drives[:, first:last])
+            if tier == "ssd":
+                self._ssd[first:last] -= part
+            left = np.minimum(self._link[first:last], self._tiers[:, first:last])
             self._both[:, :, first:last] = left[:, None]
             with_room = np.where(left > 0, np.arange(first, last), last)
             following = np.minimum.accumulate(with_room[:, ::-1], axis=1)[:, ::-1]

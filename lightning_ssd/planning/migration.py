@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,9 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.validation import check_not_negative, check_positive
-
-HOST = -1
-"""Number that stands for host memory among the drives."""
+from lightning_ssd.types import OffloadTierName
 
 Direction = Literal["out", "in"]
 
@@ -24,6 +23,9 @@ Bytes = NDArray[np.int64]
 @dataclass(frozen=True)
 class MigrationMachine:
     """Capacities and bandwidths of the memories between which tensors migrate.
+
+    Tensors are striped over all drives, as `BlobStore` stripes them, so that the drives are one tier of their joint
+    bandwidth.
 
     Attributes:
         gpu_bytes: capacity of the GPU.
@@ -51,22 +53,43 @@ class MigrationMachine:
             check_positive("write", write)
 
     @classmethod
-    def of(cls, hardware: HardwareProfile, drives: int = 1) -> "MigrationMachine":
-        """Returns the machine of a profile, whose SSD bandwidth is that of `drives` equal drives together."""
-        one = hardware.ssd_read / drives, hardware.ssd_write / drives
+    def of(cls, hardware: HardwareProfile) -> "MigrationMachine":
+        """Returns the machine of a profile, with one drive that has the bandwidth of all SSDs together."""
         return cls(
             hardware.gpu_bytes,
             hardware.host_bytes,
             hardware.copy_out_both,
             hardware.copy_in_both,
-            (one,) * drives,
+            ((hardware.ssd_read, hardware.ssd_write),),
             hardware.cpu_step_rate,
         )
 
-    def rate(self, drive: int, direction: Direction) -> float:
-        """Returns the bytes/s between the GPU and a drive, or host memory (`HOST`), while nothing else migrates."""
+    @property
+    def tiers(self) -> tuple[OffloadTierName, ...]:
+        """The tiers to which tensors migrate, whatever the capacity of host memory is."""
+        return ("ssd", "host") if self.drives else ("host",)
+
+    @cached_property
+    def ssd(self) -> tuple[float, float]:
+        """(read, write) bytes/s of all drives together; 0: there are none.
+
+        The bytes of a drive are in proportion to its bandwidth with equal bytes read and written (`Calibration.weights`
+        of the storage), so that unequal drives have less bandwidth than the sum if their ratios of both rates differ.
+        """
+        weights = [2 / (1 / read + 1 / write) for read, write in self.drives]
+        read, write = (
+            min(
+                (drive[way] * (sum(weights) / weight) for drive, weight in zip(self.drives, weights, strict=True)),
+                default=0.0,
+            )
+            for way in range(2)
+        )
+        return read, write
+
+    def rate(self, tier: OffloadTierName, direction: Direction) -> float:
+        """Returns the bytes/s between the GPU and a tier while nothing else migrates."""
         link = self.link_out if direction == "out" else self.link_in
-        return link if drive == HOST else min(link, self.drives[drive][direction == "out"])
+        return link if tier == "host" else min(link, self.ssd[direction == "out"])
 
 
 class Migration(NamedTuple):
@@ -80,7 +103,7 @@ class Migration(NamedTuple):
         absent_from: operator at whose begin its GPU memory must be free.
         absent_until: operator at whose begin its prefetch may begin; its GPU memory is allocated from here on.
         before: operator that needs it.
-        drive: number of the drive that stores it, or `HOST`; None: it is recomputed before `before`.
+        tier: memory that stores it; None: it is recomputed before `before`.
     """
 
     tensor: int
@@ -88,7 +111,7 @@ class Migration(NamedTuple):
     absent_from: int
     absent_until: int
     before: int
-    drive: int | None
+    tier: OffloadTierName | None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import numpy as np
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
-    HOST,
     ByteChanges,
     Bytes,
     CPUStep,
@@ -24,6 +23,7 @@ from lightning_ssd.planning.migration import (
     MigrationPlan,
 )
 from lightning_ssd.sizes import format_bytes, format_seconds
+from lightning_ssd.types import OffloadTierName
 
 RESOLUTION = 1000
 """Least number of parts of a step in each of which the transfers and the CPU's work are followed."""
@@ -32,20 +32,32 @@ STEPS = 2
 """Simulated steps: migrations that wrap round the step are in flight when the second begins."""
 
 
+class Carried(NamedTuple):
+    """Bytes that are transferred in one direction.
+
+    Attributes:
+        link: bytes that the link carries, of host memory and drives together.
+        ssd: bytes that drives read or write.
+    """
+
+    link: float
+    ssd: float
+
+
 class IntervalTraffic(NamedTuple):
     """A time in which the set of running work does not change: operators between two events, or a stall before one.
 
     Attributes:
         start: begin in the step, seconds.
         seconds: duration.
-        out: bytes from the GPU to each drive.
-        into: bytes to the GPU from each drive.
+        out: bytes from the GPU.
+        into: bytes to the GPU.
     """
 
     start: float
     seconds: float
-    out: dict[int, float]
-    into: dict[int, float]
+    out: Carried
+    into: Carried
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class MigrationPrediction:
         excess_bytes: bytes by which the peak exceeds the GPU's capacity.
         host_peak_bytes: peak of host memory.
         ssd_written_bytes: bytes written to drives in a step.
-        traffic: bytes that each drive carries over the step.
+        traffic: bytes that link and drives carry over the step.
     """
 
     step_seconds: float
@@ -99,9 +111,9 @@ def simulate_migrations(
     """Returns the prediction for `plan`.
 
     The GPU runs the operators in order. Before an operator it waits for tensors that the operator needs, and for
-    offloads that make room for it. Of each drive and direction one transfer runs at a time, the one that an operator
-    needs first; so urgent transfers overtake others. All transfers of one direction share the link: host memory has the
-    bandwidth that drives leave, which are slower and would be idle otherwise.
+    offloads that make room for it. In each direction, the link carries one transfer at a time, and drives another one,
+    those that an operator needs first. Both work on different pieces of a transfer at once, with staging memory in
+    between: drives do not wait while the link carries other bytes.
     """
     step = GPUSteps(profile, machine).without(plan.cpu_units)
     found = _Simulation(profile, machine, plan, step).run()
@@ -131,109 +143,104 @@ def simulate_better(
 class _Transfers:
     """The transfers of one direction.
 
+    The link carries the bytes of all transfers, and drives those of their own: a transfer ends when both have carried
+    it. Each of the two carries first what an operator needs first, so that urgent transfers overtake others, and more
+    bandwidth ends no transfer later.
+
     Args:
         machine: the machine.
         direction: from the GPU, or to it.
 
     Attributes:
-        left: numbers of unfinished transfers.
         first_due: the first operator that waits for a transfer.
     """
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
-        self._link = machine.link_out if direction == "out" else machine.link_in
-        self._queues: dict[int, list[list[float]]] = {drive: [] for drive in (*range(len(machine.drives)), HOST)}
-        """[operator that needs it, number, bytes left] of each transfer of a drive, in this order."""
-        self._drives = [(drive, machine.rate(drive, direction), queue) for drive, queue in self._queues.items()]
-        """Each drive with its bytes/s and its queue."""
+        self._link: list[list[float]] = []
+        """[operator that needs it, number, bytes left] of each transfer that the link has to carry, in this order."""
+        self._ssd: list[list[float]] = []
+        """The same for drives."""
+        self._link_rate = machine.link_out if direction == "out" else machine.link_in
+        self._ssd_rate = machine.ssd[direction == "out"]
+        self._queues = ((self._link_rate, self._link), (self._ssd_rate, self._ssd))
+        """Bytes/s and transfers of the link and of drives."""
         self._count = 0
-        self.left: set[float] = set()
         self.first_due: float = inf
 
-    def add(self, drive: int, due: int, nbytes: float) -> float:
+    def add(self, tier: OffloadTierName, due: int, nbytes: float) -> int:
         """Queues a transfer that the operator `due` waits for. Returns its number."""
         self._count += 1
-        insort(self._queues[drive], [due, self._count, nbytes])
-        self.left.add(self._count)
+        insort(self._link, [due, self._count, nbytes])
+        if tier == "ssd":
+            insort(self._ssd, [due, self._count, nbytes])
         if due < self.first_due:
             self.first_due = due
         return self._count
 
+    def is_on_link(self, number: int) -> bool:
+        """Returns whether the link has not carried all of a transfer."""
+        return any(entry[1] == number for entry in self._link)
+
     def seconds_until(self, due: int) -> float:
         """Returns the time until all transfers have ended that operators up to `due` wait for."""
-        total = longest = 0.0
+        longest = 0.0
         if due < self.first_due:
-            return total
-        for _, rate, queue in self._drives:
+            return longest
+        for rate, queue in self._queues:
             needed = 0.0
             for when, _, nbytes in queue:
                 if when > due:
                     break
                 needed += nbytes
-            total += needed
-            longest = max(longest, needed / rate)
-        return max(longest, total / self._link)
+            if needed:
+                longest = max(longest, needed / rate)
+        return longest
 
-    def advance(self, seconds: float, due: int) -> dict[int, float]:
-        """Transfers for `seconds`, first tensors that operators up to `due` need. Returns the bytes of each drive."""
-        carried: dict[int, float] = {}
-        link = self._link * seconds
-        ended = False
-        is_urgent = due >= self.first_due
-        for last in (due, inf) if is_urgent else (inf,):
-            for drive, rate, queue in self._drives:
-                if not queue or queue[0][0] > last:
-                    continue
-                before = carried.get(drive, 0.0) if is_urgent else 0.0
-                limit = rate * seconds - before
-                if limit > link:
-                    limit = link
-                if limit <= 0:
-                    continue
-                room = 0.0
-                if queue[0][2] > limit:  # most transfers take longer than an interval
-                    queue[0][2] -= limit
-                else:
-                    room = self._end_transfers(queue, limit, last)
-                    ended = True
-                carried[drive] = before + limit - room
-                link -= limit - room
-        if ended:
-            self._find_first_due()
-        return carried
+    def advance(self, seconds: float) -> tuple[float, float]:
+        """Transfers for `seconds`. Returns the fields of `Carried`."""
+        link = ssd = 0.0
+        # Most transfers take longer than an interval.
+        if queue := self._link:
+            link = self._link_rate * seconds
+            if queue[0][2] > link:
+                queue[0][2] -= link
+            else:
+                link -= self._end_transfers(queue, link)
+        if queue := self._ssd:
+            ssd = self._ssd_rate * seconds
+            if queue[0][2] > ssd:
+                queue[0][2] -= ssd
+            else:
+                ssd -= self._end_transfers(queue, ssd)
+        return link, ssd
 
-    def _end_transfers(self, queue: list[list[float]], room: float, last: float) -> float:
-        """Carries the first tensors of a queue that operators up to `last` need. Returns the bytes of unused room."""
+    def _end_transfers(self, queue: list[list[float]], room: float) -> float:
+        """Carries the first transfers of a queue, of which at least one ends. Returns the bytes of unused room."""
         num_ended = 0
         for entry in queue:
-            if room <= 0 or entry[0] > last:
-                break
             if entry[2] > room:
                 entry[2] -= room
                 room = 0.0
-            else:
-                room -= entry[2]
-                self.left.remove(entry[1])
-                num_ended += 1
+                break
+            room -= entry[2]
+            num_ended += 1
         del queue[:num_ended]
+        self._find_first_due()
         return room
 
     def finish(self, due: int) -> None:
         """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
-        for _, _, queue in self._drives:
+        for _, queue in self._queues:
             while queue and queue[0][0] <= due:
-                self.left.remove(queue.pop(0)[1])
+                del queue[0]
         self._find_first_due()
 
     def _find_first_due(self) -> None:
-        self.first_due = inf
-        for _, _, queue in self._drives:
-            if queue and queue[0][0] < self.first_due:
-                self.first_due = queue[0][0]
+        self.first_due = min((queue[0][0] for _, queue in self._queues if queue), default=inf)
 
 
-_Begun = tuple[int, int, int]
-"""Drive, operator that waits (possibly one of the next step), and bytes of a transfer that begins in each step."""
+_Begun = tuple[OffloadTierName, int, int]
+"""Tier, operator that waits (possibly one of the next step), and bytes of a transfer that begins in each step."""
 
 
 class _Simulation:
@@ -271,7 +278,7 @@ class _Simulation:
             )
         )
         """CPU steps, with the last operator of backward that uses their gradients."""
-        self.waiting: list[tuple[float, CPUStep, int]] = []
+        self.waiting: list[tuple[int, CPUStep, int]] = []
         """CPU steps whose gradients are offloaded: number of the transfer, job, operator that needs the weights."""
         self.computed: list[tuple[float, int, int]] = []
         """New weights: when the CPU has made them, operator that needs them, bytes."""
@@ -282,21 +289,21 @@ class _Simulation:
 
     def _add(self, migration: Migration) -> None:
         tensor = self.profile.tensors[migration.tensor]
-        if migration.drive is None:
+        if migration.tier is None:
             recompute_seconds = tensor.recompute_seconds or 0.0
             self.seconds[migration.before % self.count] += recompute_seconds
             self.recomputed += recompute_seconds
             return
-        count, drive, nbytes = self.count, migration.drive, tensor.nbytes
+        count, tier, nbytes = self.count, migration.tier, tensor.nbytes
         step, operator = divmod(migration.after + 1, count)
-        self.offloads[operator].append((drive, migration.absent_from - step * count, nbytes))
+        self.offloads[operator].append((tier, migration.absent_from - step * count, nbytes))
         step, operator = divmod(migration.absent_until, count)
-        self.prefetches[operator].append((drive, migration.before - step * count, nbytes))
+        self.prefetches[operator].append((tier, migration.before - step * count, nbytes))
         # In the first step, the transfers run that the step before has begun and an operator of this one waits for.
         if migration.after < count < migration.absent_from:
-            self.out.add(drive, migration.absent_from - count, nbytes)
+            self.out.add(tier, migration.absent_from - count, nbytes)
         if migration.absent_until < count <= migration.before:
-            self.into.add(drive, migration.before - count, nbytes)
+            self.into.add(tier, migration.before - count, nbytes)
 
     def run(self, best: tuple[int, float] = (sys.maxsize, inf)) -> MigrationPrediction | None:
         """Returns the prediction, or None as soon as its score can't be better than `best`."""
@@ -315,12 +322,12 @@ class _Simulation:
             self.is_steady = cycle == STEPS - 1
             for operator, seconds, offloads, prefetches in intervals:
                 index = base + operator
-                for drive, due, nbytes in offloads if index else ():
-                    out.add(drive, base + due, nbytes)
+                for tier, due, nbytes in offloads if index else ():
+                    out.add(tier, base + due, nbytes)
                 while self.jobs and self.jobs[0][0] < index:
                     self._offload_gradients(*self.jobs.popleft())
-                for drive, due, nbytes in prefetches:
-                    into.add(drive, base + due, nbytes)
+                for tier, due, nbytes in prefetches:
+                    into.add(tier, base + due, nbytes)
                 if self.waiting:
                     self._start_jobs()
                 if self.computed:
@@ -332,7 +339,7 @@ class _Simulation:
                         waited += wait
                         if self.is_steady and (excess, times[-1] + waited) >= best:
                             return None
-                self._advance(seconds, index)
+                self._advance(seconds)
         return MigrationPrediction(
             times[-1] + waited,
             tuple(stalls),
@@ -351,13 +358,11 @@ class _Simulation:
         gpu, host = ByteChanges(self.count), ByteChanges(self.count)
         gpu.add([one.absent_from for one in migrations], [one.absent_until for one in migrations], sizes)
         in_host = [
-            (one.after + 1, one.before, size) for one, size in zip(migrations, sizes, strict=True) if one.drive == HOST
+            (one.after + 1, one.before, size) for one, size in zip(migrations, sizes, strict=True) if one.tier == "host"
         ]
         if in_host:
             host.add(*zip(*in_host, strict=True))
-        written = sum(
-            size for one, size in zip(migrations, sizes, strict=True) if one.drive is not None and one.drive != HOST
-        )
+        written = sum(size for one, size in zip(migrations, sizes, strict=True) if one.tier == "ssd")
         return self.step.nbytes - gpu.sums(), self.step.host_bytes + int(host.sums().max()), written
 
     def _intervals(self, times: list[float]) -> list[tuple[int, float, list[_Begun], list[_Begun]]]:
@@ -385,7 +390,7 @@ class _Simulation:
     def _offload_gradients(self, ready: int, job: CPUStep) -> None:
         """Begins the offload of the gradients of a CPU step, which the operator `ready` has used last."""
         base = ready - job.ready
-        number = self.out.add(HOST, base + job.absent_from, job.gradients)
+        number = self.out.add("host", base + job.absent_from, job.gradients)
         self.waiting.append((number, job, base + self.count + job.before))
 
     def _late_weights(self, index: int) -> list[float]:
@@ -399,12 +404,12 @@ class _Simulation:
             seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
             late = self._late_weights(index)
             if seconds:
-                self._advance(seconds, index)
+                self._advance(seconds)
                 self.out.finish(index)
                 self.into.finish(index)
             elif late:
                 seconds = max(0.0, late[0] - self.now)
-                self._advance(seconds, index)
+                self._advance(seconds)
                 self.now = max(self.now, late[0])
             else:
                 break
@@ -415,7 +420,7 @@ class _Simulation:
 
     def _start_jobs(self) -> None:
         """Starts the CPU steps whose gradients have arrived."""
-        for entry in [one for one in self.waiting if one[0] not in self.out.left]:
+        for entry in [one for one in self.waiting if not self.out.is_on_link(one[0])]:
             self.waiting.remove(entry)
             self.cpu_free_at = max(self.cpu_free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
             self.computed.append((self.cpu_free_at, entry[2], entry[1].weights))
@@ -424,11 +429,10 @@ class _Simulation:
         """Begins the copies of the weights that the CPU has computed by now."""
         while self.computed and self.computed[0][0] <= self.now:
             _, due, nbytes = self.computed.pop(0)
-            self.into.add(HOST, due, nbytes)
+            self.into.add("host", due, nbytes)
 
-    def _advance(self, seconds: float, due: int) -> None:
-        out = self.out.advance(seconds, due) if self.out.left else {}
-        into = self.into.advance(seconds, due) if self.into.left else {}
-        if self.is_steady and (out or into):
-            self.traffic.append(IntervalTraffic(self.now - self.begun, seconds, out, into))
+    def _advance(self, seconds: float) -> None:
+        out, into = self.out.advance(seconds), self.into.advance(seconds)
+        if self.is_steady and (any(out) or any(into)):
+            self.traffic.append(IntervalTraffic(self.now - self.begun, seconds, Carried(*out), Carried(*into)))
         self.now += seconds

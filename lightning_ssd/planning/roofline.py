@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import MigrationMachine
-from lightning_ssd.planning.migration_simulator import simulate_migrations
+from lightning_ssd.planning.migration import MigrationMachine, MigrationPlan
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
 from lightning_ssd.planning.validation import as_mapping, check_not_negative, from_mapping, read_text
 
@@ -23,14 +23,12 @@ Throughput = Callable[[LifetimeProfile, MigrationMachine], float]
 
 def teraio_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
     """Returns the throughput of Teraio's plan: GPU-side optimizer, no recomputation."""
-    found = simulate_migrations(profile, machine, plan_teraio(profile, machine))
-    return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
+    return _throughput(profile, simulate_migrations(profile, machine, plan_teraio(profile, machine)))
 
 
 def best_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
     """Returns the throughput of the best plan that also recomputes, and steps units on the CPU."""
-    found = plan_migrations(profile, machine)[1]
-    return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
+    return _throughput(profile, plan_migrations(profile, machine)[1])
 
 
 def roofline(
@@ -59,17 +57,28 @@ def by_hardware(
 ) -> list[list[float]]:
     """Returns the throughput of Teraio's plan for each host memory (rows) and number of drives (columns).
 
+    Teraio's algorithm may find a better plan for less host memory or fewer drives: that plan is used, then.
+
     Args:
         profile: the profile.
         machine: the machine; its first drive is multiplied.
-        host_bytes: bytes of host memory for migrated tensors.
-        num_drives: numbers of drives.
+        host_bytes: bytes of host memory for migrated tensors, in rising order.
+        num_drives: numbers of drives, in rising order.
     """
-    machines = [
-        [replace(machine, host_bytes=host, drives=machine.drives[:1] * count) for count in num_drives]
-        for host in host_bytes
-    ]
-    return [[teraio_throughput(profile, one) for one in row] for row in machines]
+    plans: dict[tuple[int, int], MigrationPlan] = {}
+    throughput = [[0.0] * len(num_drives) for _ in host_bytes]
+    for row, host in enumerate(host_bytes):
+        for column, count in enumerate(num_drives):
+            at = replace(machine, host_bytes=host, drives=machine.drives[:1] * count)
+            of_less = [plans[one] for one in ((row - 1, column), (row, column - 1)) if one in plans]
+            found = [(plan, simulate_migrations(profile, at, plan)) for plan in (plan_teraio(profile, at), *of_less)]
+            plans[row, column], best = min(found, key=lambda one: one[1].score)
+            throughput[row][column] = _throughput(profile, best)
+    return throughput
+
+
+def _throughput(profile: LifetimeProfile, found: MigrationPrediction) -> float:
+    return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from lightning_ssd.garbage import no_collections
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
 from lightning_ssd.planning.io_timeline import Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import HOST, GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration import GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
 from lightning_ssd.planning.transfer_bounds import least_score
+from lightning_ssd.types import OffloadTierName
 
 SATURATED = 2.0
-"""A drive is saturated for a migration if earlier ones make its transfers take longer by this factor."""
+"""Drives are saturated for a migration if earlier ones make its transfers take longer by this factor."""
 
 MIN_BYTES = 2**20
 """Bytes of the smallest tensor that is migrated."""
@@ -131,6 +132,7 @@ class _Choice:
     cpu_units: int = 0
     recomputed: tuple[Period, ...] = ()
     in_flight: float = IN_FLIGHT
+    prefers_host: bool = False
 
 
 class _BestPlan:
@@ -158,25 +160,45 @@ class _BestPlan:
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
             self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
-        self.chosen = _Choice()
-        plan = self.planner.plan(self.steps.without())
-        self.tried = {self.chosen}
-        self.plans = {plan}
-        """All plans that were simulated."""
-        self.best = plan, simulate_migrations(profile, machine, plan)
+        self.best: tuple[MigrationPlan, MigrationPrediction]
+        self._start(_Choice())
 
     def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
         """Returns the best plan, and its prediction."""
         if not (self.best[1].stalls or self.best[1].excess_bytes):
             return self.best
         # The CPU steps as many units as it can without making the GPU wait; then more or fewer are tried.
-        hidden = bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1
-        is_better = self._try(_Choice(hidden))
+        hidden = _Choice(bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1)
+        is_better = self._try(hidden)
+        self._improve(len(self.units) // (8 if is_better else 4))
+        if not is_better and hidden.cpu_units and self.best[1].stalls:
+            # CPU steps need host memory, but also leave fewer migrations: they may be worth it with recomputation only.
+            found = self.best
+            self._start(hidden)
+            self._improve(0)
+            self.best = min(found, self.best, key=lambda one: one[1].score)
+        return self.best
+
+    def _start(self, choice: _Choice) -> None:
+        """Begins the search, or begins it again, with a choice."""
+        self.chosen = choice
+        self.tried = {choice}
+        step = self.steps.without(frozenset(self.units[: choice.cpu_units]))
+        plan = self.planner.plan(step, choice.recomputed, choice.in_flight, prefers_host=choice.prefers_host)
+        self.plans: set[MigrationPlan] = {plan}
+        """All plans that were simulated since then."""
+        self.best = plan, simulate_migrations(self.profile, self.machine, plan)
+
+    def _improve(self, amount: int) -> None:
+        """Changes the choice as long as plans become better.
+
+        Args:
+            amount: the most units by which their number is changed at once.
+        """
         for price in PRICES:
             recomputed = self.planner.recomputed(price)
             if not self._try(replace(self.chosen, recomputed=recomputed)) and self.chosen.recomputed:
                 break
-        amount = len(self.units) // (8 if is_better else 4)
         while amount:
             counts = self.chosen.cpu_units + amount, self.chosen.cpu_units - amount
             if not any(self._try(replace(self.chosen, cpu_units=count)) for count in counts):
@@ -185,10 +207,11 @@ class _BestPlan:
         for share in SHARES if at_price else ():
             if not self._try(replace(self.chosen, recomputed=_cheapest(at_price, share))):
                 break
+        if self.machine.drives and self.machine.host_bytes:
+            self._try(replace(self.chosen, prefers_host=True))
         if self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT)):
             # The step waits less for transfers, and may wait for the CPU now.
             self._try(replace(self.chosen, cpu_units=self.chosen.cpu_units - 1))
-        return self.best
 
     def _try(self, choice: _Choice) -> bool:
         """Simulates a plan, if it can be better than the best one, and returns whether it is."""
@@ -199,7 +222,7 @@ class _BestPlan:
             return False
         self.tried.add(choice)
         step = self.steps.without(frozenset(self.units[: choice.cpu_units]))
-        plan = self.planner.plan(step, choice.recomputed, choice.in_flight)
+        plan = self.planner.plan(step, choice.recomputed, choice.in_flight, prefers_host=choice.prefers_host)
         if plan in self.plans:
             return False
         self.plans.add(plan)
@@ -243,13 +266,13 @@ class _Rated(NamedTuple):
         ratio: benefit divided by cost.
         start: `absent_from` of the migration.
         stop: its `absent_until`.
-        drive: its drive, or `HOST`.
+        tier: its tier.
     """
 
     ratio: float
     start: int
     stop: int
-    drive: int
+    tier: OffloadTierName
 
 
 class _Search:
@@ -277,13 +300,8 @@ class _Search:
         self.host_peak_at = 0
         """The operator during which host memory has the most bytes."""
         self.io = IOTimeline(machine, seconds)
-        writes = inf if machine.host_bytes else sum(write for _, write in machine.drives)
-        self.most_out = min(machine.link_out, writes) * float(np.sum(seconds))
+        self.most_out = machine.rate("host" if machine.host_bytes else "ssd", "out") * float(np.sum(seconds))
         """Bytes that can leave the GPU in a step that is not lengthened."""
-        self.planned = [0.0] * len(machine.drives)
-        """Seconds of transfers that are planned for each drive."""
-        self.next_drive = 0 if machine.drives else None
-        """The drive with the least seconds."""
         self.candidates: list[_Candidate] = []
         for period in profile.periods:
             if (nbytes := profile.tensors[period.tensor].nbytes) >= min_bytes:
@@ -323,7 +341,7 @@ class _Search:
         if not self.candidates:
             return []
         _, sizes, after, before = np.array(self.candidates).T
-        tiers = [*range(len(self.planned)), *([HOST] if self.machine.host_bytes > 0 else [])]
+        tiers = [tier for tier in self.machine.tiers if tier == "ssd" or self.machine.host_bytes]
         if not tiers:
             costs = np.full(len(sizes), np.inf)
         else:
@@ -340,25 +358,25 @@ class _Search:
         """Returns the migration of a candidate, or None if it would reduce no pressure."""
         _, nbytes, after, before = self.candidates[number]
         if (old := self.chosen.get(number)) is not None:
-            assert old.drive is not None  # nothing is recomputed
-            span = self.io.lay(after, before, nbytes, old.drive)[0] if in_time else self._pressed(after + 1, before)
+            assert old.tier is not None  # nothing is recomputed
+            span = self.io.lay(after, before, nbytes, old.tier)[0] if in_time else self._pressed(after + 1, before)
             if span is None or (old.absent_from <= span[0] and span[1] <= old.absent_until):
                 return None
             span = min(span[0], old.absent_from), max(span[1], old.absent_until)
-            return self._rated(nbytes, span, old.drive)
-        drive = self.next_drive
+            return self._rated(nbytes, span, old.tier)
+        tier: OffloadTierName | None = "ssd" if self.machine.drives else None
         if not in_time:
             span = self._pressed(after + 1, before)
             if span is None:
                 return None
-            where = HOST if self._fits_host(after + 1, before, nbytes) else drive
-            return None if where is None else self._rated(nbytes, span, where)
-        span, factor = (None, inf) if drive is None else self.io.lay(after, before, nbytes, drive)
+            tier = "host" if self._fits_host(after + 1, before, nbytes) else tier
+            return None if tier is None else self._rated(nbytes, span, tier)
+        span, factor = (None, inf) if tier is None else self.io.lay(after, before, nbytes, tier)
         if factor >= SATURATED and self._fits_host(after + 1, before, nbytes):
-            drive, span = HOST, self.io.lay(after, before, nbytes, HOST)[0]
-        return None if drive is None or span is None else self._rated(nbytes, span, drive)
+            tier, span = "host", self.io.lay(after, before, nbytes, "host")[0]
+        return None if tier is None or span is None else self._rated(nbytes, span, tier)
 
-    def _rated(self, nbytes: int, span: tuple[int, int], drive: int) -> _Rated | None:
+    def _rated(self, nbytes: int, span: tuple[int, int], tier: OffloadTierName) -> _Rated | None:
         start, stop = span
         benefit = 0.0
         for first, last in (span,) if stop <= self.count else wrapped(start, stop, self.count):
@@ -367,7 +385,7 @@ class _Search:
             benefit += float(np.add.reduce(reduced))  # `dot` would run on threads that spin on a busy machine
         if benefit <= 0:
             return None
-        return _Rated(benefit / self.io.transfer_seconds(nbytes, drive), start, stop, drive)
+        return _Rated(benefit / self.io.transfer_seconds(nbytes, tier), start, stop, tier)
 
     def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
         """Returns the shortest range that has all operators under pressure of a range."""
@@ -387,22 +405,19 @@ class _Search:
     def _add_migration(self, number: int, found: _Rated, *, in_time: bool) -> None:
         """Chooses a migration: memory, I/O timeline and host memory follow."""
         tensor, nbytes, after, before = self.candidates[number]
-        _, start, stop, drive = found
+        _, start, stop, tier = found
         old = self.chosen.get(number)
-        self.chosen[number] = Migration(tensor, after, start, stop, before, drive)
+        self.chosen[number] = Migration(tensor, after, start, stop, before, tier)
         if old is not None:
             self._free(start, old.absent_from, nbytes)
             self._free(old.absent_until, stop, nbytes)
             return
         self._free(start, stop, nbytes)
-        if drive == HOST:
+        if tier == "host":
             for first, last in wrapped(after + 1, before, self.count):
                 self.host.reshape(2, -1)[:, first:last] += nbytes
             self.host_peak_at = int(self.host[: self.count].argmax())
-        else:
-            self.planned[drive] += self.io.transfer_seconds(nbytes, drive)
-            self.next_drive = self.planned.index(min(self.planned))
-        self.io.carry(after, before, nbytes, drive, in_time=in_time)
+        self.io.carry(after, before, nbytes, tier, in_time=in_time)
 
     def _free(self, start: int, stop: int, nbytes: int) -> None:
         """Frees bytes from `start` to before `stop`."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.migration import HOST
 from lightning_ssd.planning.migration_simulator import MigrationPrediction
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
@@ -84,11 +83,8 @@ def migration_traffic(found: MigrationPrediction) -> Traffic:
     """Returns the migrations of single tensors in a simulated step."""
     transfers: dict[str, list[Transfer]] = {direction: [] for direction in DIRECTIONS}
     for part in found.traffic:
-        for copy, drive, carried in (("copy out", "SSD write", part.out), ("copy in", "SSD read", part.into)):
-            for name, nbytes in (
-                (copy, sum(carried.values())),
-                (drive, sum(one for number, one in carried.items() if number != HOST)),
-            ):
+        for copy, transfer, carried in (("copy out", "SSD write", part.out), ("copy in", "SSD read", part.into)):
+            for name, nbytes in ((copy, carried.link), (transfer, carried.ssd)):
                 if nbytes:
                     transfers[name].append(Transfer(part.start, part.start + part.seconds, nbytes))
     return Traffic(found.step_seconds, transfers)

@@ -45,13 +45,12 @@ def least_step_seconds(profile: LifetimeProfile, machine: MigrationMachine) -> f
     left = left[::-1].cumsum(0)[::-1].cumsum(1)[:size, :size]
     times = np.array([*(one.start for one in operators), profile.step_seconds])[bounds]
     seconds = times - times[:, None]
-    for rates, link, transferred in (
-        ([read for read, _ in machine.drives], machine.link_in, used),
-        ([write for _, write in machine.drives], machine.link_out, left),
+    for rate, link, transferred in (
+        (machine.rate("ssd", "in"), machine.link_in, used),
+        (machine.rate("ssd", "out"), machine.link_out, left),
     ):
         beyond = np.maximum(0.0, transferred - machine.gpu_bytes)
         on_drives = np.maximum(0.0, beyond - machine.host_bytes)
-        rate = min(link, sum(rates))
         seconds = np.maximum(seconds, beyond / link)
         seconds = np.maximum(seconds, on_drives / rate if rate else np.where(on_drives > 0, np.inf, 0.0))
     least = np.zeros(size)

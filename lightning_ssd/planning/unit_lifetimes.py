@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
-from lightning_ssd.planning.migration import HOST, Migration, MigrationMachine
+from lightning_ssd.planning.migration import Migration, MigrationMachine
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.saved_groups import INPUT, FixedPlacement, build_plan, offloaded_parts, step_on_gpu
@@ -130,7 +130,8 @@ class _Steps:
         """Returns the plan in which the tensors of `migrations` are offloaded."""
         tiers: dict[tuple[str, int, int], InputChoice] = {}
         for migration in migrations:
-            tiers[self.keys[migration.tensor]] = "host" if migration.drive == HOST else "ssd"
+            assert migration.tier is not None  # nothing is recomputed
+            tiers[self.keys[migration.tensor]] = migration.tier
         weights: list[Tier] = []
         states: list[Tier] = []
         saved: dict[tuple[int, int], InputChoice] = {}

@@ -12,7 +12,6 @@ from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, sim
 from lightning_ssd.planning.evictions import EvictionPlanner
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import (
-    HOST,
     ByteChanges,
     GPUSteps,
     Migration,
@@ -23,44 +22,11 @@ from lightning_ssd.planning.migration import (
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
 from lightning_ssd.planning.transfer_bounds import least_score, least_step_seconds
+from tests.support.lifetimes import profiles
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any
 from tests.support.slow_migrations import SlowSearch, slow_bytes, slow_evictions, slow_step_seconds
 from tests.support.transformer import transformer_profile
-
-
-@st.composite
-def profiles(draw: st.DrawFn) -> LifetimeProfile:
-    """Any step of a few operators: global tensors, saved tensors that can be recomputed or not, gradients, states."""
-    counts = [draw(st.integers(1, 6)) for _ in range(3)]
-    phases = [
-        name for name, count in zip(("forward", "backward", "optimizer"), counts, strict=True) for _ in range(count)
-    ]
-    operators, now = [], 0.0
-    for phase in phases:
-        begin, now = now, now + draw(st.floats(0.1, 5.0))
-        operators.append(OperatorSpan("work", phase, begin, now))
-    turn, end, last = counts[0], counts[0] + counts[1], len(phases) - 1
-    forward, backward, optimizer = st.integers(0, turn - 1), st.integers(turn, end - 1), st.integers(end, last)
-    size = st.integers(1, 50)
-    tensors: list[TensorLifetime] = []
-    for number in range(draw(st.integers(0, 4))):
-        unit = f"unit{number}"
-        uses = draw(forward), draw(backward), draw(optimizer)
-        nbytes = draw(size)
-        tensors.append(TensorLifetime(len(tensors), "w", "weight", nbytes, uses, unit=unit))
-        tensors.append(TensorLifetime(len(tensors), "g", "gradient", nbytes, uses[1:], uses[1], uses[2], unit))
-        tensors.append(TensorLifetime(len(tensors), "s", "optimizer state", 2 * nbytes, uses[2:], unit=unit))
-    for _ in range(draw(st.integers(1, 8))):
-        uses = draw(forward), draw(backward)
-        again = draw(st.one_of(st.none(), st.floats(0.01, 1.0)))
-        saved = [one.id for one in tensors if one.kind == "saved tensor" and (one.allocated or 0) <= uses[0]]
-        sources = tuple(draw(st.lists(st.sampled_from(saved), unique=True, max_size=2))) if saved and again else ()
-        name = "saved tensor"
-        tensors.append(
-            TensorLifetime(len(tensors), "a", name, draw(size), uses, *uses, recompute_seconds=again, sources=sources)
-        )
-    return LifetimeProfile("any", tuple(operators), tuple(tensors))
 
 
 @st.composite
@@ -73,12 +39,11 @@ def machines(draw: st.DrawFn, profile: LifetimeProfile) -> MigrationMachine:
 
 
 def check_physics(machine: MigrationMachine, found: MigrationPrediction) -> None:
-    """In each part of the step, no drive and no link carries more than its bandwidth."""
+    """In each part of the step, neither drives nor link carry more than their bandwidth."""
     for part in found.traffic:
         for carried, direction, link in ((part.out, "out", machine.link_out), (part.into, "in", machine.link_in)):
-            assert sum(carried.values()) <= link * part.seconds * (1 + 1e-9) + 1e-6
-            for drive, nbytes in carried.items():
-                assert nbytes <= machine.rate(drive, direction) * part.seconds * (1 + 1e-9) + 1e-6  # type: ignore[arg-type]
+            assert carried.link <= link * part.seconds * (1 + 1e-9) + 1e-6
+            assert carried.ssd <= machine.ssd[direction == "out"] * part.seconds * (1 + 1e-9) + 1e-6
 
 
 @given(st.data())
@@ -137,7 +102,7 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
     count = len(profile.operators)
     ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
     for one in plan.migrations:  # the sources of a recomputed tensor have arrived then
-        if one.drive is None:
+        if one.tier is None:
             sources = {ids[source] for source in profile.tensors[one.tensor].sources}
             for other in plan.migrations:
                 parts = wrapped(other.after + 1, other.before, count)
@@ -275,7 +240,7 @@ def test_tensors_that_are_needed_last_are_evicted() -> None:
     machine = MigrationMachine(30, 0, 100.0, 100.0, ((10.0, 10.0),))
     profile = LifetimeProfile("model", operators, tensors)
     plan = EvictionPlanner(profile, machine, 1).plan(GPUSteps(profile, machine).without(), in_flight=0.0)
-    assert plan.migrations == (Migration(0, 0, 3, 5, 7, 0),)
+    assert plan.migrations == (Migration(0, 0, 3, 5, 7, "ssd"),)
 
 
 def one_saved_tensor(size: int) -> LifetimeProfile:
@@ -292,13 +257,13 @@ def test_a_tensor_is_absent_for_as_long_as_the_drive_allows() -> None:
     """10 bytes at 5 bytes/s out and 10 in: absent from the fourth operator to the ninth."""
     machine = MigrationMachine(10, 0, 100.0, 100.0, ((10.0, 5.0),))
     plan = plan_teraio(one_saved_tensor(10), machine, min_bytes=1)
-    assert plan.migrations == (Migration(0, 0, 3, 8, 9, 0),)
+    assert plan.migrations == (Migration(0, 0, 3, 8, 9, "ssd"),)
     found = simulate_migrations(one_saved_tensor(10), machine, plan)
     assert (found.step_seconds, found.stalls, found.excess_bytes) == (pytest.approx(10.0), (), 0)
     assert (found.ssd_written_bytes, found.host_peak_bytes) == (10, 0)
     for carried in ([part.out for part in found.traffic], [part.into for part in found.traffic]):
-        assert all(set(drives) <= {0} for drives in carried)
-        assert sum(drives.get(0, 0.0) for drives in carried) == pytest.approx(10.0)
+        assert sum(one.link for one in carried) == pytest.approx(10.0)
+        assert sum(one.ssd for one in carried) == pytest.approx(10.0)
 
 
 def test_a_slow_drive_stalls_the_operator_that_needs_the_memory() -> None:
@@ -311,11 +276,11 @@ def test_a_slow_drive_stalls_the_operator_that_needs_the_memory() -> None:
 
 def test_host_memory_is_taken_where_the_drive_is_saturated_within_its_limit() -> None:
     slow = MigrationMachine(10, 10, 100.0, 100.0, ((10.0, 1.0),))
-    assert [one.drive for one in plan_teraio(one_saved_tensor(10), slow, min_bytes=1).migrations] == [HOST]
+    assert [one.tier for one in plan_teraio(one_saved_tensor(10), slow, min_bytes=1).migrations] == ["host"]
     fast = replace(slow, drives=((10.0, 5.0),))
-    assert [one.drive for one in plan_teraio(one_saved_tensor(10), fast, min_bytes=1).migrations] == [0]
+    assert [one.tier for one in plan_teraio(one_saved_tensor(10), fast, min_bytes=1).migrations] == ["ssd"]
     little = replace(slow, host_bytes=9)
-    assert [one.drive for one in plan_teraio(one_saved_tensor(10), little, min_bytes=1).migrations] == [0]
+    assert [one.tier for one in plan_teraio(one_saved_tensor(10), little, min_bytes=1).migrations] == ["ssd"]
 
 
 def test_transfers_that_have_room_in_a_step_are_not_late() -> None:
@@ -335,13 +300,60 @@ def test_transfers_that_have_room_in_a_step_are_not_late() -> None:
     assert found.step_seconds < 85
 
 
+@given(st.data(), st.sampled_from([2, 4, 8]))
+@settings(deadline=None, max_examples=40)
+def test_equal_drives_are_planned_as_one_of_their_bandwidth(data: st.DataObject, count: int) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    read, write = 4.0, 2.0
+    several, one = (
+        replace(machine, drives=drives) for drives in (((read, write),) * count, ((count * read, count * write),))
+    )
+    assert plan_teraio(profile, several, 1) == plan_teraio(profile, one, 1)
+    assert plan_migrations(profile, several, 1) == plan_migrations(profile, one, 1)
+
+
+def test_unequal_drives_carry_as_much_as_stripes_in_proportion_to_their_bandwidth_allow() -> None:
+    """The weights are 10 and 20 bytes/s: a drive whose rates have another ratio waits for the other drive."""
+    assert MigrationMachine(1, 0, 1.0, 1.0, ((10.0, 10.0), (20.0, 20.0))).ssd == pytest.approx((30.0, 30.0))
+    assert MigrationMachine(1, 0, 1.0, 1.0, ((10.0, 10.0), (30.0, 15.0))).ssd == pytest.approx((30.0, 22.5))
+    assert MigrationMachine(1, 0, 1.0, 1.0, ()).ssd == (0.0, 0.0)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_no_plan_is_slower_with_faster_drives_or_another_one(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile).filter(lambda one: one.drives))
+    machine = replace(machine, drives=machine.drives[:1])
+    factor = data.draw(st.one_of(st.integers(2, 4), st.floats(1.0, 4.0)))
+    if isinstance(factor, int):
+        better = replace(machine, drives=machine.drives * factor)
+    else:
+        better = replace(machine, drives=tuple((factor * read, factor * write) for read, write in machine.drives))
+    for plan in (plan_teraio(profile, machine, 1), plan_migrations(profile, machine, 1)[0]):
+        before, after = (simulate_migrations(profile, one, plan) for one in (machine, better))
+        assert after.excess_bytes == before.excess_bytes
+        assert after.step_seconds <= before.step_seconds * (1 + 1e-9)
+
+
+def test_the_link_carries_first_what_is_needed_first_whichever_tier_stores_it() -> None:
+    """Drives as fast as the link do not delay a copy to host memory that an operator needs before their transfers."""
+    operators = tuple(OperatorSpan("work", "forward", float(index), index + 1.0) for index in range(6))
+    tensors = tuple(TensorLifetime(number, "saved", "saved tensor", 10, (number, 5), number, 5) for number in range(2))
+    machine = MigrationMachine(10, 10, 5.0, 100.0, ((100.0, 5.0),))
+    later, sooner = Migration(0, 0, 5, 5, 5, "ssd"), Migration(1, 1, 4, 5, 5, "host")
+    found = simulate_migrations(LifetimeProfile("model", operators, tensors), machine, MigrationPlan((later, sooner)))
+    assert not [stall for stall in found.stalls if stall[0] == 4]
+
+
 def test_urgent_transfers_overtake_others() -> None:
     """Both tensors leave at once; the one whose memory is needed first goes first, although it was queued last."""
     operators = tuple(OperatorSpan("work", "forward", float(index), index + 1.0) for index in range(6))
     tensors = tuple(TensorLifetime(number, "saved", "saved tensor", 10, (number, 5), number, 5) for number in range(2))
     profile = LifetimeProfile("model", operators, tensors)
     machine = MigrationMachine(10, 0, 100.0, 100.0, ((100.0, 5.0),))
-    later, sooner = Migration(0, 0, 5, 5, 5, 0), Migration(1, 1, 4, 5, 5, 0)
+    later, sooner = Migration(0, 0, 5, 5, 5, "ssd"), Migration(1, 1, 4, 5, 5, "ssd")
     found = simulate_migrations(profile, machine, MigrationPlan((later, sooner)))
     assert not [stall for stall in found.stalls if stall[0] == 4]
 

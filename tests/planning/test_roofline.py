@@ -1,12 +1,18 @@
 """Replays of a profiled step: throughput over bandwidth, host memory and drives, and what the machines cost."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.roofline import Prices, best_throughput, by_hardware, cost_table, roofline
+from lightning_ssd.planning.teraio import MIN_BYTES
+from tests.support.lifetimes import profiles
 
 GB = 10**9
 
@@ -43,10 +49,32 @@ def test_recomputation_helps_where_drives_are_slow() -> None:
     assert best > 1.2 * teraio
 
 
-def test_more_drives_and_host_memory_never_hurt() -> None:
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_more_drives_and_host_memory_never_hurt(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    scaled = replace(
+        profile, tensors=tuple(replace(one, nbytes=one.nbytes * MIN_BYTES) for one in profile.tensors)
+    )  # smaller tensors do not migrate
+    speed, capacity = st.floats(0.5 * MIN_BYTES, 50.0 * MIN_BYTES), max(scaled.active)
+    machine = MigrationMachine(capacity, 0, data.draw(speed), data.draw(speed), ((data.draw(speed), data.draw(speed)),))
+    grid = by_hardware(scaled, machine, [0, 20 * MIN_BYTES, 1000 * MIN_BYTES], [1, 2, 3, 5])
+    for rows in (grid, zip(*grid, strict=True)):
+        for row in rows:
+            assert all(0 < one <= other * (1 + 1e-9) <= 1 + 2e-9 for one, other in pairwise(row))
+
+
+def test_more_drives_and_host_memory_help_where_the_gpu_waits() -> None:
     grid = by_hardware(step(), MACHINE, [0, 20 * GB, 80 * GB], [1, 2, 4])
     assert grid[0][0] < grid[0][2] and grid[0][0] < grid[2][0]
-    assert all(0 < one <= 1 for row in grid for one in row)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 20 * GB, 80 * GB])
+def test_the_best_plan_is_never_slower_with_another_drive(host_bytes: int) -> None:
+    for layers in range(4, 12):
+        machines = [replace(MACHINE, host_bytes=host_bytes, drives=MACHINE.drives * count) for count in range(1, 9)]
+        found = [best_throughput(step(layers), one) for one in machines]
+        assert all(one <= other * (1 + 1e-9) for one, other in pairwise(found))
 
 
 def test_the_cost_table_has_prices_from_a_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning_ssd.planning import (
     planned_traffic,
     simulate,
 )
-from lightning_ssd.planning.migration_simulator import IntervalTraffic, MigrationPrediction
+from lightning_ssd.planning.migration_simulator import Carried, IntervalTraffic, MigrationPrediction
 from lightning_ssd.planning.traffic import Transfer
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
@@ -59,7 +59,10 @@ def test_intervals_have_all_bytes(spans: list[tuple[float, float, int]], count: 
 
 
 def test_migrations_to_host_memory_are_no_writes_of_drives() -> None:
-    parts = (IntervalTraffic(0.0, 1.0, {-1: 3.0, 0: 4.0}, {}), IntervalTraffic(1.0, 1.0, {}, {1: 5.0}))
+    parts = (
+        IntervalTraffic(0.0, 1.0, Carried(7.0, 4.0), Carried(0.0, 0.0)),
+        IntervalTraffic(1.0, 1.0, Carried(0.0, 0.0), Carried(5.0, 5.0)),
+    )
     found = migration_traffic(MigrationPrediction(2.0, (), 0.0, (0,), 0, 0, 4, parts))
     assert {name: [tuple(one) for one in row] for name, row in found.transfers.items()} == {
         "copy out": [(0.0, 1.0, 7.0)],

@@ -1,13 +1,15 @@
 """Slow and simple versions of the planners' and the simulator's algorithms, whose results have to be the same."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import HOST, Direction, GPUStep, GPUSteps, MigrationMachine, MigrationPlan
+from lightning_ssd.planning.migration import Direction, GPUStep, GPUSteps, MigrationMachine, MigrationPlan
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.planning.teraio import LESS_IN_FLIGHT, MIN_GAIN, PRICES, SHARES, plan_teraio
+from lightning_ssd.types import OffloadTierName
 
 
 def slow_bytes(changes: list[tuple[int, int, int]], count: int) -> list[int]:
@@ -22,7 +24,7 @@ def slow_bytes(changes: list[tuple[int, int, int]], count: int) -> list[int]:
 def slow_evictions(
     profile: LifetimeProfile, machine: MigrationMachine, step: GPUStep, recomputed: Sequence[Period], in_flight: float
 ) -> list[tuple[int, ...]]:
-    """Returns the migrations of `EvictionPlanner.plan` without their drives: examines all tensors at each operator."""
+    """Returns the migrations of `EvictionPlanner.plan` without their tiers: examines all tensors at each operator."""
     count = len(profile.operators)
     ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
     sizes = [tensor.nbytes for tensor in profile.tensors]
@@ -110,42 +112,45 @@ def slow_evictions(
 
 
 class _SlowTransfers:
-    """Unfinished transfers of one direction, as [operator that waits, number, bytes left, drive]."""
+    """Unfinished transfers of one direction, on the link and on drives."""
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
-        self.link = machine.link_out if direction == "out" else machine.link_in
-        self.drives = {drive: machine.rate(drive, direction) for drive in (*range(len(machine.drives)), HOST)}
-        self.queue: list[list[float]] = []
-        self.count = 0
+        self.rates = {"link": machine.link_out if direction == "out" else machine.link_in}
+        self.rates["ssd"] = machine.ssd[direction == "out"]
+        self.queue: list[_SlowTransfer] = []
 
-    def add(self, drive: int, due: int, nbytes: int) -> int:
-        self.count += 1
-        self.queue.append([due, self.count, nbytes, drive])
-        self.queue.sort()
-        return self.count
+    def add(self, tier: OffloadTierName, due: int, nbytes: int) -> None:
+        for carrier in ("link", "ssd") if tier == "ssd" else ("link",):
+            self.queue.append(_SlowTransfer(due, carrier, nbytes))
+        self.queue.sort(key=lambda one: one.due)
 
     def seconds_until(self, due: int) -> float:
-        needed = {
-            drive: sum(one[2] for one in self.queue if one[3] == drive and one[0] <= due) for drive in self.drives
-        }
-        return max(sum(needed.values()) / self.link, *(needed[drive] / rate for drive, rate in self.drives.items()))
+        return max(
+            sum(one.left / rate for one in self.queue if one.carrier == carrier and one.due <= due)
+            for carrier, rate in self.rates.items()
+        )
 
-    def advance(self, seconds: float, due: int) -> None:
-        link = self.link * seconds
-        left = {drive: rate * seconds for drive, rate in self.drives.items()}
-        for last in (due, inf):
-            for drive in self.drives:
-                room = before = min(left[drive], link)
-                for entry in [one for one in self.queue if one[3] == drive and one[0] <= last]:
-                    carried = min(entry[2], room)
-                    entry[2] -= carried
+    def advance(self, seconds: float) -> None:
+        for carrier, rate in self.rates.items():
+            room = rate * seconds
+            for one in self.queue:
+                if one.carrier == carrier:
+                    carried = min(one.left, room)
+                    one.left -= carried
                     room -= carried
-                left[drive] -= before - room
-                link -= before - room
-        self.queue = [one for one in self.queue if one[2] > 0]
+        self.queue = [one for one in self.queue if one.left > 0]
 
     def finish(self, due: int) -> None:
-        self.queue = [one for one in self.queue if one[0] > due]
+        self.queue = [one for one in self.queue if one.due > due]
+
+
+@dataclass
+class _SlowTransfer:
+    """A transfer that the operator `due` waits for, and bytes left for the link or for drives."""
+
+    due: int
+    carrier: str
+    left: float
 
 
 def slow_step_seconds(profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> float:
@@ -155,13 +160,13 @@ def slow_step_seconds(profile: LifetimeProfile, machine: MigrationMachine, plan:
     out, into = _SlowTransfers(machine, "out"), _SlowTransfers(machine, "in")
     for one in plan.migrations:
         tensor = profile.tensors[one.tensor]
-        if one.drive is None:
+        if one.tier is None:
             seconds[one.before % count] += tensor.recompute_seconds or 0.0
             continue
         if one.absent_from > count:
-            out.add(one.drive, one.absent_from - count, tensor.nbytes)
+            out.add(one.tier, one.absent_from - count, tensor.nbytes)
         if one.absent_until < count <= one.before:
-            into.add(one.drive, one.before - count, tensor.nbytes)
+            into.add(one.tier, one.before - count, tensor.nbytes)
     waited = 0.0
     for index in range(2 * count):
         waited = 0.0 if index == count else waited
@@ -171,15 +176,15 @@ def slow_step_seconds(profile: LifetimeProfile, machine: MigrationMachine, plan:
                 (out, one.after + 1, one.absent_from), (into, one.absent_until, one.before)
             ):  # fmt: skip
                 # The first step has only the transfers that an operator of it needs or that it has begun.
-                if one.drive is not None and begin % count == index % count and (index or transfers is into):
-                    transfers.add(one.drive, index + due - begin, nbytes)
+                if one.tier is not None and begin % count == index % count and (index or transfers is into):
+                    transfers.add(one.tier, index + due - begin, nbytes)
         while wait := max(out.seconds_until(index), into.seconds_until(index)):
             for transfers in (out, into):
-                transfers.advance(wait, index)
+                transfers.advance(wait)
                 transfers.finish(index)
             waited += wait
         for transfers in (out, into):
-            transfers.advance(seconds[index % count], index)
+            transfers.advance(seconds[index % count])
     return sum(seconds) + waited
 
 
@@ -198,11 +203,14 @@ class SlowSearch:
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
             self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
-        self.choice: tuple[int, float | None, float, float] = (0, None, 1.0, IN_FLIGHT)
+        self.start(0)
+
+    def start(self, units: int) -> None:
+        self.choice: tuple[int, float | None, float, bool, float] = (units, None, 1.0, False, IN_FLIGHT)
         self.best = self.simulate(*self.choice)
 
     def simulate(
-        self, units: int, price: float | None, share: float, in_flight: float
+        self, units: int, price: float | None, share: float, prefers_host: bool, in_flight: float
     ) -> tuple[MigrationPlan, MigrationPrediction]:
         recomputed: list[Period] = []
         if price is not None:
@@ -213,7 +221,7 @@ class SlowSearch:
                     recomputed.append(one)
                 left -= one.nbytes
         step = GPUSteps(self.profile, self.machine).without(frozenset(self.units[:units]))
-        plan = self.planner.plan(step, recomputed, in_flight)
+        plan = self.planner.plan(step, recomputed, in_flight, prefers_host=prefers_host)
         return plan, simulate_migrations(self.profile, self.machine, plan)
 
     def attempt(self, *choice: int | float | None) -> bool:
@@ -230,29 +238,36 @@ class SlowSearch:
         return True
 
     def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
+        found = []
         if self.best[1].stalls or self.best[1].excess_bytes:
-            self.improve()
+            hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
+            is_better = self.attempt(hidden, *self.choice[1:])
+            self.improve(len(self.units) // (8 if is_better else 4))
+            if not is_better and self.best[1].stalls:
+                found.append(self.best)
+                self.start(hidden)
+                self.improve(0)
         teraio = plan_teraio(self.profile, self.machine, self.min_bytes)
-        found = teraio, simulate_migrations(self.profile, self.machine, teraio)
-        return min(self.best, found, key=lambda one: one[1].score)
+        found += self.best, (teraio, simulate_migrations(self.profile, self.machine, teraio))
+        return min(found, key=lambda one: one[1].score)
 
-    def improve(self) -> None:
-        hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
-        is_better = self.attempt(hidden, *self.choice[1:])
+    def improve(self, amount: int) -> None:
         for price in PRICES:
             units, chosen, *others = self.choice
             if not self.attempt(units, price, *others) and chosen is not None:
                 break
-        amount = len(self.units) // (8 if is_better else 4)
         while amount:
             units, *others = self.choice
             # The second number is relative to the choice of the first.
             if not self.attempt(units + amount, *others) and not self.attempt(units - amount, *others):
                 amount //= 2
         for share in SHARES:
-            units, price, _, in_flight = self.choice
-            if price is None or not self.attempt(units, price, share, in_flight):
+            units, price, _, *others = self.choice
+            if price is None or not self.attempt(units, price, share, *others):
                 break
-        units, price, share, _ = self.choice
-        if self.attempt(units, price, share, LESS_IN_FLIGHT):
-            self.attempt(units - 1, price, share, LESS_IN_FLIGHT)
+        units, price, share, _, in_flight = self.choice
+        if self.machine.drives:
+            self.attempt(units, price, share, True, in_flight)
+        if self.attempt(*self.choice[:-1], LESS_IN_FLIGHT):
+            units, *others = self.choice
+            self.attempt(units - 1, *others)

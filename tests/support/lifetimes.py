@@ -1,0 +1,39 @@
+"""Any lifetime profile of a few operators and tensors."""
+
+from hypothesis import strategies as st
+
+from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> LifetimeProfile:
+    """Any step of a few operators: global tensors, saved tensors that can be recomputed or not, gradients, states."""
+    counts = [draw(st.integers(1, 6)) for _ in range(3)]
+    phases = [
+        name for name, count in zip(("forward", "backward", "optimizer"), counts, strict=True) for _ in range(count)
+    ]
+    operators, now = [], 0.0
+    for phase in phases:
+        begin, now = now, now + draw(st.floats(0.1, 5.0))
+        operators.append(OperatorSpan("work", phase, begin, now))
+    turn, end, last = counts[0], counts[0] + counts[1], len(phases) - 1
+    forward, backward, optimizer = st.integers(0, turn - 1), st.integers(turn, end - 1), st.integers(end, last)
+    size = st.integers(1, 50)
+    tensors: list[TensorLifetime] = []
+    for number in range(draw(st.integers(0, 4))):
+        unit = f"unit{number}"
+        uses = draw(forward), draw(backward), draw(optimizer)
+        nbytes = draw(size)
+        tensors.append(TensorLifetime(len(tensors), "w", "weight", nbytes, uses, unit=unit))
+        tensors.append(TensorLifetime(len(tensors), "g", "gradient", nbytes, uses[1:], uses[1], uses[2], unit))
+        tensors.append(TensorLifetime(len(tensors), "s", "optimizer state", 2 * nbytes, uses[2:], unit=unit))
+    for _ in range(draw(st.integers(1, 8))):
+        uses = draw(forward), draw(backward)
+        again = draw(st.one_of(st.none(), st.floats(0.01, 1.0)))
+        saved = [one.id for one in tensors if one.kind == "saved tensor" and (one.allocated or 0) <= uses[0]]
+        sources = tuple(draw(st.lists(st.sampled_from(saved), unique=True, max_size=2))) if saved and again else ()
+        name = "saved tensor"
+        tensors.append(
+            TensorLifetime(len(tensors), "a", name, draw(size), uses, *uses, recompute_seconds=again, sources=sources)
+        )
+    return LifetimeProfile("any", tuple(operators), tuple(tensors))
