@@ -290,8 +290,9 @@ class PlanRunner:
         assert self.plan is not None
         predicted, measured = comparison.predicted, comparison.step_seconds
         if comparison.gpu_peak_bytes:
-            unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
-            self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
+            unseen = self.profile.other_gpu_bytes + comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
+            # A plan that needs less than predicted does not show that another plan will, which would not fit then.
+            self.profile = replace(self.profile, other_gpu_bytes=max(0, unseen))
         stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds

@@ -14,8 +14,9 @@ CORRECTIONS = 8
 MAX_CORRECTION = 1.5
 """Largest factor between measured and predicted step time that is corrected."""
 
-MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
-"""Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
+MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.8, 3.0
+"""Bounds of the factor on the host's overhead, the least certain of all times, in one correction. The small model that it
+was measured with stays in the caches, so that it is seldom less in a training."""
 
 OVERHEAD_DOUBT, BOUND_DOUBT = 2.0, 1.05
 """Factors by which the host's overhead, and the resource that bounds a step, are equally likely to be wrong."""

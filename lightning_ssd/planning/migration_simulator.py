@@ -144,8 +144,8 @@ class _Transfers:
     """The transfers of one direction.
 
     The link carries the bytes of all transfers, and drives those of their own: a transfer ends when both have carried
-    it. Each of the two carries first what an operator needs first, so that urgent transfers overtake others, and more
-    bandwidth ends no transfer later.
+    it. Each of the two carries first what an operator needs first, so that urgent transfers overtake others, and faster
+    drives delay none on the link.
 
     Args:
         machine: the machine.
