@@ -1,5 +1,6 @@
 """Corrects the profiles of model and machine, so that they explain measured steps under a plan."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import log
 
@@ -14,12 +15,12 @@ CORRECTIONS = 8
 MAX_CORRECTION = 1.5
 """Largest factor between measured and predicted step time that is corrected."""
 
-MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.8, 3.0
-"""Bounds of the factor on the host's overhead, the least certain of all times, in one correction. The small model that it
-was measured with stays in the caches, so that it is seldom less in a training."""
+MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
+"""Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
 
-OVERHEAD_DOUBT, BOUND_DOUBT = 2.0, 1.05
-"""Factors by which the host's overhead, and the resource that bounds a step, are equally likely to be wrong."""
+OVERHEAD_DOUBT, LAUNCH_DOUBT, BOUND_DOUBT = 2.0, 1.1, 1.05
+"""Factors by which the host's overhead, all its launches, and the resource that bounds a step are equally likely to be
+wrong."""
 
 CLOSE_SECONDS = 0.005
 """Relative error of a step's time that needs no correction."""
@@ -30,8 +31,8 @@ def calibrate(
 ) -> tuple[ModelProfile, HardwareProfile] | None:
     """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
-    One quantity is corrected, the more likely one of two: the speed of the resource that bounds the step (GPU, link,
-    SSDs, CPU or host), or the host's overhead of the plan.
+    One quantity is corrected, the most likely one: the speed of the resource that bounds the step (GPU, link, SSDs, CPU
+    or host), the host's overhead of the plan, or all launches of a host that the GPU waits for.
 
     Args:
         model: the profile.
@@ -49,10 +50,19 @@ def calibrate(
         return None
     corrected = model, hardware
     # If the host bounds the step, all its work is slow, not only the overhead of the plan.
-    if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch" and not plan.keeps_all:
-        factor = _explain_by_overhead(model, hardware, plan, step_seconds)
-        if abs(log(factor, OVERHEAD_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
-            corrected = model, hardware.with_launches(factor)
+    if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch":
+        candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []
+        if not plan.keeps_all:  # else there is no overhead
+            candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_launches(factor))))
+        if model.waits and off > 1:
+            candidates.append(
+                (LAUNCH_DOUBT, lambda factor: (model.with_launches(factor), hardware.with_launches(factor)))
+            )
+        for doubt, scaled in candidates:
+            factor = _explain(scaled, plan, step_seconds)
+            if factor is not None and abs(log(factor, doubt)) <= abs(log(off, BOUND_DOUBT)):
+                corrected = scaled(factor)
+                break
     for _ in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds
@@ -88,18 +98,27 @@ def calibrate_step_rate(
     return replace(hardware, cpu_step_rate=stepped / max(seconds - shared, seconds / 2))
 
 
-def _explain_by_overhead(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
-    """Returns the factor on the host's overhead that explains a step of `step_seconds`; 1.0 if no factor does.
+def _explain(
+    scaled: Callable[[float], tuple[ModelProfile, HardwareProfile]], plan: Plan, step_seconds: float
+) -> float | None:
+    """Returns the factor on the host's times that explains a step of `step_seconds`; None: no factor does.
 
-    The overhead was measured on a small model outside of the training, unlike the launch times of the model itself.
+    The overhead of plans was measured on a small model outside of the training, and launches in other steps than those
+    of the plan.
+
+    Args:
+        scaled: returns profiles with these times multiplied by a factor.
+        plan: the plan of the step.
+        step_seconds: measured seconds.
     """
 
     def seconds(factor: float) -> float:
-        return simulate(model, hardware.with_launches(factor), plan).step_seconds
+        return simulate(*scaled(factor), plan).step_seconds
 
-    most = seconds(MAX_OVERHEAD_FACTOR)
-    if most < step_seconds or most - seconds(MIN_OVERHEAD_FACTOR) < CLOSE_SECONDS * step_seconds:
-        return 1.0
+    least, most = seconds(MIN_OVERHEAD_FACTOR), seconds(MAX_OVERHEAD_FACTOR)
+    close = CLOSE_SECONDS * step_seconds
+    if not least - close < step_seconds <= most or most - least < close:
+        return None
     quick, slow = MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR
     while slow - quick > CLOSE_SECONDS:
         middle = (slow + quick) / 2

@@ -290,6 +290,7 @@ def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp
     assert first.profile is not None
     assert {unit.checkpoint_bytes for unit in first.profile.units} == {None}
 
+
 @pytest.mark.parametrize("make", [gpt2, t5])
 def test_no_argument_of_a_checkpointed_unit_outlives_its_backward(tmp_path: Path, make: Any) -> None:
     """Later steps would find less memory than those that the plan was made for."""

@@ -326,6 +326,36 @@ def test_a_late_host_or_a_slow_gpu() -> None:
         assert (corrected[1] == machine) == (slow == "gpu")
 
 
+def test_a_host_that_the_gpu_waits_for_is_slower_than_measured() -> None:
+    """No overhead of a plan explains the step: the host's launches are corrected, not the GPU that waits for them."""
+    model = make_model(4, parameters=0, launch=0.9, operations=9)
+    machine = replace(H100, launch=HostOverhead(*6 * [1e-3]))
+    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
+    before = simulate(model, machine, plan)
+    assert before.bound == "compute"
+    for waits in (True, False):
+        measured = replace(model, waits=waits)
+        seconds = 1.3 * simulate(measured, machine, plan).step_seconds
+        corrected = calibrate(measured, machine, plan, seconds)
+        assert corrected is not None
+        assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
+        assert (corrected[0].forward_seconds == model.forward_seconds) == waits
+
+
+def test_a_shorter_step_that_no_overhead_explains_is_one_of_a_faster_gpu() -> None:
+    """The plan's overhead has no effect as long as it is small, and is the measured one then."""
+    model = replace(make_model(4, parameters=0, launch=0.1, operations=9), waits=False)
+    machine = replace(H100, launch=HostOverhead(*6 * [0.05]))
+    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
+    before = simulate(model, machine, plan)
+    assert before.bound == "compute"
+    slow = replace(machine, launch=machine.launch.times(3.0))
+    assert simulate(model, slow, plan).step_seconds > 1.05 * before.step_seconds
+    corrected = calibrate(model, machine, plan, 0.9 * before.step_seconds)
+    assert corrected is not None and corrected[1] == machine
+    assert simulate(*corrected, plan).step_seconds == pytest.approx(0.9 * before.step_seconds, rel=0.006)
+
+
 @given(models(), machines(), st.floats(1.01, 3.0))
 @settings(max_examples=30, deadline=None)
 def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
