@@ -652,25 +652,25 @@ def test_model_states_leave_the_device_for_a_large_gain_only(
     """Where they may stay: the time of a placement that was never profiled is uncertain."""
     budget = "lightning_ssd.model_states.StatesConfig.resident_budget"
     monkeypatch.setattr(budget, lambda self, device, *, movable=False: 1e9 if movable else 1.0)
-    resident: list[Plan] = []
+    resident_plans: list[Plan] = []
 
     def make(profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any = None) -> Plan:
         if placement is not None:
-            resident.append(make_plan(profile, hardware, planner, placement))
-            return resident[-1]
-        return resident[-1].placed(profile, [PartPlan("host", "host")] * len(profile.parts))
+            resident_plans.append(make_plan(profile, hardware, planner, placement))
+            return resident_plans[-1]
+        return resident_plans[-1].placed(profile, [PartPlan("host", "host")] * len(profile.parts))
 
     def predict(profile: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Any:
         if {part.states for part in plan.parts(profile)} == {"gpu"}:
             return simulate(profile, hardware, plan)
-        first = simulate(profile, hardware, resident[-1])
-        return replace(first, step_seconds=share * first.step_seconds)
+        stay = simulate(profile, hardware, resident_plans[-1])
+        return replace(stay, step_seconds=share * stay.step_seconds)
 
     monkeypatch.setattr(swap_planner, "make_plan", make)
     monkeypatch.setattr(swap_planner, "simulate", predict)
     offloaded = Offloaded()
     train_by_default(SHORT, LimitedMemory(), states="auto", callbacks=[offloaded], batches=9)
-    assert resident and any(offloaded.seen) == moves
+    assert resident_plans and any(offloaded.seen) == moves
 
 
 def test_model_states_stay_where_the_user_wants_them() -> None:
@@ -806,6 +806,33 @@ class CallsTwice(torch.optim.SGD):
 class CallsClosureTwice(Stateful):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return CallsTwice(self.parameters(), lr=1e-2)
+
+
+class AddsTwoBackwards(Stateful):
+    """Its step calls the closure twice, and zeroes gradients in the first call only. Memory may run out in both."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            optimizer_closure()
+            counting: Any = next(one for one in self.trainer.callbacks if hasattr(one, "in_micro_batch"))  # type: ignore[attr-defined]
+            counting.in_micro_batch = True
+            return optimizer_closure()
+
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = lambda *_: zero_grad() if self.number % 2 else None  # type: ignore[method-assign]
+        return optimizer
+
+
+@pytest.mark.parametrize("allocation", [88, 100])
+def test_a_backward_that_is_run_again_adds_to_gradients_that_wait_for_their_step(allocation: int) -> None:
+    how: dict[str, Any] = {"module": AddsTwoBackwards, "batches": 3}
+    run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), states="host", **how)
+    assert run.failures == 1
+    assert_equal(train("auto", **how), run)
 
 
 @pytest.mark.parametrize("module", [StepsByHand, CallsClosureTwice])

@@ -70,8 +70,9 @@ class Gradient:
 
     Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
     (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
-    returns to the pool instead. `accumulated()` and `has_accum` belong to the worker until `consumed` is done, then to
-    the training thread. All other fields belong to the training thread.
+    returns to the pool instead. After a step, `used` reads a parameter's gradient there, before its next copy is made.
+    `accumulated()` and `has_accum` belong to the worker until `consumed` is done, then to the training thread. All
+    other fields belong to the training thread.
 
     Args:
         flat: the flat parameter.

@@ -13,6 +13,7 @@ from lightning_ssd.model_states.gradient import Gradient, GradientState
 from lightning_ssd.model_states.parameter import OffloadedView, hollow
 from lightning_ssd.model_states.sources import Source
 from lightning_ssd.model_states.split import write_changed
+from lightning_ssd.model_states.torch_functions import Kind
 
 
 class GradientSource(Source):
@@ -137,7 +138,7 @@ class GradientAccess:
         if isinstance(values, OffloadedView):
             if values is self.get(flat, index):
                 return
-            values = values.clone()
+            values = self.access.run(Kind.OPERATOR, Tensor.clone, (values,), {})
         plain = (item.shape, item.dtype, flat.device)
         if values is not None and (values.shape, values.dtype, values.device) != plain:
             raise RuntimeError(
@@ -155,7 +156,10 @@ class GradientAccess:
             self.check(flat, index)
             gradient.assigned[index] = values
             gradient.states[index] = GradientState.PRESENT
-        gradient.accumulating = any(gradient.has_accum) or bool(gradient.assigned)
+        if gradient.accumulating:  # else `has_accum` belongs to the last step
+            gradient.consumed.result()
+            gradient.accumulating = any(gradient.has_accum)
+        gradient.accumulating |= bool(gradient.assigned)
         self.changed(flat, index)
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
@@ -213,7 +217,7 @@ class GradientAccess:
             if optimizer_flats[flat][0] is not optimizer:
                 continue
             present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
-            for index in present:
+            for index in present if none else ():
                 self.detach_views(flat, index)
             gradient.drop()
             if not none and present:
@@ -222,8 +226,9 @@ class GradientAccess:
                     flat.param_views[index].of(gradient.accumulated()).zero_()
                     gradient.has_accum[index] = True
                     gradient.states[index] = GradientState.PRESENT
-                    self.changed(flat, index)
                 gradient.accumulating = True
+            for index in present:
+                self.changed(flat, index)
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
         """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""

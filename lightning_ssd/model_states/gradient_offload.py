@@ -124,6 +124,7 @@ class GradientOffloader:
         With a shared pool steps are not delayed: other gradients need the memory that they free.
         """
         if self._pool is None and not self.arriving:
+            self.accumulate_all()  # gradients that user code may read are of an earlier backward
             states = {flat: list(gradient.states) for flat, gradient in self._gradients.items()}
             accumulated = frozenset(flat for flat, gradient in self._gradients.items() if gradient.kept)
             self._delayed = _DelayedBackward(states, accumulated)
@@ -299,6 +300,7 @@ class GradientOffloader:
                 )
             self.resume_accumulation(flat, index)
             gradient.states[index] = GradientState.PRESENT
+            self.remeasure(flat, index)
 
     def used(self) -> dict[nn.Parameter, Tensor | None]:
         """Returns copies of the gradients that steps have used; None: the step has not kept it. No step runs."""
@@ -349,13 +351,14 @@ class GradientOffloader:
                 self.accumulate(flat)
 
     def remeasure(self, flat: FlatParameter, index: int) -> None:
-        """Measures the norm of an accumulated or assigned gradient again: user code has changed it."""
+        """Measures the norm of a gradient again that user code has changed or dropped, or that is used again."""
         if not self._decision.needs_norm:
             return
         gradient = self._gradients[flat]
         gradient.fold()
         self.norms.pop(flat.param_views[index].parameter, None)
-        _measure_accumulated(gradient, flat, index, self.norms)
+        if gradient.accumulating:  # else `has_accum` belongs to the last step
+            _measure_accumulated(gradient, flat, index, self.norms)
 
     def pop_waited(self) -> float:
         """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""

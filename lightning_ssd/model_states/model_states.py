@@ -419,6 +419,7 @@ class ModelStates(Uncopied):
             clip(parameters_of(optimizer), limit)
         elif in_jobs and algorithm == "norm" and self._decision.needs_norm and self._may_clip_in_jobs:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self._steps.resume_stepped(optimizer)
             self._steps.wait_for_norms(optimizer)
             with self._grads.hidden():
                 self._decision.clip(parameters_of(optimizer), self._gradients.norms, limit)

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_ssd.model_states import build
 from tests.support.access import PLACES, Toy, compare, fit
 from tests.support.compare import assert_same, same
+from tests.support.late_device import LateCopies
 
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
 
@@ -403,8 +405,9 @@ class SkipsBackwardAndReads(SkipsBackward):
         pass
 
 
-@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}])
-def test_a_step_without_backward_uses_the_gradients_of_the_last_step(tmp_path: Path, clip: Any) -> None:
+@pytest.mark.parametrize("algorithm", [None, "norm", "value"])
+def test_a_step_without_backward_uses_the_gradients_of_the_last_step(tmp_path: Path, algorithm: str | None) -> None:
+    clip: Any = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm} if algorithm else {}
     compare(tmp_path, lambda: SkipsBackwardAndReads(**ADAMW), "host", **clip)
     with pytest.raises(RuntimeError, match=r"would use the gradient of .* again.*Call `optimizer.zero_grad\(\)`"):
         fit(tmp_path, SkipsBackward(**ADAMW), "host", **clip)
@@ -428,7 +431,65 @@ def test_averages_of_weights_with_batch_norm(tmp_path: Path) -> None:
         assert_same(train(states), expected)
 
 
+class Keeps(Toy):
+    """Reads gradients of earlier steps that `zero_grad` has filled with zeros, and to which backward has added."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def on_after_backward(self) -> None:
+        self.kept = getattr(self, "kept", None) or [parameter.grad for parameter in self.blocks.parameters()]
+        self.seen.append([float(gradient.sum()) for gradient in self.kept])
+
+    def on_train_end(self) -> None:
+        del self.kept
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_zeros_are_written_to_the_tensors_that_user_code_has_kept(tmp_path: Path, states: str) -> None:
+    compare(tmp_path, lambda: Keeps(**ADAMW), states)
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_a_parameter_is_given_the_gradient_of_another(tmp_path: Path, states: str) -> None:
+    def swap(module: Any) -> None:
+        one, other = (block.up.weight for block in module.blocks)
+        one.grad, other.grad = other.grad, one.grad
+
+    compare(tmp_path, lambda: Toy("on_after_backward", swap, **ADAMW), states)
+
+
+def test_dropping_an_unused_gradient_keeps_those_that_are_being_accumulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "make_copy_engine", LateCopies)
+
+    def drop(module: Any) -> None:
+        if len(module.losses) == 1:
+            module.blocks[1].unused.grad = None
+
+    def make() -> Toy:
+        module = Toy("on_after_backward", drop, **ADAMW)
+        module.blocks[1].unused = nn.Parameter(torch.ones(8))
+        return module
+
+    compare(tmp_path, make, "host", accumulate_grad_batches=2)
+
+
 # ---- clipping that is left to the jobs of a step ----
+
+
+class Alternating(Toy):
+    """Uses its second block in every other batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.count = 2 - batch_idx % 2
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.count]:
+            x = block(x)
+        return x
 
 
 def _total(module: Any) -> float:
@@ -474,9 +535,15 @@ def _zero(module: Any) -> None:
     module.optimizers().optimizer.zero_grad()
 
 
+def _replace_by_first(module: Any) -> None:
+    """Drops all gradients, and computes those of the first block from other rows."""
+    _zero(module)
+    module.blocks[0](torch.linspace(-1, 1, 32).view(4, 8)).square().mean().backward()
+
+
 BETWEEN = {
-    "on_after_backward": [_total, _add, _assign, _drop, _clip],
-    "on_before_optimizer_step": [_total, _add, _assign, _drop, _clip, _backward],
+    "on_after_backward": [_total, _add, _assign, _drop, _clip, _replace_by_first],
+    "on_before_optimizer_step": [_total, _add, _assign, _drop, _clip, _backward, _replace_by_first],
     "configure_gradient_clipping": [_total, _add, _assign, _drop, _clip, _clip_further, _clamp, _backward, _zero],
     "optimizer_step": [_total, _add],
     "on_train_batch_end": [_total, _add, _drop],
@@ -492,13 +559,23 @@ BETWEEN = {
     accumulate=st.sampled_from([1, 2]),
     precision=st.sampled_from(["32-true", "bf16-mixed"]),
     drops=st.booleans(),
+    kind=st.sampled_from([Toy, Alternating]),
+    late=st.booleans(),
     states=st.sampled_from(PLACES),
 )
 def test_uses_of_gradients_before_and_after_they_are_clipped(
-    uses: dict[str, Any], clip: float | None, by: str, accumulate: int, precision: Any, drops: bool, states: str
+    uses: dict[str, Any],
+    clip: float | None,
+    by: str,
+    accumulate: int,
+    precision: Any,
+    drops: bool,
+    kind: type[Toy],
+    late: bool,
+    states: str,
 ) -> None:
     def make() -> Toy:
-        module = Toy(**ADAMW)
+        module = kind(**ADAMW)
         for hook, use in uses.items():
             if use is not None or hook == "on_before_optimizer_step":
                 module.at(hook, use or (lambda _: None))
@@ -508,8 +585,25 @@ def test_uses_of_gradients_before_and_after_they_are_clipped(
 
     how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "precision": precision}
     how |= {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": by}
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if late:
+            patch.setattr(build, "make_copy_engine", LateCopies)
         compare(Path(folder), make, states, **how)
+
+
+def test_norms_of_gradients_that_were_dropped_do_not_count(tmp_path: Path) -> None:
+    compare(tmp_path, lambda: Toy("on_after_backward", _replace_by_first, **ADAMW), "host", gradient_clip_val=0.01)
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_norms_of_gradients_of_earlier_steps_count(tmp_path: Path, states: str) -> None:
+    """A parameter that the batch does not use is stepped with its earlier gradient, which nothing has dropped."""
+
+    class NeverDropped(Alternating):
+        def optimizer_zero_grad(self, *_: Any) -> None:
+            pass
+
+    compare(tmp_path, lambda: NeverDropped(**ADAMW), states, gradient_clip_val=0.01)
 
 
 @pytest.mark.parametrize("clips", ["norm", "in hook", None])
