@@ -13,6 +13,14 @@ from lightning_ssd.spans import WAIT, span, wait_for
 from lightning_ssd.storage import PinnedPool, Slab
 
 
+def clip(gradient: Tensor, scale: float | None, limit: float | None) -> None:
+    """Multiplies a gradient by `scale` in place, and clamps it to [-limit, limit] then. None: does not."""
+    if scale not in (None, 1.0):
+        gradient.mul_(scale)
+    if limit is not None:
+        gradient.clamp_(-limit, limit)
+
+
 class GradientPool:
     """Host memory that gradients are copied to until their optimizer step, less than all flat parameters need at once.
 
@@ -111,7 +119,7 @@ class Gradient:
         self.mark: Mark = None
         self.states = [GradientState.NONE] * len(flat.param_views)
         self.retained = False
-        self._used: tuple[Sequence[bool] | None, Future[float | None]] | None = None
+        self._used: tuple[Sequence[bool] | None, Future[float | None], float | None] | None = None
         """How the last step has used the gradients: see `retain`. None: as they are in `accum`."""
         self.assigned: dict[int, Tensor] = {}
 
@@ -146,16 +154,17 @@ class Gradient:
             return item.of(self.accumulated())
         return item.of(self.host_grad) if self.arrived[index] else None
 
-    def retain(self, arrived: Sequence[bool] | None, scale: "Future[float | None]") -> None:
+    def retain(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
         """Keeps the gradients that a step is given until they are dropped, or replaced by those of the next backward.
 
         Args:
             arrived: for each parameter, whether the step uses its gradient in `host_grad`, which belongs to no pool;
                 None: it uses `accum`.
             scale: future of the factor by which the step scales them, done when `consumed` is.
+            limit: absolute value at which the step clamps their elements then; None: it does not.
         """
         self.retained = True
-        self._used = arrived, scale
+        self._used = arrived, scale, limit
 
     def used(self) -> Tensor:
         """Returns `accum` with the gradients that the last step has used, if they are retained.
@@ -165,14 +174,13 @@ class Gradient:
         whole = self.accumulated()
         if self._used is None:
             return whole
-        (arrived, future), self._used = self._used, None
+        (arrived, future, limit), self._used = self._used, None
         scale = future.result()
         for index, item in enumerate(self._flat.param_views):
             if self.states[index] is GradientState.STEPPED:
                 if arrived is not None and arrived[index]:
                     item.of(whole).copy_(item.of(self.host_grad))
-                if scale not in (None, 1.0):
-                    item.of(whole).mul_(scale)
+                clip(item.of(whole), scale, limit)
         return whole
 
     @property

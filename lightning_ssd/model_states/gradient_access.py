@@ -66,7 +66,7 @@ class GradientAccess:
         accumulate: submits the accumulation of a flat parameter's copied gradients.
         resume_accumulation: called before a gradient is added to one that the last step may have used.
         changed: called after user code has changed the gradient of a parameter.
-        apply_scale: called before gradients are read, changed or added to, which may have been clipped.
+        apply_clipping: called before gradients are read, changed or added to, which may have been clipped.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class GradientAccess:
         accumulate: Callable[[FlatParameter], object],
         resume_accumulation: Callable[[FlatParameter, int], None],
         changed: Callable[[FlatParameter, int], None],
-        apply_scale: Callable[[], None],
+        apply_clipping: Callable[[], None],
     ) -> None:
         self._gradients = gradients
         self._accumulate = accumulate
         self._resume_accumulation = resume_accumulation
         self.changed = changed
-        self._apply_scale = apply_scale
+        self._apply_clipping = apply_clipping
         self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
             weakref.WeakValueDictionary()
         )
@@ -145,7 +145,7 @@ class GradientAccess:
                 f"the gradient that is assigned to {item.name} is {values.dtype} {list(values.shape)} on "
                 f"{values.device}, and the parameter is {plain[1]} {list(plain[0])} on {plain[2]}."
             )
-        self._apply_scale()
+        self._apply_clipping()
         self.detach_views(flat, index)
         if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
             self._accumulate_arrived(flat)
@@ -167,7 +167,7 @@ class GradientAccess:
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
-        self._apply_scale()
+        self._apply_clipping()
         self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
@@ -188,7 +188,7 @@ class GradientAccess:
             RuntimeError: a step has used the gradient and not kept it.
         """
         gradient = self._gradients[flat]
-        self._apply_scale()
+        self._apply_clipping()
         if gradient.states[index] is GradientState.STEPPED:
             self.check(flat, index)
             gradient.consumed.result()
@@ -212,7 +212,7 @@ class GradientAccess:
         self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
     ) -> None:
         """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""
-        self._apply_scale()
+        self._apply_clipping()
         for flat, gradient in self._gradients.items():
             if optimizer_flats[flat][0] is not optimizer:
                 continue

@@ -131,7 +131,6 @@ class ModelStates(Uncopied):
         self._copies = copies = offloaded.copies
         self._masters = masters
         self._pool = pool
-        self._clip_value = setup.clip_value
         self._flat_of = {
             item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.param_views)
         }
@@ -193,7 +192,7 @@ class ModelStates(Uncopied):
             self._gradients.accumulate,
             self._gradients.resume_accumulation,
             self._gradients.remeasure,
-            self._steps.apply_scale,
+            self._steps.apply_clipping,
         )
         self._grad_dtype = GradDtype(self.stores)
         self._access = Access(
@@ -290,7 +289,7 @@ class ModelStates(Uncopied):
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
             return
         self._steps.check_not_submitted(flat, index)
-        self._steps.apply_scale()
+        self._steps.apply_clipping()
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         if grad.dtype != flat.dtype:  # summed in fp32
             self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
@@ -417,24 +416,20 @@ class ModelStates(Uncopied):
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters_of(optimizer), limit)
-        elif in_jobs and algorithm == "norm" and self._decision.needs_norm and self._may_clip_in_jobs:
+        elif in_jobs and algorithm == "norm" and self._decision.needs_norm and self._steps.may_clip_norm:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             self._steps.resume_stepped(optimizer)
             self._steps.wait_for_norms(optimizer)
             with self._grads.hidden():
                 self._decision.clip(parameters_of(optimizer), self._gradients.norms, limit)
-        elif in_jobs and algorithm == "value" and limit == self._clip_value and not self.defer_to_user_hooks:
+        elif in_jobs and algorithm == "value" and self._steps.clamp(limit):
+            self._steps.resume_stepped(optimizer)
             with self._grads.hidden():  # the jobs clamp the offloaded ones
                 if resident := [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]:
                     torch.nn.utils.clip_grad_value_(resident, limit)
         else:
             with self.full_grads(getattr(optimizer, "optimizer", optimizer)):  # of Lightning's wrapper
                 clip(parameters_of(optimizer), limit)
-
-    @property
-    def _may_clip_in_jobs(self) -> bool:
-        """Whether the jobs of the running step may clip: user code has not clipped before."""
-        return self._decision.may_clip or not self.defer_to_user_hooks
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
@@ -457,7 +452,7 @@ class ModelStates(Uncopied):
         if self._summoned:
             yield
             return
-        self._steps.apply_scale()
+        self._steps.apply_clipping()
         with self.summon_full_params():
             self._gradients.accumulate_all()
             self.drain()

@@ -24,7 +24,7 @@ from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
-from lightning_ssd.model_states.gradient import GradientState
+from lightning_ssd.model_states.gradient import GradientState, clip
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import Journal
 from lightning_ssd.model_states.offloaded import OffloadedModel
@@ -105,6 +105,8 @@ class StepScheduler:
         """The optimizer from whose steps the device's share is chosen: steps of several differ, and alternate."""
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
+        self._limit: float | None = None
+        """Absolute value at which the jobs of the running step clamp gradients; None: they don't."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
         self.history = StepHistory(offloaded)
@@ -135,6 +137,7 @@ class StepScheduler:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
         self.defer_to_user_hooks = self._defer_next
         self.optimizer = optimizer
+        self._limit = None if self.defer_to_user_hooks else self._clip_value
         self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
         scale = self._decision.scale
         self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
@@ -186,9 +189,9 @@ class StepScheduler:
         if arrived is None:
             with self._lock:
                 self._accumulations[flat] = on_host
-        limit = None if self.defer_to_user_hooks else self._clip_value
+        limit = self._limit
         if self.defer_to_user_hooks or (arrived is None and limit is None and not self._decision.needs_norm):
-            gradient.retain(arrived, self._decision.scale)
+            gradient.retain(arrived, self._decision.scale, limit)
         else:
             gradient.retained = False
         for index, item in enumerate(flat.param_views):
@@ -270,22 +273,38 @@ class StepScheduler:
                 elif flat.shared or not (self._defers_to_hooks(flat) and gradient.may_stay):
                     self._gradients.accumulate(flat)
 
-    def apply_scale(self) -> None:
-        """Scales gradients that were clipped, and whose steps have not begun: user code is about to use them.
+    def clamp(self, limit: float) -> bool:
+        """Leaves clipping by value to the jobs of the running step. Returns False if the caller has to clip.
 
-        Else their steps scale them.
+        Args:
+            limit: the largest absolute value.
         """
+        if self.defer_to_user_hooks:
+            self._limit = limit if self._limit is None else min(limit, self._limit)
+        return limit == self._clip_value or self.defer_to_user_hooks
+
+    @property
+    def may_clip_norm(self) -> bool:
+        """Whether the jobs of the running step may clip by norm: user code has not clipped before."""
+        return not self.defer_to_user_hooks or (self._decision.may_clip and self._limit is None)
+
+    def apply_clipping(self) -> None:
+        """Clips gradients whose clipping was left to steps that have not begun: user code is about to use them."""
         optimizer = self.optimizer
-        if optimizer is None or not self.defer_to_user_hooks or (scale := self._decision.pop_scale()) is None:
+        if optimizer is None or not self.defer_to_user_hooks:
+            return
+        scale, limit, self._limit = self._decision.pop_scale(), self._limit, None
+        if scale is None and limit is None:
             return
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and (gradient.accumulating or any(gradient.arrived)):
                 if any(gradient.arrived):
                     self._gradients.accumulate(flat)
                 gradient.consumed.result()
+                gradient.fold()
                 for index, item in enumerate(flat.param_views):
                     if gradient.has_accum[index]:
-                        item.of(gradient.accumulated()).mul_(scale)
+                        clip(item.of(gradient.accumulated()), scale, limit)
                         self._gradients.remeasure(flat, index)
 
     def wait_for_norms(self, optimizer: Optimizer) -> None:
