@@ -18,7 +18,7 @@ MAX_CORRECTION = 1.5
 MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
 """Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
 
-OVERHEAD_DOUBT, LAUNCH_DOUBT, BOUND_DOUBT = 2.0, 1.1, 1.05
+OVERHEAD_DOUBT, LAUNCH_DOUBT, BOUND_DOUBT = 2.0, 1.12, 1.05
 """Factors by which the host's overhead, all its launches, and the resource that bounds a step are equally likely to be
 wrong."""
 

@@ -328,7 +328,7 @@ def test_a_late_host_or_a_slow_gpu() -> None:
 
 def test_a_host_that_the_gpu_waits_for_is_slower_than_measured() -> None:
     """No overhead of a plan explains the step: the host's launches are corrected, not the GPU that waits for them."""
-    model = make_model(4, parameters=0, launch=0.9, operations=9)
+    model = make_model(4, parameters=0, launch=2.0, operations=9)
     machine = replace(H100, launch=HostOverhead(*6 * [1e-3]))
     plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
     before = simulate(model, machine, plan)
