@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -127,6 +127,8 @@ class HostBuffer(StateBuffer):
         self._pin = pin
         self._slabs: dict[int, Slab] = {0: Slab(nbytes, pin=pin)}
         """Memory of each version, by its number."""
+        self._views: dict[int, dict[str, Tensor]] = {}
+        """What `views` has returned for each version."""
 
     @property
     def has_second(self) -> bool:
@@ -161,6 +163,7 @@ class HostBuffer(StateBuffer):
     def drop_second(self) -> None:
         """Frees the uncommitted version, which no copy reads."""
         if self.has_second:
+            self._views.pop(1 - self.version, None)
             self._slabs.pop(1 - self.version).close()
 
     def stage(
@@ -171,6 +174,24 @@ class HostBuffer(StateBuffer):
     def uncommitted(self, staged: Tensor) -> Tensor:
         return self._slabs[1 - self.version].tensor if self.has_second else staged
 
+    def views(self, make: Callable[[Tensor], dict[str, Tensor]], *, uncommitted: bool) -> Mapping[str, Tensor]:
+        """Returns views of the memory of a version, which are made once.
+
+        Each operator that makes a view releases Python's lock, for which the thread of the optimizer and the training
+        thread would then wait, in every step of every flat parameter.
+
+        Args:
+            make: makes the views of bytes, the same in all calls.
+            uncommitted: as in `write`.
+        """
+        number = 1 - self.version if uncommitted and self.has_second else self.version
+        views = self._views.get(number)
+        if views is None:
+            # User code may read values inside of modes of its own; a step uses the views later.
+            with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+                views = self._views[number] = make(self._slabs[number].tensor)
+        return views
+
     def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         return finished(None)
 
@@ -178,6 +199,7 @@ class HostBuffer(StateBuffer):
         return finished(None)
 
     def free(self) -> None:
+        self._views.clear()
         for slab in self._slabs.values():
             slab.close()
 

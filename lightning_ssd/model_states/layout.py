@@ -156,13 +156,19 @@ class Layout:
 
     def views(self, weights: Tensor, opt_state: Tensor | None) -> StagedState:
         """Returns views of the values that lie in `weights` and `opt_state`, both bytes."""
-        views = {}
-        for array in self.arrays:
-            buffer = opt_state if array.buffer else weights
-            assert buffer is not None
-            end = array.start + self.flat.numel * array.dtype.itemsize
-            views[array.key] = buffer[array.start : end].view(array.dtype)
-        compute, master = views.pop(WEIGHT), views.pop(MASTER, None)
+        return self.state_of(self.arrays_in(0, weights) | ({} if opt_state is None else self.arrays_in(1, opt_state)))
+
+    def arrays_in(self, buffer: int, memory: Tensor) -> dict[str, Tensor]:
+        """Returns views of the arrays that lie in the bytes of a buffer, by their keys."""
+        return {
+            array.key: memory[array.start : array.start + self.flat.numel * array.dtype.itemsize].view(array.dtype)
+            for array in self.arrays
+            if array.buffer == buffer
+        }
+
+    def state_of(self, arrays: dict[str, Tensor]) -> StagedState:
+        """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""
+        compute, master = arrays.pop(WEIGHT), arrays.pop(MASTER, None)
         if self.split:
-            return StagedState(compute, None, master, views)
-        return StagedState(compute, compute if master is None else master, None, views)
+            return StagedState(compute, None, master, arrays)
+        return StagedState(compute, compute if master is None else master, None, arrays)

@@ -7,6 +7,7 @@ code and moves wait for each other's futures here. `layout` has the arrays, and 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,8 +157,7 @@ class StateStore:
             failed.set_exception(self._lost)
             return failed
         if self._staging_bytes == 0:
-            parts = [buffer.stage(None, read=True)[0] for buffer in self._buffers]
-            return finished(self._views(parts, step=step))
+            return finished(self._in_place(step=step))
         values: StagedState | None = None
 
         def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread
@@ -501,6 +501,19 @@ class StateStore:
         finally:
             if memory is not None:
                 memory.release()
+
+    def _in_place(self, *, step: bool) -> StagedState:
+        """Returns the values where they are stored, in host memory."""
+        staged = self._in_host_memory(uncommitted=False)
+        if step and any(buffer.has_second for buffer in self._buffers):
+            staged.uncommitted = self._in_host_memory(uncommitted=True)
+        return staged
+
+    def _in_host_memory(self, *, uncommitted: bool) -> StagedState:
+        arrays: dict[str, Tensor] = {}
+        for index, buffer in enumerate(self._host_buffers()):
+            arrays |= buffer.views(partial(self.layout.arrays_in, index), uncommitted=uncommitted)
+        return self.layout.state_of(arrays)
 
     def _views(self, parts: list[Tensor], *, step: bool) -> StagedState:
         opt_state = parts[1] if len(parts) > 1 else None

@@ -1,9 +1,11 @@
 """The store of one flat parameter: versions, staging, prefetch, tiers, and failing drives."""
 
 import contextlib
+import weakref
 from concurrent.futures import Future
 from errno import EIO
 from itertools import product
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +386,23 @@ def test_weights_that_are_rounded_from_whole_masters_are_not_read(
         begun.reads.clear()
         store.unstage(store.stage().result(timeout=60), changed=False)
         assert begun.reads == [False, True]
+
+
+def test_values_in_host_memory_are_staged_without_operators_and_freed_with_their_version(tmp_path: Path) -> None:
+    """Operators release Python's lock, for which the optimizer's thread and the training thread would wait."""
+    layout = make_layout(2, torch.bfloat16)
+    with open_store(tmp_path, ("host", "host"), layout) as (store, _):
+        assert store.add_second()
+        staged, other_staged = (store.stage(step=True).result() for _ in range(2))
+        for one, other in ((staged, other_staged), (staged.out, other_staged.out)):
+            assert all(map(is_, one.arrays(), other.arrays()))
+        new = weights_of(layout, 1)
+        step(store, new)
+        store.commit()
+        assert same(masters_of(store), new)
+        assert store.stage().result().weights is staged.out.weights
+        dropped, kept = (weakref.ref(one.weights) for one in (staged, staged.out))
+        staged = other_staged = one = other = None  # type: ignore[assignment]
+        store.drop_second()
+        assert dropped() is None and kept() is not None
+    assert kept() is None
