@@ -102,6 +102,8 @@ class ForwardGraph:
     """Memory of forward and backward without weights, their gradients, and saved tensors."""
     arguments: dict[UnitCall, frozenset[int]] = field(default_factory=dict)
     """Numbers of the buffers among the arguments of each unit call whose forward may be run again in backward."""
+    cast_bytes: dict[UnitCall, int] = field(default_factory=dict)
+    """Bytes of autocast's casts of weights that each unit call has made and backward needs."""
 
     def checkpoint_bytes(self) -> dict[UnitCall, int]:
         """Returns the unit calls that can be checkpointed, each with the bytes that stay besides its saved input.

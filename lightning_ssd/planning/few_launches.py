@@ -74,7 +74,7 @@ def plan_few_launches(
         _, index, begin, end = heapq.heappop(queue)
         if begin == _CHECKPOINT:
             checkpointed.add(index)
-            nbytes -= model.units[index].saved_bytes - (model.units[index].checkpoint_bytes or 0)
+            nbytes -= _freed_by_checkpoint(model.units[index])
             continue
         for freed in tensors[index][begin:end]:
             choices[index][freed.operator] = freed.choice
@@ -102,11 +102,16 @@ def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
     return hardware.launch.follow * operations + hardware.launch.save * saved
 
 
+def _freed_by_checkpoint(unit: UnitProfile) -> int:
+    """Returns the bytes on the GPU that a unit frees from its forward to its backward if it is checkpointed."""
+    return unit.saved_bytes - (unit.checkpoint_bytes or 0) + unit.cast_bytes
+
+
 def _checkpoint_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> float:
     """Returns the bytes per second that a unit frees if it is checkpointed."""
     on_host = unit.launch_seconds + hardware.launch.checkpoint * unit.num_saved
     seconds = max(on_host + device_weight * unit.forward_seconds, _NO_TIME)
-    return (unit.saved_bytes - (unit.checkpoint_bytes or 0)) / seconds
+    return _freed_by_checkpoint(unit) / seconds
 
 
 def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> list[_Freed]:

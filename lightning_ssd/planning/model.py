@@ -125,6 +125,8 @@ class UnitProfile:
             weights, gradients and states are the sums; empty: the unit is placed as a whole.
         checkpoint_bytes: bytes that stay on the GPU from forward to backward, besides the saved input, if the unit is
             checkpointed; None: its forward can't be run again in backward.
+        cast_bytes: bytes of autocast's casts of weights that are saved. They are no saved bytes of operators, but
+            transient bytes from the unit's forward to its backward. If it is checkpointed, they are freed in between.
     """
 
     name: str
@@ -139,11 +141,12 @@ class UnitProfile:
     backward_bytes: int = 0
     parts: tuple[PartProfile, ...] = ()
     checkpoint_bytes: int | None = None
+    cast_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_not_negative(f"{self.name}.checkpoint_bytes", self.checkpoint_bytes or 0)
         for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
-                      "state_bytes_written", "forward_bytes", "backward_bytes"):  # fmt: skip
+                      "state_bytes_written", "forward_bytes", "backward_bytes", "cast_bytes"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if not self.operators:
             raise ValueError(f"The unit `{self.name}` has no operators. Give it at least one, with its times.")

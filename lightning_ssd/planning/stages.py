@@ -77,6 +77,7 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
     """Returns the stages of a forward, with sums of the operators' bytes and seconds by the plan's choices."""
     pieces = ceil(STAGES / len(model.units))
     stages = []
+    freed = 0  # casts of weights that backward makes again, unit by unit
     for index, profile in enumerate(model.units):
         unit = plan.units[profile.name]
         count = len(profile.operators)
@@ -87,7 +88,10 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
             _add_operators(stage, profile, unit, start, stop)
             if unit.checkpoint and stage.last:
                 _add_rerun(stage, profile)
+            stage.fwd_workspace = max(0, stage.fwd_workspace - freed)
+            stage.bwd_workspace = max(0, stage.bwd_workspace - freed)
             stages.append(stage)
+        freed += profile.cast_bytes if unit.checkpoint else 0
     return stages
 
 

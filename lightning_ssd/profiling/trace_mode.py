@@ -90,6 +90,9 @@ class TraceMode(UnitDispatchMode):
         """States of the generators that torch does not restore, at the begin of each call that may be run again."""
         self._readers: weakref.WeakKeyDictionary[torch.UntypedStorage, set[UnitCall]] = weakref.WeakKeyDictionary()
         """Calls that have read each storage of a parameter or buffer, of which none may be changed in place later."""
+        self._casts: list[tuple[UnitCall, weakref.ref[torch.UntypedStorage], int]] = []
+        """Casts of weights by autocast: the call that has made them, and their bytes. Autograd alone keeps them alive,
+        if it has saved them."""
         self._where: list[str] = []
         for modules in units:
             for unit in modules:
@@ -106,6 +109,7 @@ class TraceMode(UnitDispatchMode):
         self._caches.clear()
         self._random_states.clear()
         self._readers.clear()
+        self._casts.clear()
         self._where.clear()
         self._get_ahead(HEAD_START)
         self._leads = MOST_LEADS
@@ -139,6 +143,9 @@ class TraceMode(UnitDispatchMode):
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
         self._backward_of = self.unit_call
+        for unit_call, storage, nbytes in self._casts:
+            if storage() is not None:
+                self.graph.cast_bytes[unit_call] = self.graph.cast_bytes.get(unit_call, 0) + nbytes
         if self._lifetimes is not None:
             self._lifetimes.phase = "backward"
         self._get_ahead(HEAD_START)
@@ -258,6 +265,8 @@ class TraceMode(UnitDispatchMode):
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
                 self.graph.transients.alloc(storage)
+                if func is torch.ops.aten._to_copy.default and all(read.values()) and not _caches_casts():
+                    self._casts.append((self.unit_call, weakref.ref(storage), storage.nbytes()))
         flops = count_flops(func, args, kwargs, result)
         where = self._where[-1] if self._where else ""
         self.graph.operations.append(
@@ -341,6 +350,11 @@ class _BackwardMode(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         return self._recorder.time_backward(func, args, kwargs or {})
+
+
+def _caches_casts() -> bool:
+    """Returns whether autocast keeps casts of weights until its context ends. Lightning's does not."""
+    return torch.is_autocast_cache_enabled()
 
 
 @functools.cache

@@ -39,7 +39,8 @@ def unit_profiles(
         of_call = [item for item in saved if item.unit_call == unit_call]
         name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
         profile = _unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), parts, *measured)
-        profiles.append(replace(profile, checkpoint_bytes=checkpoint_bytes.get(unit_call)))
+        cast_bytes = graph.cast_bytes.get(unit_call, 0)
+        profiles.append(replace(profile, checkpoint_bytes=checkpoint_bytes.get(unit_call), cast_bytes=cast_bytes))
     return tuple(profiles)
 
 

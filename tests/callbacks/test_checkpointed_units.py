@@ -21,9 +21,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.t5.modeling_t5 import T5LayerFF
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.planning import ModelProfile, Plan
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, simulate
 from tests.support.compare import assert_same
-from tests.support.plans import BOTH, draw, pinned, planner
+from tests.support.plans import BOTH, MACHINE, draw, pinned, planner
 from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
 pytestmark = pytest.mark.timeout(240)
@@ -316,3 +316,19 @@ def test_no_argument_of_a_checkpointed_unit_outlives_its_backward(tmp_path: Path
     finally:
         gc.enable()
     assert alive[True][-3:] == alive[False][-3:]
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16-mixed", 2), ("32-true", 0)])
+def test_casts_of_weights_are_freed_with_the_saved_tensors(tmp_path: Path, precision: str, itemsize: int) -> None:
+    """Autograd saves autocast's casts of weights, which Lightning's autocast does not cache."""
+    plan, profile = plan_and_profile(gpt2, tmp_path, precision=precision)
+    matrices = 32 * 96 + 32 * 32 + 2 * 32 * 128
+    layers = [unit for unit in profile.units if ".h." in unit.name]
+    assert [unit.cast_bytes for unit in layers] == [itemsize * matrices] * 3
+    machine = HardwareProfile.from_json(MACHINE)
+    kept = {name: replace(unit, operators=dict.fromkeys(unit.operators, "keep")) for name, unit in plan.units.items()}
+    first = replace(kept[layers[0].name], input="keep", checkpoint=True)
+    checkpointed = replace(plan, units=kept | {layers[0].name: first})
+    without = replace(profile, units=tuple(replace(unit, cast_bytes=0) for unit in profile.units))
+    peaks = [simulate(one, machine, checkpointed).gpu_peak_bytes for one in (without, profile)]
+    assert peaks[0] - peaks[1] == itemsize * matrices

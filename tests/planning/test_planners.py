@@ -487,7 +487,7 @@ def test_plans_with_few_launches_free_what_they_are_asked_to(
 def freed_bytes(unit: UnitProfile, plan: Plan) -> int:
     """Returns the bytes of a unit's saved tensors that a plan frees in forward."""
     if plan.units[unit.name].checkpoint:
-        return unit.saved_bytes - (unit.checkpoint_bytes or 0)
+        return unit.saved_bytes - (unit.checkpoint_bytes or 0) + unit.cast_bytes
     choices = plan.units[unit.name].operators
     return sum(operator.saved_bytes for operator in unit.operators if choices[operator.name] != "keep")
 

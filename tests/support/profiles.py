@@ -142,6 +142,7 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
                 12 * parameters,
                 parts=make_parts(counts),
                 checkpoint_bytes=draw(st.one_of(st.none(), st.integers(0, GB))),
+                cast_bytes=draw(st.integers(0, GB)),
             )
         )
     return ModelProfile(
