@@ -185,6 +185,10 @@ def test_shapes_that_alternate_at_the_limit_do_not_run_out_of_memory() -> None:
     check_never_out_of_memory([(8, 24), (24, 8), (10, 24)], [0, 1] * 12 + [2, 0, 1] * 6, 1.05, 1)
 
 
+def test_a_large_batch_between_small_ones_does_not_run_out_of_memory() -> None:
+    check_never_out_of_memory([(1, 1), (24, 2)], [*13 * [0], *4 * [1], 0, 0, 1], 1.01, 1)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @settings(max_examples=12, deadline=None)
