@@ -265,7 +265,9 @@ class TraceMode(UnitDispatchMode):
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
                 self.graph.transients.alloc(storage)
-                if func is torch.ops.aten._to_copy.default and all(read.values()) and not _caches_casts():
+                # With its cache, which Lightning disables, autocast keeps casts alive until its context ends.
+                is_cast = func is torch.ops.aten._to_copy.default and all(read.values())
+                if is_cast and not torch.is_autocast_cache_enabled():
                     self._casts.append((self.unit_call, weakref.ref(storage), storage.nbytes()))
         flops = count_flops(func, args, kwargs, result)
         where = self._where[-1] if self._where else ""
@@ -350,11 +352,6 @@ class _BackwardMode(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         return self._recorder.time_backward(func, args, kwargs or {})
-
-
-def _caches_casts() -> bool:
-    """Returns whether autocast keeps casts of weights until its context ends. Lightning's does not."""
-    return torch.is_autocast_cache_enabled()
 
 
 @functools.cache
