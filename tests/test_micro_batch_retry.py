@@ -384,8 +384,7 @@ def test_any_allocation_may_fail(
     run = None
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for proven in ("PROVEN", "PROVEN_PLAN"):
-                patch.setattr(auto_planner, proven, 2 * how["batches"])
+            patch.setattr(auto_planner, "PROVEN", 2 * how["batches"])
             run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
     except torch.OutOfMemoryError as error:
         # Reentrant checkpointing accumulates gradients in several backwards.
@@ -500,8 +499,7 @@ def test_any_allocation_may_fail_where_states_are_offloaded(
     run = None
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for proven in ("PROVEN", "PROVEN_PLAN"):
-                patch.setattr(auto_planner, proven, 2 * how["batches"])
+            patch.setattr(auto_planner, "PROVEN", 2 * how["batches"])
             patch.setattr(auto_planner, "FIRST_MICRO_BATCHES", 2 * how["batches"])
             patch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
             run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)

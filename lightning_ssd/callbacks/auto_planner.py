@@ -61,10 +61,6 @@ COMPILED = "`torch.compile` compiles a part of the training"
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rules."""
 
-PROVEN_PLAN = 6
-"""The same under a plan. Most steps by which it is corrected come later, as the host takes 10 to 20 ms to record the
-state for a second attempt."""
-
 FIRST_MICRO_BATCHES = 2
 """Micro-batches under a rule whose optimizer steps begin after backward. Most of those that run out of memory are among
 them; in later ones the delay would cost more time than a failure."""
@@ -168,7 +164,7 @@ class AutoPlanner(pl.Callback):
     @property
     def may_run_out(self) -> bool:
         """Whether the present micro-batch is prepared to run out of memory: it is one of the first under its rule."""
-        return self._guard is not None and self._proven[self._rule] < (PROVEN if self.planner is None else PROVEN_PLAN)
+        return self._guard is not None and self._proven[self._rule] < PROVEN
 
     @property
     def begins_rule(self) -> bool:

@@ -189,6 +189,10 @@ def test_a_large_batch_between_small_ones_does_not_run_out_of_memory() -> None:
     check_never_out_of_memory([(1, 1), (24, 2)], [*13 * [0], *4 * [1], 0, 0, 1], 1.01, 1)
 
 
+def test_a_large_batch_after_many_small_ones_under_a_plan_does_not_run_out_of_memory() -> None:
+    check_never_out_of_memory([(5, 7), (7, 19)], [0, 0, 0, 1, 0, 0, 1, *22 * [0], 1, 0], 1.025, 2)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @settings(max_examples=12, deadline=None)
