@@ -81,6 +81,8 @@ class MicroBatch:
     def __init__(self, patterns: Sequence[Pattern], clock: Clock, revision: int, window_bytes: int) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
+        self.kept_bytes = 0
+        """Bytes of storages that are kept on the device and not in `sizes`, because none can be offloaded."""
         self._repeated = patterns[0] if patterns and patterns[0].complete else None
         """Pattern of the last micro-batch, while this one saves storages of the same sizes; None afterwards."""
         self.in_backward = False
@@ -196,7 +198,7 @@ class MicroBatch:
 
     def resident_bytes(self) -> int:
         """Returns the bytes of the saved storages that have device memory, including those in flight."""
-        total = 0
+        total = self.kept_bytes
         for nbytes, reference in zip(self.sizes, self._records, strict=True):
             record = reference()
             kept = record is not None and record.state is not State.OFFLOADED

@@ -158,6 +158,8 @@ class ActivationOffloader(Uncopied):
         self._window_depth = policy.window_depth
         self._on_saved = policy.on_saved
         self._on_unpacked = policy.on_unpacked
+        # Nothing can be offloaded or recomputed, and no callback needs records: saved tensors have none.
+        self._keeps_all = not (self.tiers or policy.mode or policy.on_saved or policy.on_unpacked)
         if self._batch is not None:  # a micro-batch begins before callbacks of its batch change the policy
             self._batch.set_window(policy.window_bytes)
 
@@ -350,6 +352,12 @@ class ActivationOffloader(Uncopied):
             or tensor._is_zerotensor()
             or in_backward()  # recomputed, or made by a double backward: needed at once
         ):
+            return _keep(tensor)
+        if self._keeps_all:
+            assert self._batch is not None, "call begin_micro_batch before a forward"
+            self._batch.kept_bytes += nbytes
+            self._stats.saved += nbytes
+            setattr(storage, KEPT_IN, self._stats.micro_batches)
             return _keep(tensor)
         if self._placement.must_keep(nbytes):
             setattr(storage, KEPT_IN, self._stats.micro_batches)
