@@ -293,14 +293,23 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
     return tensor.detach()
 
 
-def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size, remedy: str = "") -> None:
+def check_version(
+    tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size, remedy: Callable[[], str] = str
+) -> None:
     """Checks that `tensor` is at version `expected`.
+
+    Args:
+        tensor: the tensor.
+        expected: version of the tensor when it was saved.
+        dtype: dtype of the saved tensor.
+        size: size of the saved tensor.
+        remedy: returns the end of the error's message.
 
     Raises:
         RuntimeError: the tensor was changed after it was saved (PyTorch's own message, and `remedy`).
     """
     if tensor._version != expected:
-        raise RuntimeError(f"{modified_in_place(tensor, expected, dtype, size)}{remedy}")
+        raise RuntimeError(f"{modified_in_place(tensor, expected, dtype, size)}{remedy()}")
 
 
 def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size) -> RuntimeError:

@@ -9,15 +9,29 @@ T = TypeVar("T")
 
 
 def finished(result: T) -> "Future[T]":
-    """Returns a future that is done."""
+    """Returns a future that is done. All futures without a result are one object: one that is done does not change."""
+    if result is None:
+        return _FINISHED
     future: Future[T] = Future()
     future.set_result(result)
     return future
 
 
+_FINISHED: "Future[Any]" = Future()
+_FINISHED.set_result(None)
+
+
 def error_of(future: "Future[Any]") -> BaseException | None:
     """Returns the error of a done future: a CancelledError if it was cancelled, None if it has a result."""
-    return CancelledError() if future.cancelled() else future.exception()
+    try:
+        return future.exception()
+    except CancelledError as error:
+        return error
+
+
+def succeeded(future: "Future[Any]") -> bool:
+    """Returns whether a future is done and has a result."""
+    return future is _FINISHED or (future.done() and error_of(future) is None)
 
 
 def pass_on(done: "Future[T]", result: "Future[T]") -> None:
@@ -33,6 +47,13 @@ def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]
 
     If either future fails or is cancelled, the returned future fails with its error or a CancelledError.
     """
+    if succeeded(first):  # no further future is needed then: most are done where values are in host memory
+        try:
+            return make(first.result())
+        except BaseException as error:
+            failed: Future[T] = Future()
+            failed.set_exception(error)
+            return failed
     result: Future[T] = Future()
 
     def go(future: "Future[Any]") -> None:
@@ -57,7 +78,9 @@ def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
 
     Its callbacks run on the thread that completes the last of them.
     """
-    waiting = list(futures)
+    waiting = [future for future in futures if not succeeded(future)]
+    if not waiting:
+        return finished(None)
     result: Future[None] = Future()
     lock = threading.Lock()  # guards `left` and `failure`
     left = len(waiting) + 1

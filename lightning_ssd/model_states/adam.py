@@ -142,8 +142,8 @@ class AdamKernel:
         settings.root = self.root
         settings.parts = parts
         function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
-        addresses = (ctypes.c_void_p * 9)(*(array.data_ptr() for array in arrays))
-        arguments = KernelArguments(function, len(items), items.data_ptr(), addresses, settings)
+        addresses = (ctypes.c_void_p * 9)(*[array.data_ptr() for array in arrays])
+        arguments = KernelArguments(function, items.size(0), items.data_ptr(), addresses, settings)
         return KernelCall(self.library, arguments, (items, *arrays))
 
 
@@ -199,7 +199,7 @@ def settings_of(
         scale: factor of the gradient.
     """
     (beta1, beta2), lr, decay = options["betas"], options["lr"], options["weight_decay"]
-    if options["amsgrad"] or any(isinstance(value, Tensor) for value in (beta1, beta2, decay)):
+    if options["amsgrad"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or isinstance(decay, Tensor):
         return None
     if options["differentiable"] or options["capturable"] or ctypes.c_float(1 - beta1).value >= 0.5:
         return None

@@ -10,6 +10,8 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class ParamView:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the parameter."""
         return self.shape.numel()
@@ -118,6 +120,7 @@ class FlatParameter:
         self.unshard: Callable[[], None] = self.refuse_unshard
         """Makes the flat resident for backward or for an operator; set by the owner of the flat."""
         self._starts = [item.start for item in self.param_views]
+        self._numels = [item.numel for item in self.param_views]
         self._make_storage()
 
     def allocate(self) -> Tensor:
@@ -144,6 +147,10 @@ class FlatParameter:
         """Whether a tensor of other code refers to the storage."""
         own = self._references + (len(self.param_views) if self.attached else 0)
         return torch._C._storage_Use_Count(self._storage._cdata) > own
+
+    def numel_of(self, chosen: Sequence[bool]) -> int:
+        """Returns the number of elements of some of the parameters, without those that align others."""
+        return sum(compress(self._numels, chosen))
 
     def versions(self) -> list[int]:
         """Returns the version counters of the parameters, which their views share."""
@@ -290,7 +297,7 @@ class _SavedView(SavedWeight):
         flat.unshard()
         with torch._C.DisableTorchFunctionSubclass():
             item = flat.param_views[self._index]
-            check_version(item.parameter, self._version, self._dtype, self._size, _remedy(item.name))
+            check_version(item.parameter, self._version, self._dtype, self._size, lambda: _remedy(item.name))
         return flat.load(self._dtype, self._offset, self._size, self._stride)
 
 

@@ -157,6 +157,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         super().__init__(flat)
         self._steps = [0] * len(flat.param_views)
         self._steps_before = self._steps
+        self._spans = [(view.start, view.numel) for view in flat.param_views]
         self._device = flat.device
 
     def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
@@ -168,14 +169,13 @@ class ElementwiseOptimizer(FlatOptimizer):
             )
         if staged.out is not staged and not all(given.has_grad):
             staged.out.copy(staged)
-        indices: dict[int, list[int]] = {}
-        for index, steps in enumerate(self._steps):
-            if given.has_grad[index]:
-                indices.setdefault(steps, []).append(index)
+        spans: dict[int, list[ElementSpan]] = {}
+        for steps, has_gradient, span in zip(self._steps, given.has_grad, self._spans, strict=True):
+            if has_gradient:
+                spans.setdefault(steps, []).append(span)
         calls: list[KernelCall] = []
-        for steps, parameters in indices.items():
-            views = (self.flat.param_views[index] for index in parameters)
-            calls += self._begin_spans(given, staged, [(view.start, view.numel) for view in views], steps, half)
+        for steps, of_parameters in spans.items():
+            calls += self._begin_spans(given, staged, of_parameters, steps, half)
         if not all(given.has_grad):
             make_calls(calls)
             staged.out.round()
@@ -293,10 +293,12 @@ class AdamOptimizer(ElementwiseOptimizer):
         if kernel is None or name is None or settings is None:
             return super()._begin_spans(given, staged, spans, steps, half)
         key = kernel, tuple(spans)
-        if key not in self._items:
-            self._items = {key: kernel.items(spans)}
+        items = self._items.get(key)
+        if items is None:
+            items = kernel.items(spans)
+            self._items = {key: items}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
-        return [kernel.call(name, self._items[key], (*values, gradient), settings, _outputs(half, staged))]
+        return [kernel.call(name, items, (*values, gradient), settings, _outputs(half, staged))]
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         options = self._on_cpu(given.options)

@@ -84,6 +84,8 @@ class StateStore:
         self._require_seconds(self._buffers)
         self._staging_bytes = sum(buffer.staging_bytes for buffer in self._buffers)
         self._lost: BaseException | None = None
+        self._in_place: dict[bool, Future[StagedState]] = {}
+        """Results of `stage` for values in host memory, by `step`, while the same memory has the same version."""
         self._stepped: Future[Any] = finished(None)
         self._weights_stepped: Future[Any] = finished(None)
 
@@ -157,7 +159,9 @@ class StateStore:
             failed.set_exception(self._lost)
             return failed
         if self._staging_bytes == 0:
-            return finished(self._in_place(step=step))
+            if step not in self._in_place:
+                self._in_place[step] = finished(self._stage_in_place(step=step))
+            return self._in_place[step]
         values: StagedState | None = None
 
         def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread
@@ -207,16 +211,15 @@ class StateStore:
         self.steps += 1
         self.changes += 1
         self.revertible = self.has_second
-        for buffer in self._buffers:
-            buffer.flip()
+        if self.revertible:
+            self._flip()
 
     def revert(self) -> None:
         """Rolls the last commit back: it is `revertible`, and no step was staged since."""
         self.steps -= 1
         self.changes += 1
         self.revertible = False
-        for buffer in self._buffers:
-            buffer.flip()
+        self._flip()
 
     @property
     def has_second(self) -> bool:
@@ -247,6 +250,7 @@ class StateStore:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self.spare is not None and not self.spare.reserve(nbytes):
             return False
+        self._in_place.clear()
         try:
             for buffer in buffers:
                 buffer.add_second()
@@ -300,6 +304,8 @@ class StateStore:
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
+        if self._staging_bytes == 0:
+            return finished(None)
         return all_of(buffer.write_done() for buffer in self._buffers)
 
     def drain(self) -> None:
@@ -373,6 +379,7 @@ class StateStore:
         """Resumes with the stored values of a version, and makes the parameters views of the flat."""
         for buffer in self._buffers:
             buffer.version = version
+        self._in_place.clear()
         self.flat.adopt()
 
     def restore_to_cpu(self) -> Exception | None:
@@ -426,17 +433,20 @@ class StateStore:
         self.revertible = False
         before, self._buffers = self._buffers, tuple(buffers)
         self._staging_bytes = sum(buffer.staging_bytes for buffer in buffers)
+        self._in_place.clear()
         for old, new in zip(before, buffers, strict=True):
             if old is not new:
                 old.free()
 
     def free(self) -> None:
         """Frees the buffers."""
+        self._in_place.clear()
         for buffer in self._buffers:
             buffer.free()
 
     def free_host_memory(self) -> None:
         """Frees the buffers in host memory; those on SSDs go away with the scratch files."""
+        self._in_place.clear()
         for buffer in self._buffers:
             if isinstance(buffer, HostBuffer):
                 buffer.free()
@@ -478,8 +488,8 @@ class StateStore:
                 if isinstance(buffer, HostBuffer):
                     buffer.add_second()
 
-    @staticmethod
-    def _drop_second(buffers: Sequence[HostBuffer]) -> None:
+    def _drop_second(self, buffers: Sequence[HostBuffer]) -> None:
+        self._in_place.clear()
         for buffer in buffers:
             buffer.drop_second()
 
@@ -502,7 +512,12 @@ class StateStore:
             if memory is not None:
                 memory.release()
 
-    def _in_place(self, *, step: bool) -> StagedState:
+    def _flip(self) -> None:
+        self._in_place.clear()
+        for buffer in self._buffers:
+            buffer.flip()
+
+    def _stage_in_place(self, *, step: bool) -> StagedState:
         """Returns the values where they are stored, in host memory."""
         staged = self._in_host_memory(uncommitted=False)
         if step and any(buffer.has_second for buffer in self._buffers):

@@ -124,24 +124,31 @@ class OptimizerStep:
             drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
         if not self.store.in_memory:
-            done = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
-            return done, done
-        opt_state: Future[None] = Future()
+            whole = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
+            return whole, whole
+        done: Future[None] = Future()
+        opt_state: Future[None] | None = None
 
         def run() -> Jobs:  # on the worker's thread
+            nonlocal opt_state
             scale = self.scale.result()
             if scale is not None and drop_second:
                 self.store.drop_second()
             if scale is not None and weights_first and self._has_halves(scale):
                 yield from self._make(self.store.stage(step=True).result(), scale, "weights")
-                made = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
-                made.add_done_callback(lambda done: pass_on(done, opt_state))
+                opt_state = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
             else:
                 yield from self._make_in_memory(scale)
-                opt_state.set_result(None)
+
+        def end(weights: "Future[None]") -> None:  # on that thread, or the one that fails the job
+            if opt_state is None or weights.exception() is not None:
+                pass_on(weights, done)
+            else:
+                opt_state.add_done_callback(lambda made: pass_on(made, done))
 
         weights = self._submit(run, [*after, self.scale])
-        return weights, then(weights, lambda _: opt_state)
+        weights.add_done_callback(end)
+        return weights, done
 
     def can_be_on_device(self) -> bool:
         """Returns whether the device could make the step without reads, with values and gradient page-locked."""
@@ -311,8 +318,7 @@ class OptimizerStep:
         finally:
             self.store.unstage(staged, changed=changed, step=True)
         if half != "weights":  # the second half transfers about the bytes of a whole step: its rate is comparable
-            views = zip(self.store.flat.param_views, given.has_grad, strict=True)
-            self.count(sum(item.numel for item, stepped in views if stepped), work.seconds)
+            self.count(self.store.flat.numel_of(given.has_grad), work.seconds)
 
     def _input(self, scale: float) -> StepInput:
         return StepInput(self.options, self._gradient(), self._has_grad(), scale)

@@ -17,15 +17,23 @@ def end(future: "Future[Any]", how: str) -> None:
         future.cancel()
 
 
+@pytest.mark.parametrize("done", ["neither", "first", "both"])
 @pytest.mark.parametrize("outer", ["result", "error", "cancelled"])
 @pytest.mark.parametrize("inner", ["result", "error", "cancelled"])
 @pytest.mark.parametrize("make", [lambda one, other: then(one, lambda _: other), lambda *both: all_of(both)])
-def test_every_end_of_either_future_is_passed_on(make: Any, outer: str, inner: str) -> None:
+def test_every_end_of_either_future_is_passed_on(make: Any, outer: str, inner: str, done: str) -> None:
+    """Also if they are done before they are combined."""
     first: Future[None] = Future()
     second: Future[None] = Future()
+    if done != "neither":
+        end(first, outer)
+    if done == "both":
+        end(second, inner)
     result = make(first, second)
-    end(first, outer)
-    end(second, inner)
+    if done == "neither":
+        end(first, outer)
+    if done != "both":
+        end(second, inner)
     assert result.done() and ended(result).result() is None
     hows = {outer, inner}
     expected = {"error": ValueError, "cancelled": CancelledError}.get(outer if outer != "result" else inner)

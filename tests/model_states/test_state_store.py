@@ -96,8 +96,18 @@ def test_a_step_is_made_in_place_where_the_second_version_is_not_allocated(tmp_p
         assert store.add_second()
         step(store, old)
         store.commit()
+        step(store, new)  # is not committed
         store.drop_second()
         assert same(masters_of(store), old) and store.revertible != in_memory
+        step(store, newer)
+        assert same(masters_of(store), newer) == in_memory
+
+
+def test_freed_memory_is_not_referenced(tmp_path: Path) -> None:
+    with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
+        staged = weakref.ref(store.stage().result())
+        store.free()
+        assert staged() is None
 
 
 def test_second_versions_use_spare_memory_and_free_it(tmp_path: Path) -> None:
