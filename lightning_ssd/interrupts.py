@@ -1,11 +1,16 @@
 """Protects code that must not end halfway from Ctrl-C, which Python raises between any two bytecodes."""
 
+import _signal  # type: ignore[import-not-found]
 import functools
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec, TypeVar
+
+_SIGINT = int(signal.SIGINT)
+"""For the functions of `_signal`. Those of `signal` convert its arguments to enums, which takes longer than most calls
+that are protected."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,16 +29,16 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if threading.current_thread() is not threading.main_thread():
             return function(*args, **kwargs)
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(_SIGINT)
         if not callable(handler) or isinstance(handler, _Deferring):
             return function(*args, **kwargs)
         deferring = _Deferring(handler)
-        signal.signal(signal.SIGINT, deferring)
+        _signal.signal(_SIGINT, deferring)
         try:
             result = function(*args, **kwargs)
         finally:
-            if signal.getsignal(signal.SIGINT) is deferring:  # else other code has set its own
-                signal.signal(signal.SIGINT, handler)
+            if _signal.getsignal(_SIGINT) is deferring:  # else other code has set its own
+                _signal.signal(_SIGINT, handler)
         if deferring.came:
             handler(signal.SIGINT, None)
         return result

@@ -229,7 +229,8 @@ class Access:
         if parameter.flat.summoned:
             return parameter.grad
         _check_not_compiled(parameter)
-        weights = _weights(parameter)
+        weights = parameter.source
+        assert isinstance(weights, Weights)
         return self._grad_of(weights.flat, weights.index)
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -151,31 +151,35 @@ class GradScaleDecision:
                 clipped there.
             limit: the largest norm.
         """
-        resident = [parameter for parameter in parameters if parameter.grad is not None]
+        known = [norms.get(parameter) for parameter in parameters]
+        resident = [
+            parameter
+            for parameter, norm in zip(parameters, known, strict=True)
+            if norm is None and parameter.grad is not None  # in that order: `.grad` of an offloaded one takes long
+        ]
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
         here = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
         device = self._copies.device
         scale = None if self._device_scale is None else self._device_scale.squeeze(0)
 
-        def unscaled(norm: Tensor) -> Tensor:
-            return norm if scale is None else norm * scale
-
         every: list[Tensor] = []
         dtypes: list[torch.dtype] = []
-        for parameter in parameters:
-            if parameter in here:
+        for parameter, norm in zip(parameters, known, strict=True):
+            if norm is not None:
+                norm = norm.to(device)
+                every.append(norm if scale is None else norm * scale)
+                dtypes.append(torch.float32)
+            elif parameter in here:
                 every.append(here[parameter].to(device))
                 dtypes.append(parameter.grad.dtype)  # type: ignore[union-attr]
-            elif parameter in norms:
-                every.append(unscaled(norms[parameter].to(device)))
-                dtypes.append(torch.float32)
         if not every:
             return
         total = torch.linalg.vector_norm(torch.stack([every[index] for index in _grouped(dtypes, device)]))
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)  # fp64 if a gradient is
         if grads:
             torch._foreach_mul_(grads, coefficient)
-        self._device_scale = unscaled(coefficient.float()).view(1)
+        coefficient = coefficient.float()
+        self._device_scale = (coefficient if scale is None else coefficient * scale).view(1)
 
     def decide(self) -> tuple[Tensor, Mark] | None:
         """Completes `scale` as soon as the device has computed it. Backward, clipping and unscaling are over.

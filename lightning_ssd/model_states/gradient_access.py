@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -49,7 +49,7 @@ class GradientSource(Source):
         if self.own is None:
             accum = self._gradients.whole(self._flat, self._index)
             write_changed(self.item.of(accum), values.detach().to("cpu"))
-            self._gradients.changed(self._flat, self._index)
+            self._gradients.changed(self._flat, [self._index])
 
 
 class GradientAccess:
@@ -65,7 +65,7 @@ class GradientAccess:
         gradients: gradient of each flat parameter that is stepped; not owned.
         accumulate: submits the accumulation of a flat parameter's copied gradients.
         resume_accumulation: called before a gradient is added to one that the last step may have used.
-        changed: called after user code has changed the gradient of a parameter.
+        changed: called after user code has changed the gradients of some parameters.
         apply_clipping: called before gradients are read, changed or added to, which may have been clipped.
     """
 
@@ -74,7 +74,7 @@ class GradientAccess:
         gradients: Mapping[FlatParameter, Gradient],
         accumulate: Callable[[FlatParameter], object],
         resume_accumulation: Callable[[FlatParameter, int], None],
-        changed: Callable[[FlatParameter, int], None],
+        changed: Callable[[FlatParameter, Sequence[int]], None],
         apply_clipping: Callable[[], None],
     ) -> None:
         self._gradients = gradients
@@ -160,7 +160,7 @@ class GradientAccess:
             gradient.consumed.result()
             gradient.accumulating = any(gradient.has_accum)
         gradient.accumulating |= bool(gradient.assigned)
-        self.changed(flat, index)
+        self.changed(flat, [index])
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights."""
@@ -179,7 +179,7 @@ class GradientAccess:
         gradient.has_accum[index] = True
         gradient.accumulating = True
         gradient.states[index] = GradientState.PRESENT
-        self.changed(flat, index)
+        self.changed(flat, [index])
 
     def whole(self, flat: FlatParameter, index: int) -> Tensor:
         """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
@@ -217,8 +217,9 @@ class GradientAccess:
             if optimizer_flats[flat][0] is not optimizer:
                 continue
             present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
-            for index in present if none else ():
-                self.detach_views(flat, index)
+            if none and self._sources:
+                for index in present:
+                    self.detach_views(flat, index)
             gradient.drop()
             if not none and present:
                 gradient.consumed.result()
@@ -227,8 +228,7 @@ class GradientAccess:
                     gradient.has_accum[index] = True
                     gradient.states[index] = GradientState.PRESENT
                 gradient.accumulating = True
-            for index in present:
-                self.changed(flat, index)
+            self.changed(flat, present)
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
         """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""

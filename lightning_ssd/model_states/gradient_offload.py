@@ -6,7 +6,7 @@ continues. Gradients of several micro-batches are summed on the host.
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -102,9 +102,9 @@ class GradientOffloader:
         """Returns the gradient of a flat parameter."""
         return self._gradients[flat]
 
-    def items(self) -> "Iterator[tuple[FlatParameter, Gradient]]":
-        """Yields the flat parameters that are stepped, and their gradients."""
-        yield from self._gradients.items()
+    def items(self) -> ItemsView[FlatParameter, Gradient]:
+        """Returns the flat parameters that are stepped, and their gradients."""
+        return self._gradients.items()
 
     @property
     def pending(self) -> bool:
@@ -225,7 +225,10 @@ class GradientOffloader:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
         gradient = self._gradients[flat]
         data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
-        gradient.mark = self._copies.d2h(data, gradient.target(index), self._copies.mark(), awaited=True)
+        # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. (If some gradients
+        # of the flat parameter do not arrive, the thread that waits for the others spins.)
+        last = gradient.num_arrived >= len(flat.param_views)
+        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
         self.keep_alive(data, gradient.mark)
         while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
             self._release_oldest()
@@ -246,8 +249,10 @@ class GradientOffloader:
                 gradient.num_arrived = 0
 
     def _release_in_flight(self) -> None:
-        while self._in_flight:
-            self._release_oldest()
+        if self._in_flight:  # the copies end in the order in which they were issued
+            self._copies.wait(self._in_flight[-1][1])
+            self._in_flight.clear()
+            self._in_flight_bytes = 0
 
     def _release_oldest(self) -> None:
         data, mark = self._in_flight.popleft()
@@ -300,7 +305,7 @@ class GradientOffloader:
                 )
             self.resume_accumulation(flat, index)
             gradient.states[index] = GradientState.PRESENT
-            self.remeasure(flat, index)
+            self.remeasure(flat, [index])
 
     def used(self) -> dict[nn.Parameter, Tensor | None]:
         """Returns copies of the gradients that steps have used; None: the step has not kept it. No step runs."""
@@ -350,15 +355,16 @@ class GradientOffloader:
             if any(gradient.arrived):
                 self.accumulate(flat)
 
-    def remeasure(self, flat: FlatParameter, index: int) -> None:
-        """Measures the norm of a gradient again that user code has changed or dropped, or that is used again."""
+    def remeasure(self, flat: FlatParameter, indices: Sequence[int]) -> None:
+        """Measures the norms of gradients again that user code has changed or dropped, or that are used again."""
         if not self._decision.needs_norm:
             return
         gradient = self._gradients[flat]
         gradient.fold()
-        self.norms.pop(flat.param_views[index].parameter, None)
-        if gradient.accumulating:  # else `has_accum` belongs to the last step
-            _measure_accumulated(gradient, flat, index, self.norms)
+        for index in indices if self.norms or gradient.accumulating else ():
+            self.norms.pop(flat.param_views[index].parameter, None)
+            if gradient.accumulating:  # else `has_accum` belongs to the last step
+                _measure_accumulated(gradient, flat, index, self.norms)
 
     def pop_waited(self) -> float:
         """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
@@ -414,7 +420,7 @@ class GradientOffloader:
                     item.of(gradient.accumulated()).copy_(grad)
                 if grad is not None and self._decision.loss_scaled:
                     self._decision.check_value(item.of(gradient.accumulated()))
-                self.remeasure(flat, index)
+                self.remeasure(flat, [index])
 
     def consumed(self) -> "Sequence[Future[None]]":
         """Returns the futures of the last use of every gradient."""
@@ -440,4 +446,4 @@ def _measure_accumulated(
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(item.parameter.requires_grad for item in flat.param_views)
+        return tuple([item.parameter.requires_grad for item in flat.param_views])

@@ -99,7 +99,7 @@ class MasterWeights:
         self._optimizers = optimizers
         self._summoned = False
         self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.by_param]
-        for optimizer in optimizers:
+        for optimizer in optimizers if self.by_param else ():
             self._replace_in_groups(optimizer, self.by_param)
             _move_states(optimizer, self.by_param)
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))

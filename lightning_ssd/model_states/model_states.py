@@ -298,10 +298,10 @@ class ModelStates(Uncopied):
             return
         self._gradients.receive(flat, index)
         complete = (
-            self._steps.overlaps(flat)
+            self._gradients.complete(flat)
+            and self._steps.overlaps(flat)
             and flat not in self._grad_dtype.summed_on_host
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
-            and self._gradients.complete(flat)
         )
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:

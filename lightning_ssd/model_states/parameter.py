@@ -94,12 +94,13 @@ class _RunsOperators:
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kind = KINDS.get(func) or kind_of(func)
-            if not torch.is_grad_enabled():
+            reads_grad = kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter
+            if not (reads_grad or torch.is_grad_enabled()):
                 _note_function(args, kwargs)
             if kind in cls._DIRECT:
                 return func(*args, **(kwargs or {}))
             try:
-                if kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter:
+                if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, args, kwargs):
                     result = func(*args, **(kwargs or {}))

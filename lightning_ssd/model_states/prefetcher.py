@@ -53,6 +53,7 @@ class ParamPrefetcher:
         self._units = units
         self._unit_of = {flat: index for index, flat_params in enumerate(units) for flat in flat_params}
         self._nbytes = [sum(flat.nbytes for flat in flat_params) for flat_params in units]
+        self._total = sum(self._nbytes)
         self._stores = stores
         self._copies = copies
         self._budget = budget
@@ -244,16 +245,22 @@ class ParamPrefetcher:
             expected = self._expected[self._kind]
             if unit in expected[self._cursor :]:
                 self._cursor = expected.index(unit, self._cursor) + 1
-            expected = self._lookahead()
-            self._evict_all_but(expected)
-            self._prefetch(expected)  # `unit` is the first of them
+            if not self._all_placed():
+                expected = self._lookahead()
+                self._evict_all_but(expected)
+                self._prefetch(expected)  # `unit` is the first of them
         else:
             self._prefetch_unit(unit)
         self._wait_for_unit(unit)
 
+    def _all_placed(self) -> bool:
+        """Returns whether there is room for all flat parameters, and all are resident or retired: none has to move."""
+        return self._total <= self._budget and len(self._loads) + len(self._retired) == len(self._unit_of)
+
     def _wait_for_unit(self, unit: int) -> None:
         for flat in self._units[unit]:
-            if (load := self._loads.get(flat)) is not None:
+            load = self._loads.get(flat)
+            if load is not None and not load.waited:  # seldom: each saved weight that backward unpacks asks for it
                 load.wait()
 
     def _lookahead(self) -> list[int]:
@@ -312,13 +319,17 @@ class _RunningNode(NamedTuple):
 
 
 class _Load:
-    """The copy of a flat parameter from the host to the device."""
+    """The copy of a flat parameter from the host to the device.
+
+    Attributes:
+        waited: whether the compute stream is ordered after it.
+    """
 
     def __init__(self, issued: "Future[Mark]", urgency: Urgency, copies: CopyEngine) -> None:
         self._issued = issued
         self._urgency = urgency
         self._copies = copies
-        self._waited = False
+        self.waited = False
 
     @property
     def issued(self) -> bool:
@@ -326,9 +337,9 @@ class _Load:
 
     def wait(self) -> None:
         """Orders the compute stream after the copy. Blocks the host until the copy is issued."""
-        if self._waited:  # most calls: each saved weight that backward unpacks makes one
+        if self.waited:
             return
         if not self._issued.done():
             self._urgency.begin_wait()
         self._copies.wait(wait_for(self._issued, "weights"))
-        self._waited = True
+        self.waited = True

@@ -156,6 +156,8 @@ class StagedFlats:
 
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
         """Unstages all flat parameters but those in `keep`, and stores changed values."""
+        if not self._staged:  # most calls: one before each use of weights, and for each gradient
+            return
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
             if staged.summoned is not None:  # a `load_state_dict` that failed

@@ -305,7 +305,7 @@ class StepScheduler:
                 for index, item in enumerate(flat.param_views):
                     if gradient.has_accum[index]:
                         clip(item.of(gradient.accumulated()), scale, limit)
-                        self._gradients.remeasure(flat, index)
+                        self._gradients.remeasure(flat, [index])
 
     def wait_for_norms(self, optimizer: Optimizer) -> None:
         """Returns when the norms of accumulated gradients of `optimizer` are known.
@@ -377,7 +377,10 @@ class StepScheduler:
                 self._unrecorded |= submitted
         stores = {flat: store for flat in submitted if (store := self._stores[flat]).layout.versions == 2}
         if stores:
-            committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
+            committed = all_of(
+                submitted[flat] if store.in_memory else then(submitted[flat], store.written)
+                for flat, store in stores.items()
+            )
             with self._lock:
                 self._committed = committed
         self.history.end(committed if stores else all_of(submitted.values()))

@@ -124,22 +124,25 @@ def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatc
 
 
 class ToldCopies(LateCopies):
-    """Counts the copies to the host that the compute stream has not waited for."""
+    """Counts the copies to the host that the compute stream has not waited for, and those that a thread waits for."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.waiting: set[int] = set()
         self.most = 0
+        self.num_awaited = 0
 
-    def d2h(self, *args: Any, **kwargs: Any) -> Any:
-        mark = super().d2h(*args, **kwargs)
+    def d2h(self, *args: Any, awaited: bool = False, **kwargs: Any) -> Any:
+        mark = super().d2h(*args, awaited=awaited, **kwargs)
+        self.num_awaited += awaited
         self.waiting.add(mark.number)
         self.most = max(self.most, len(self.waiting))
         return mark
 
     def wait(self, mark: Any) -> None:
         if mark is not None and mark.direction == "d2h":
-            self.waiting.discard(mark.number)
+            # The copies of a stream end in the order in which they were issued.
+            self.waiting = {number for number in self.waiting if number > mark.number}
         super().wait(mark)
 
 
@@ -164,6 +167,8 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     fit(tmp_path, Watching(), "host", strategy={"offload": "none"})
     assert left == [0, 0, 0]
     assert engines[0].most == (2 if nbytes == 1 else 8)
+    # In each of three steps, the last gradients of two blocks.
+    assert engines[0].num_awaited == 6
 
 
 def test_a_step_consumes_all_accumulated_gradients(tmp_path: Path) -> None:
