@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -74,7 +75,8 @@ def hook_zero_grad(
 
     def zero_all(set_to_none: bool = True) -> None:
         zero(optimizer, set_to_none)
-        with grads.hidden():
+        # Without the functions of `OffloadedParameter`, whose hidden `.grad` is torch's own: None.
+        with grads.hidden(), torch._C.DisableTorchFunctionSubclass():
             zero_grad(set_to_none)
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
