@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import backward_nodes, compile_seconds
 from lightning_ssd.model_states import ModelStates
+from lightning_ssd.module_records import ModuleRecords
 from lightning_ssd.out_of_memory import NamedOperators
 from lightning_ssd.step_state import StepState, random_states, set_random_states
 
@@ -43,6 +44,7 @@ class MicroBatchRetry:
 
     Args:
         trainer: the Trainer.
+        records: records of the modules, which are updated for each micro-batch.
         inputs: arguments of `training_step`.
         states: returns the offloaded model states; `None`: all are on the device.
         forward: runs `training_step`.
@@ -57,6 +59,7 @@ class MicroBatchRetry:
     def __init__(
         self,
         trainer: pl.Trainer,
+        records: ModuleRecords,
         inputs: object,
         states: Callable[[], ModelStates | None],
         forward: Callable[[], Any],
@@ -67,6 +70,7 @@ class MicroBatchRetry:
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
+        self._records = records
         self._inputs = inputs
         self._forward = forward
         self._save_memory: Callable[[str], None] | None = save_memory
@@ -87,7 +91,7 @@ class MicroBatchRetry:
         groups = [optimizer.param_groups for optimizer in self._trainer.optimizers]
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         reached = (self._inputs, groups, schedulers)
-        return StepState(self._module, reached, self._trainer._results, offloaded)
+        return StepState(self._records, reached, self._trainer._results, offloaded)
 
     def forward(self) -> Any:
         """Runs `training_step`, and returns its result."""

@@ -10,34 +10,34 @@ either, nor can one with an object whose class raises an error when the object i
 loggers are not recorded.
 """
 
-import argparse
 import contextlib
 import functools
-import io
 import random
-import sys
-import weakref
 from array import array
-from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from collections.abc import Callable, Iterable
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd._lightning import fabric, pl
+from lightning_ssd._lightning import fabric
 from lightning_ssd.garbage import no_collections
 from lightning_ssd.interrupts import uninterrupted
+from lightning_ssd.module_records import ModuleRecords
+from lightning_ssd.recorded_classes import (
+    CONSTANT,
+    EMPTY,
+    HOOKS,
+    SEQUENCES,
+    attributes_of,
+    is_atom,
+    is_library,
+    is_special,
+    slots_of,
+    stateful_classes,
+)
 
 COPIED = 2**24
 """Bytes of the largest tensor or array that is copied."""
@@ -51,42 +51,12 @@ _LOGGED_BY = "training_step."
 FEW = 10_000
 """Most elements of a container whose elements are recorded, too."""
 
-_ATOMS: tuple[Any, ...] = (
-    str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType,
-    torch.dtype, torch.device, pl.Trainer, pl.LightningDataModule, torch.utils.data.DataLoader,
-    torch.utils.data.Dataset, torch.optim.Optimizer, random.SystemRandom, *weakref.ProxyTypes,
-)  # fmt: skip
-"""Types of objects that have no state, or whose state no `training_step` changes."""
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-_SPECIAL: tuple[Any, ...] = (Tensor, np.ndarray, bytearray, array, *_GENERATORS, Iterator, io.IOBase)
-"""Types of objects that have a state besides their elements and attributes."""
-
-_HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap)
-"""Python's own classes whose attributes are a user's values."""
-
-_SEQUENCES: tuple[Any, ...] = (list, deque)
-"""Python's classes of sequences that change."""
-
-_CONSTANT: tuple[Any, ...] = (tuple, frozenset)
-"""Python's classes of containers that do not change, while their elements may."""
-
-_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
-"""Attributes of a module that contain its hooks, or options of them, by their numbers."""
-
-_EMPTY: dict[Any, Any] = {}
-"""Copy of each empty dictionary of hooks: a module has a dozen."""
-
-_LIBRARIES = {"torch", "numpy", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ssd"}
-"""Packages whose functions and classes have no state that a `training_step` changes."""
-
 
 class StepState:
     """The present state of a training.
 
     Args:
-        module: the module.
+        records: records of the module and those that it contains, which this object updates.
         inputs: arguments of its `training_step`, and other objects that it may reach; their tensors are not copied.
         logged: values that were logged, by their key.
         offloaded: offloaded parameters, which are not recorded.
@@ -97,8 +67,10 @@ class StepState:
     """
 
     def __init__(
-        self, module: pl.LightningModule, inputs: object, logged: dict[str, Any] | None, offloaded: set[nn.Parameter]
+        self, records: ModuleRecords, inputs: object, logged: dict[str, Any] | None, offloaded: set[nn.Parameter]
     ) -> None:
+        with no_collections():
+            records.update()
         self._random = random_states()
         self._grad_enabled = torch.is_grad_enabled()
         self._logged = logged
@@ -119,21 +91,21 @@ class StepState:
         as most code only has them to log to."""
         self._copied = 0
         """Bytes that were copied."""
-        self._seen: dict[int, object] = {}
+        self._seen: dict[int, object] = dict(records.known)
         """Recorded objects by their identity; the values keep them alive."""
-        parameters = list(module.parameters())
-        for parameter in parameters:
-            self._seen[id(parameter)] = parameter
-            if parameter not in offloaded:
-                self._compared.append((parameter, parameter._version))
-                self.leaves.append(parameter)
+        self._modules = records.records
+        """Copies of attributes that were not made for this micro-batch alone."""
+        parameters = records.parameters
+        self.leaves += parameters if not offloaded else [one for one in parameters if one not in offloaded]
+        self._compared += [(parameter, parameter._version) for parameter in self.leaves]
         trained = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._restores.append(lambda: _set_trained(trained))
         # Modes and subclasses of the user see no copies. So many new objects would cause garbage collections.
         with no_collections(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
-            # The attributes of a module of TorchScript do not contain its buffers.
-            self._record([module, *module.buffers(), *self._keys.values()], copy=True)
+            self._record([*records.others, *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
+            self._code += records.hooks
+            self._record_classes(records.classes)
             self._is_code = True
             self._record(self._code, copy=True)
 
@@ -152,6 +124,10 @@ class StepState:
             for key in [key for key in self._logged if key.startswith(_LOGGED_BY) and key not in self._keys]:
                 del self._logged[key]
         with torch._C._DisableTorchDispatch():
+            for record in self._modules:
+                for dictionary, items in record.dictionaries():
+                    _refill(dictionary, items)
+                record.clear_sets()
             for dictionary, items in self._dictionaries:
                 _refill(dictionary, items)
             for restore in self._restores:
@@ -166,7 +142,7 @@ class StepState:
             value = found.pop()
             kind: Any = type(value)  # mypy takes classes for unhashable
             try:
-                if _is_atom(kind) or id(value) in self._seen:
+                if is_atom(kind) or id(value) in self._seen:
                     continue
                 self._seen[id(value)] = value
                 found += self._record_one(value, copy=copy)
@@ -176,7 +152,7 @@ class StepState:
     def _record_one(self, value: Any, *, copy: bool) -> Iterable[object]:
         """Records one object, and returns the objects that it refers to."""
         kind: Any = type(value)
-        if _is_special(kind):
+        if is_special(kind):
             self._record_special(value, copy=copy)
             return ()
         if issubclass(kind, FunctionType | MethodType | functools.partial):
@@ -191,8 +167,8 @@ class StepState:
             items = dict(dict.items(value))
             self._dictionaries.append((value, items))
             referred += (*items.keys(), *items.values()) if len(items) <= FEW else ()
-        elif issubclass(kind, _SEQUENCES):
-            base = next(base for base in _SEQUENCES if issubclass(kind, base))
+        elif issubclass(kind, SEQUENCES):
+            base = next(base for base in SEQUENCES if issubclass(kind, base))
             elements = list(base.__iter__(value))
             self._restores.append(lambda: _replace(base, value, elements))
             referred += elements if len(elements) <= FEW else ()
@@ -200,30 +176,27 @@ class StepState:
             members = set(value)
             self._restores.append(lambda: _exchange(value, members))
             referred += members if len(members) <= FEW else ()
-        elif issubclass(kind, _CONSTANT):
-            base = next(base for base in _CONSTANT if issubclass(kind, base))
+        elif issubclass(kind, CONSTANT):
+            base = next(base for base in CONSTANT if issubclass(kind, base))
             referred += base.__iter__(value) if base.__len__(value) <= FEW else ()
-        if (attributes := _attributes(value)) is not None:
+        if (attributes := attributes_of(value)) is not None:
             before = dict(attributes)
             self._dictionaries.append((attributes, before))
             if isinstance(value, nn.Module):
-                self._record_hooks([before[name] for name in _HOOKS & before.keys()])
-                referred += [each for name, each in before.items() if name not in _HOOKS]
+                self._record_hooks([before[name] for name in HOOKS & before.keys()])
+                referred += [each for name, each in before.items() if name not in HOOKS]
             else:
                 referred += before.values()
-        if slots := _slots(kind):
+        if slots := slots_of(kind):
             given = {slot: slot.__get__(value) for slot in slots if _is_set(slot, value)}
             self._restores.append(lambda: _refill_slots(value, slots, given))
             referred += given.values()
-        for owner in _stateful_classes(kind):
-            if id(owner) not in self._seen:
-                self._seen[id(owner)] = owner
-                self._code += self._record_class(owner)
+        self._record_classes(stateful_classes(kind))
         return referred
 
     def _record_hooks(self, hooks: list[dict[int, object]]) -> None:
         """Records the hooks of a module, such as those that a `training_step` registers and removes."""
-        self._dictionaries += [(mapping, dict(mapping) if mapping else _EMPTY) for mapping in hooks]
+        self._dictionaries += [(mapping, dict(mapping) if mapping else EMPTY) for mapping in hooks]
         self._code += [hook for mapping in hooks if mapping for hook in mapping.values()]
 
     def _record_code(self, function: Any) -> list[object]:
@@ -232,7 +205,7 @@ class StepState:
             return [function.__self__, function.__func__]
         if isinstance(function, functools.partial):
             return [function.func, function.args, function.keywords]
-        if _is_library(function.__module__):
+        if is_library(function.__module__):
             return []
         cells = _contents(function)
         attributes, before = vars(function), dict(vars(function))
@@ -246,6 +219,16 @@ class StepState:
             self._restores.append(restore)
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         return [*(content for _, content in cells), *before.values(), *defaults]
+
+    def _record_classes(self, kinds: Iterable[type]) -> None:
+        """Records the attributes of classes that are not recorded yet."""
+        for kind in kinds:
+            if id(kind) not in self._seen:
+                self._seen[id(kind)] = kind
+                try:
+                    self._code += self._record_class(kind)
+                except Exception:  # raised by code of the classes of its attributes
+                    self._opaque = kind
 
     def _record_class(self, kind: type) -> list[object]:
         """Records the attributes of a user's class, without methods and other descriptors."""
@@ -344,50 +327,6 @@ def set_random_states(states: dict[str, Any]) -> None:
     fabric.utilities.seed._set_rng_states(dict(states))
 
 
-# These functions are cached by class: models have thousands of objects of a few classes.
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_atom(kind: type) -> bool:
-    """Returns whether objects of a class are not recorded."""
-    return issubclass(kind, _ATOMS)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_special(kind: type) -> bool:
-    """Returns whether objects of a class are of a type in `_SPECIAL`."""
-    return issubclass(kind, _SPECIAL)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_recorded(kind: type) -> bool:
-    """Returns whether attributes of objects of a class are recorded.
-
-    Those of Python's own classes, such as threads and locks, are not, nor are those of this package and of torch's
-    internals.
-    """
-    package = _package(kind.__module__)
-    if package == "lightning_ssd" or str(kind.__module__).startswith("torch._"):
-        return issubclass(kind, nn.Module)
-    return package not in sys.stdlib_module_names or kind in _HOLDERS
-
-
-def _package(module: object) -> str:
-    return str(module).partition(".")[0]  # user code may have assigned another object than a string
-
-
-def _is_library(module: object) -> bool:
-    """Returns whether functions and classes of a module have no state that a `training_step` changes."""
-    package = _package(module or "builtins")
-    return package in _LIBRARIES or package in sys.stdlib_module_names
-
-
-@functools.lru_cache(maxsize=1024)
-def _stateful_classes(kind: type) -> tuple[type, ...]:
-    """Returns the classes of an object whose attributes are recorded."""
-    return tuple(owner for owner in kind.__mro__ if not _is_library(owner.__module__)) if _is_recorded(kind) else ()
-
-
 def _class_attributes(kind: type) -> dict[str, Any]:
     """Returns the attributes of a class, without methods, nested classes and other descriptors."""
     return {
@@ -404,27 +343,6 @@ def _contents(function: FunctionType) -> list[tuple[CellType, object]]:
         with contextlib.suppress(ValueError):  # assigned later
             found.append((cell, cell.cell_contents))
     return found
-
-
-def _attributes(value: object) -> dict[str, Any] | None:
-    """Returns the attributes of an object that are recorded; `None`: none are."""
-    kind: Any = type(value)
-    if not _is_recorded(kind):
-        return None
-    try:
-        attributes = object.__getattribute__(value, "__dict__")  # calls no `__getattr__`
-    except AttributeError:
-        return None
-    return attributes if isinstance(attributes, dict) else None
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
-    """Returns the `__slots__` of a class that are recorded."""
-    if not _is_recorded(kind):
-        return ()
-    owners = [vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner)]
-    return tuple(each for owner in owners for each in owner.values() if isinstance(each, MemberDescriptorType))
 
 
 def _is_set(slot: MemberDescriptorType, value: object) -> bool:

@@ -75,6 +75,7 @@ from lightning_ssd.model_states import (
     steps_whole,
     zeroes_otherwise,
 )
+from lightning_ssd.module_records import ModuleRecords
 from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_only
@@ -265,6 +266,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._recovery: Recovery | None = None
         self._retry: MicroBatchRetry | None = None
         """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
+        self._module_records: ModuleRecords | None = None
+        """Records of the module; `None`: the present micro-batch is not prepared to run out of memory."""
         self._failure: BaseException | None = None
         """The error that has ended the training."""
         self._precision: pl.plugins.Precision | None = None
@@ -280,7 +283,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
         own: dict[str, Any] = {"_restore_callbacks": []}
-        own |= dict.fromkeys(("_segments", "_collections", "_precision"))
+        own |= dict.fromkeys(("_segments", "_collections", "_precision", "_module_records"))
         return super().__getstate__() | own | {"_precision_plugin": self._precision or self._precision_plugin}
 
     # ---- the device ----
@@ -842,10 +845,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert module is not None
         auto = _auto_planner(module.trainer)
         if auto is None or not auto.may_run_out or not module.automatic_optimization:
+            self._module_records = None
             return None
+        if self._module_records is None:
+            self._module_records = ModuleRecords(module)
         movable = auto.begins_step and not runs_within_step(self.optimizers) and self.can_offload_states()
         return MicroBatchRetry(
             module.trainer,
+            self._module_records,
             (args, kwargs),
             lambda: self.model_states,
             lambda: self._forward(args, kwargs),
@@ -961,7 +968,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         offloader, self.offloader = self.offloader, None
         states, self.model_states = self.model_states, None
         recovery, self._recovery = self._recovery, None
-        self._retry = None
+        self._retry = self._module_records = None
         restores, self._restore_callbacks = self._restore_callbacks, []
         self._offloads = None
         self._starts_from_checkpoint = False

@@ -13,6 +13,7 @@ import torch
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.module_records import ModuleRecords
 from lightning_ssd.step_state import StepState
 from tests.support.states import offloading
 from tests.support.trainings import batches, make_trainer, nothing_left, small_model  # noqa: F401
@@ -80,7 +81,7 @@ class Presses(dict[str, int]):
 def test_the_state_before_a_micro_batch_is_restored_as_a_whole() -> None:
     module = pl.LightningModule()
     module.counts = Presses(first=1)
-    state = StepState(module, (), None, set())
+    state = StepState(ModuleRecords(module), (), None, set())
     module.counts.clear()
     with pytest.raises(KeyboardInterrupt):
         state.restore()

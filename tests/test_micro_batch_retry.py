@@ -309,6 +309,80 @@ class ElementState(Stateful):
         return super().training_step(batch, batch_idx)
 
 
+class Counting(nn.Module):
+    """A module without tensors, which counts its calls from the third micro-batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = self.calls = 0
+        self.drop, self.layer = nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begun > 2:
+            self.calls += 1
+            self.drop.p = 0.1 + self.calls / 100
+        return self.layer(self.drop(x))  # type: ignore[no-any-return]
+
+
+class NestedState(Stateful):
+    """State of modules without tensors, which changes in later micro-batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested = nn.Sequential(nn.ReLU(), Counting())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.nested[1].begun += 1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        batch = self.nested(batch).detach()
+        self.seen += [self.nested[1].calls, self.nested[1].drop.p]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("failures", [[(1, 30)], [(2, 40)], [(3, 30), (4, 40), (6, 10)]])
+def test_state_of_modules_that_have_not_changed_before_is_restored(failures: list[tuple[int, int]]) -> None:
+    run = train_by_default(AMPLE, LimitedMemory(fails_at=failures), module=NestedState, batches=4)
+    assert run.failures == len(failures)
+    assert_equal(train("auto", module=NestedState, batches=4), run)
+
+
+class Replaced(pl.Callback):
+    """Replaces an attribute of a submodule after each micro-batch; sees whether the replaced value is freed."""
+
+    def __init__(self) -> None:
+        self.freed: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        before, pl_module.first.tag = getattr(pl_module.first, "tag", Counts()), Counts()
+        reference = weakref.ref(before)
+        del before
+        self.freed.append(reference() is None)
+
+
+def test_values_that_a_module_refers_to_no_more_are_freed_at_once() -> None:
+    replaced = Replaced()
+    train_by_default(AMPLE, LimitedMemory(), batches=10, callbacks=[replaced])
+    assert replaced.freed == [True] * 20
+
+
+class ReplacedLate(Replaced):
+    """The same, in the last micro-batches alone."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.first.tag = Counts()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > 18:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+def test_a_training_that_is_not_run_again_any_more_refers_to_no_values() -> None:
+    replaced = ReplacedLate()
+    train_by_default(AMPLE, LimitedMemory(), batches=10, callbacks=[replaced])
+    assert replaced.freed == [True, True]
+
+
 class Guarded:
     """An object that refuses to be asked for unknown attributes."""
 
