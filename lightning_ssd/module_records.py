@@ -273,6 +273,8 @@ def _record_attributes(structure: ModuleRecord) -> ModuleRecord | None:
             (copied if value else empty).append(value)
         elif own is set and not value:
             empty.append(value)
+        elif own is tuple and all(map(is_atom, map(type, value))):
+            continue
         elif is_special(own):
             return None
         else:
