@@ -850,16 +850,17 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if self._module_records is None:
             self._module_records = ModuleRecords(module)
         movable = auto.begins_step and not runs_within_step(self.optimizers) and self.can_offload_states()
-        return MicroBatchRetry(
-            module.trainer,
-            self._module_records,
-            (args, kwargs),
-            lambda: self.model_states,
-            lambda: self._forward(args, kwargs),
-            functools.partial(auto.save_memory, module.trainer),
-            functools.partial(self._offload_states_after, auto) if movable else None,
-            delay_steps=auto.begins_rule,
-        )
+        with auto.excluded():
+            return MicroBatchRetry(
+                module.trainer,
+                self._module_records,
+                (args, kwargs),
+                lambda: self.model_states,
+                lambda: self._forward(args, kwargs),
+                functools.partial(auto.save_memory, module.trainer),
+                functools.partial(self._offload_states_after, auto) if movable else None,
+                delay_steps=auto.begins_rule,
+            )
 
     def _offload_states_after(self, auto: AutoPlanner, part: str) -> None:
         """Offloads model states, as a micro-batch has run out of memory without its saved tensors.

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -170,6 +170,19 @@ class AutoPlanner(pl.Callback):
     def begins_rule(self) -> bool:
         """Whether the present micro-batch is one of the first under its rule, which run out of memory most often."""
         return self.may_run_out and self._proven[self._rule] < FIRST_MICRO_BATCHES
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Excludes the time in the context, before the forward of a micro-batch, from measured times.
+
+        The steps by which plans are made, corrected and compared would otherwise include the time in which the first
+        micro-batches record their state, and later steps don't.
+        """
+        with contextlib.ExitStack() as stack:
+            for timed in (self.planner, self.regions, self.states):
+                if timed is not None:
+                    stack.enter_context(timed.excluded())
+            yield
 
     # ---- a training ----
 

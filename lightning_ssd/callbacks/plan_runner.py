@@ -4,6 +4,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -253,6 +254,10 @@ class PlanRunner:
         """Called when a validation has ended."""
         self._timer.resume()
         self._reset_peak()
+
+    def excluded(self) -> AbstractContextManager[None]:
+        """Returns a context whose time is not part of the present step's."""
+        return self._timer.excluded()
 
     def measured(
         self, steps: int = MEDIAN_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median

@@ -3,7 +3,8 @@
 import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -355,6 +356,14 @@ class RegionPlanner:
         """Called when a validation has ended."""
         if self._timed is not None:
             self._timed.state.timer.resume()
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Excludes the time in the context, before the forward of a micro-batch, from measured and recorded times."""
+        with nullcontext() if self._timed is None else self._timed.state.timer.excluded():
+            yield
+        if self._recording:
+            self._recorder.begin()
 
     def close(self) -> None:
         """Restores the user's `activation_memory_budget` and window; the training is over, or is planned anew."""

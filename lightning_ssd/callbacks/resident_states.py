@@ -1,6 +1,7 @@
 """`ResidentStates` moves model states of trainings with compiled code to the device, where it has room for them."""
 
 import logging
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from lightning_ssd._lightning import pl
@@ -98,6 +99,10 @@ class ResidentStates:
     def resume(self) -> None:
         """Called when a validation has ended."""
         self._timer.resume()
+
+    def excluded(self) -> AbstractContextManager[None]:
+        """Returns a context whose time is not part of the present step's."""
+        return self._timer.excluded()
 
     def end_step(self, limit: ResidentLimit, most_saved: int = 0) -> bool:
         """Called when a step has ended: moves states once enough steps were timed.

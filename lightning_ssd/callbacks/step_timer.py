@@ -1,6 +1,8 @@
 """`StepTimer`: durations of steps on the device's clock, without a wait of the host."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_ssd.device import Clock
@@ -62,6 +64,18 @@ class StepTimer:
         """Includes the time from now on, after `pause`."""
         if self._timed and self._began is None:
             self._began = self._clock.now()
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Excludes the time in the context from the present step, in which no validation runs.
+
+        A device that still computes meanwhile is not delayed by the host: then nothing is excluded.
+        """
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def skip(self) -> None:
         """Excludes the present step."""

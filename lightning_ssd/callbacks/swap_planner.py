@@ -6,6 +6,7 @@ The work is done elsewhere: `StepProfiling` measures, `planning` makes plans, an
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -315,6 +316,10 @@ class SwapPlanner(StepProfiling):
         super().on_validation_end(trainer, pl_module)
         if self.runner is not None:
             self.runner.resume()
+
+    def excluded(self) -> AbstractContextManager[None]:
+        """Returns a context whose time is not part of the present step's, if that is measured."""
+        return nullcontext() if self.runner is None else self.runner.excluded()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -19,6 +19,7 @@ from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
 from tests.support.regions import Blocks, See, Ticks, lower_budgets, train
+from tests.support.slow_records import LONG, record_slowly
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -73,6 +74,26 @@ def test_validations_and_checkpoints_are_not_part_of_a_step(
     trainer.fit(Validated("aot_eager"), loader, DataLoader(data[:16], batch_size=16))
     assert see.regions.decided and len(see.regions.trials) == 2
     assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
+
+
+def test_times_in_which_states_are_recorded_are_no_part_of_steps_and_timelines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, see, timelines = Ticks(), See(), []
+    plan_storages = region_planner.plan_storages
+
+    def plan(timeline: Any, *args: Any, **how: Any) -> Any:
+        timelines.append(timeline)
+        return plan_storages(timeline, *args, **how)
+
+    use(Meter(1e6, 980_000), monkeypatch)
+    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
+    monkeypatch.setattr(region_planner, "plan_storages", plan)
+    times = record_slowly(clock, monkeypatch)
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])
+    assert see.regions.decided and len(see.regions.trials) == 2 and len(times) > 16
+    assert all(0 < trial.seconds < LONG / 100 for trial in see.regions.trials)
+    assert timelines and all(0 < one.forward_seconds < LONG / 100 for one in timelines)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -23,6 +23,7 @@ from tests.support.meter import Meter, use
 from tests.support.plans import quiet_trainer
 from tests.support.products import thorough
 from tests.support.regions import Blocks, See, train
+from tests.support.slow_records import record_slowly
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
 
@@ -96,10 +97,13 @@ def run(
     steps: int = 24,
     rows: int = 16,
     callbacks: Any = (),
+    slow: bool = False,
     **how: Any,
 ) -> tuple[Any, Watch, See]:
     clock = Clock(off)
     watch, see = Watch(clock), See()
+    if slow:
+        record_slowly(clock, monkeypatch)
     use(meter, monkeypatch)
     monkeypatch.setattr(auto_planner, "make_clock", lambda device: clock)
     strategy = SSDOffloadStrategy(path, **AUTO | how)
@@ -107,12 +111,14 @@ def run(
     return numbers, watch, see
 
 
+@pytest.mark.parametrize("slow", [False, True])
 def test_states_are_moved_to_a_device_with_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also if the host needs long to record the state for a second attempt."""
     plain, _ = train("aot_eager", "auto", tmp_path, 24)
     with caplog.at_level("INFO"):
-        numbers, watch, see = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=1.0)
+        numbers, watch, see = run(tmp_path, monkeypatch, Meter(4e6, 300_000), off=1.0, slow=slow)
     assert_same(numbers, plain)
     assert watch.stores[0] > 0 == watch.stores[-1] and see.outcome == "keep"
     assert "model states of the first units are kept on the device: a step takes 1.000 s" in caplog.text

@@ -22,6 +22,7 @@ from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
+from tests.support.slow_records import record_slowly
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -104,16 +105,16 @@ def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatc
 
 
 class BatchClock:
-    """Its unit of time is a batch."""
+    """A clock on which a batch lasts a second."""
 
     def __init__(self) -> None:
-        self.batches = 0
+        self.seconds = 0.0
 
-    def now(self) -> int:
-        return self.batches
+    def now(self) -> float:
+        return self.seconds
 
-    def elapsed(self, start: int, end: int) -> float:
-        return float(end - start)
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
 
 
 def test_steps_of_other_shapes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_steps_of_other_shapes_are_not_measured(monkeypatch: pytest.MonkeyPatch)
 
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            clock.batches += 1
+            clock.seconds += 1
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner)).planner
@@ -133,6 +134,25 @@ def test_steps_of_other_shapes_are_not_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_runner, "make_clock", lambda device: clock)
     fit(SSDOffloadStrategy(**BOTH), [WIDE, TALL] * 28, [Look()])
     assert [comparison.step_seconds for comparison in measured] == [1.0, 1.0]
+
+
+def test_times_in_which_states_are_recorded_are_no_part_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch lasts one second, without the state that is recorded in the first ones under each plan."""
+    clock, measured = BatchClock(), []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            clock.seconds += 1
+            planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner)).planner
+            if planner is not None and planner.runner is not None and not planner.measuring:
+                measured.append(planner.runner.measured(1, max))
+
+    use(Meter(2e4, 19_000), monkeypatch)
+    monkeypatch.setattr(plan_runner, "make_clock", lambda device: clock)
+    times = record_slowly(clock, monkeypatch)
+    fit(SSDOffloadStrategy(**BOTH), [WIDE] * 40, [Look()])
+    steps = [one.step_seconds for one in measured if one is not None]
+    assert len(times) > 16 and len(steps) > 10 and set(steps) == {1.0}
 
 
 @settings(max_examples=60, deadline=None)
