@@ -211,8 +211,7 @@ class StateStore:
         self.steps += 1
         self.changes += 1
         self.revertible = self.has_second
-        if self.revertible:
-            self._flip()
+        self._flip()
 
     def revert(self) -> None:
         """Rolls the last commit back: it is `revertible`, and no step was staged since."""

@@ -72,6 +72,17 @@ def test_formats_and_versions_are_moved_too(tmp_path: Path, state_format: Any, c
     assert_same(train(tmp_path, ssd(tmp_path, **how_states), Model(), callbacks=[mover], **how), plain)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_loss_scaling_beside_moves(tmp_path: Path, seed: int) -> None:
+    """Steps that the scaler may skip have two versions, of which a move frees some: weights alone may have both."""
+
+    def run(**arguments: Any) -> Any:
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+        return train(tmp_path, ssd(tmp_path), Model(), plugins=[plugin], **arguments)
+
+    assert_same(run(callbacks=[Mover(seed)]), run())
+
+
 def test_checkpoints_of_states_that_moved(tmp_path: Path) -> None:
     """Checkpoints are saved after moves, and resumed by plain Lightning and with other moves."""
     saves = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
