@@ -9,13 +9,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.model_states import ModelStates
+from lightning_ssd.model_states import ModelStates, is_power_of_two, unscales_itself
 
 
 def scales_only(precision: pl.plugins.Precision) -> bool:
     """Returns whether the plugin's `pre_backward` is Lightning's own: it calls hooks, and at most scales the loss."""
     base, mixed = pl.plugins.Precision.pre_backward, pl.plugins.MixedPrecision.pre_backward
     return type(precision).pre_backward in (base, mixed)
+
+
+def scales_exactly(precision: pl.plugins.Precision) -> bool:
+    """Returns whether losses are scaled by powers of two, so that gradients are unscaled and clipped by one factor."""
+    scaler = getattr(precision, "scaler", None)
+    if scaler is None:
+        return True
+    factors = (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor())
+    return all(is_power_of_two(factor) for factor in factors)
 
 
 def scale(precision: pl.plugins.Precision, loss: Tensor) -> Tensor:
@@ -117,12 +126,12 @@ class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
             self.states.begin_step(torch_optimizer)
         result = closure()
         skipped = result is None and model.automatic_optimization
-        if not skipped and self.states.defer_to_user_hooks:
-            with self.states.full_grads(torch_optimizer):
-                self.scaler.unscale_(torch_optimizer)
-        elif not skipped:
+        by_optimizer = unscales_itself(torch_optimizer)  # hooks read scaled gradients then
+        if not skipped and not by_optimizer:
             self.states.unscale(torch_optimizer, self.scaler)
         self._after_closure(model, optimizer)
+        if not skipped and by_optimizer:
+            self.states.unscale(torch_optimizer, self.scaler)
         if not skipped:
             result = self.scaler.step(torch_optimizer, **kwargs)
             self.scaler.update()

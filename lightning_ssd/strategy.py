@@ -78,13 +78,13 @@ from lightning_ssd.model_states import (
 from lightning_ssd.module_records import ModuleRecords
 from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan, is_later_call
-from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_only
+from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_exactly, scales_only
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
-from lightning_ssd.user_hooks import user_clips_gradients, user_sees_gradients
+from lightning_ssd.user_hooks import user_sees_gradients
 
 _FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
 """Classes of precision plugins whose weights and optimizer states are fp32."""
@@ -447,6 +447,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if user_plan is not None and user_plan.clip != "off":
             config = replace(config, clip=user_plan.clip)
         algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
+        clip_norm = bool(trainer.gradient_clip_val) and algorithm == "norm"
         whole = stepped_whole(self.optimizers, self._offloaded) if fitting else []
         defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or user_sees_gradients(trainer)
         self._setup = Setup(
@@ -454,10 +455,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             storage=self._budgets,
             default_path=trainer.default_root_dir,
             autocast=autocast,
-            clip_norm=(bool(trainer.gradient_clip_val) and algorithm == "norm") or user_clips_gradients(trainer),
+            clip_norm=clip_norm,
             clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
             defer_to_user_hooks=defer_to_user_hooks
             or bool(whole)
+            or (clip_norm and not scales_exactly(self.precision_plugin))
             or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
             whole=whole,
             settings=self._settings(trainer) if fitting and config.recover else Settings.none(),

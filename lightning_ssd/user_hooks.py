@@ -27,13 +27,6 @@ def user_sees_gradients(trainer: pl.Trainer) -> bool:
     )
 
 
-def user_clips_gradients(trainer: pl.Trainer) -> bool:
-    """Returns whether user code chooses how gradients are clipped, which needs their norms as a rule."""
-    module = trainer.lightning_module
-    overridden = _overridden("configure_gradient_clipping", module, pl.LightningModule)
-    return overridden and module.automatic_optimization
-
-
 def _is_ours(function: object) -> bool:
     return str(getattr(function, "__module__", None)).startswith("lightning_ssd.")
 

@@ -5,6 +5,7 @@ from lightning_ssd.model_states.compile import compiled_regions, is_compiled
 from lightning_ssd.model_states.config import GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grad_scale import is_power_of_two
 from lightning_ssd.model_states.journal import CommitRecord
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
@@ -31,6 +32,7 @@ from lightning_ssd.model_states.user_optimizers import (
     runs_within_step,
     stepped_whole,
     steps_whole,
+    unscales_itself,
     zeroes_otherwise,
 )
 
@@ -70,6 +72,7 @@ __all__ = [
     "find_replaced",
     "find_units",
     "is_compiled",
+    "is_power_of_two",
     "is_sharded",
     "load_lazy",
     "load_sharded",
@@ -95,5 +98,6 @@ __all__ = [
     "pop_initial_values",
     "present_tiers",
     "type_name",
+    "unscales_itself",
     "zeroes_otherwise",
 ]

@@ -118,7 +118,7 @@ class Setup:
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
         autocast: dtype of matrix products under autocast; None: without autocast.
-        clip_norm: whether gradients are clipped by their norm, or may be in user code.
+        clip_norm: whether gradients are clipped by their norm in each step.
         clip_value: largest absolute value of gradients' elements in every step; None: they are not clamped.
         defer_to_user_hooks: whether user code may read gradients or options between backward and `optimizer.step`, so
             that no step begins earlier.

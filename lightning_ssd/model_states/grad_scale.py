@@ -4,9 +4,11 @@ Clipping by norm and loss scaling need all gradients, so the decision is made wh
 The host does not wait for it: optimizer jobs depend on a future.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,35 @@ from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
 
 _SLOT_BYTES = 8  # two fp32 numbers: the scale, and 1.0 if a gradient was not finite
+
+
+@dataclass
+class Clipping:
+    """Scaling and clipping of an optimizer's offloaded gradients that is left to the jobs of its next step.
+
+    Attributes:
+        unscale: reciprocal of the loss scale, on the device, one element; None: the gradients are not unscaled.
+        coefficient: factor that clips by norm, on the device, one element; None: there is none.
+        limit: absolute value at which the scaled gradients are clamped; None: they are not.
+        found: the scaler's record, by device, of gradients that are not finite, if the optimizer skips the step itself.
+    """
+
+    unscale: Tensor | None = None
+    coefficient: Tensor | None = None
+    limit: float | None = None
+    found: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Factor of the gradients, which precedes `limit`; None: there is none."""
+        if self.unscale is None or self.coefficient is None:
+            return self.coefficient if self.unscale is None else self.unscale
+        return self.coefficient * self.unscale
+
+    @property
+    def clips(self) -> bool:
+        """Whether it changes gradients by more than the reciprocal of the loss scale."""
+        return self.coefficient is not None or self.limit is not None
 
 
 class GradScaleDecision:
@@ -36,7 +67,8 @@ class GradScaleDecision:
         copies: copies of the device.
         clip: "deferred": no step begins before its scale is known. "speculative": a step begins with the scale that is
             most likely. "auto": it does so while few of the last speculations were wrong.
-        needs_norm: whether gradients are clipped by their norm, or losses are scaled; else the scale is always 1.
+        needs_norm: whether gradients are clipped by their norm, or losses are scaled; else the scale is always 1. User
+            code that clips by norm between backward and step sets it.
         loss_scaled: whether losses are scaled.
 
     Attributes:
@@ -61,8 +93,6 @@ class GradScaleDecision:
         self._clip: Clip = clip
         self._decided = True
         """Whether `scale` is done, or completes by the device's progress alone."""
-        self._device_scale: Tensor | None = None
-        """On the device, one element."""
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
         """On the device, 1.0 if a gradient was not finite."""
         self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
@@ -76,26 +106,10 @@ class GradScaleDecision:
         """Begins a step.
 
         Args:
-            defer_to_user_hooks: whether user code may read gradients before any job begins. With a loss scale, they are
-                unscaled and clipped in `Tensor.grad` then, and the scale is 1.
+            defer_to_user_hooks: whether user code may read and clip gradients before any job begins.
         """
-        self._decided = not self.needs_norm or (defer_to_user_hooks and self.loss_scaled)
+        self._decided = not (self.needs_norm or defer_to_user_hooks)
         self.scale = finished(1.0) if self._decided else Future()
-
-    @property
-    def may_clip(self) -> bool:
-        """Whether `clip` may decide the scale of the running step, which is not decided or clipped yet."""
-        return not self._decided and self._device_scale is None
-
-    def pop_scale(self) -> float | None:
-        """Returns the scale of gradients that `clip` has clipped, or None. The caller scales them instead of the step.
-
-        The host waits for the device.
-        """
-        if self._decided or self.loss_scaled or self._device_scale is None:
-            return None
-        scale, self._device_scale = self._device_scale, None
-        return float(scale)
 
     @property
     def speculated(self) -> float | None:
@@ -129,27 +143,34 @@ class GradScaleDecision:
         if self.loss_scaled:
             self._not_finite = torch.zeros_like(self._not_finite)
 
-    def unscale(self, scaler: torch.amp.GradScaler, found: dict[torch.device, Tensor]) -> None:
-        """Divides the gradients of the step by the scale of `scaler`.
+    def merge_checks(self, found: dict[torch.device, Tensor]) -> None:
+        """Skips the step if an offloaded or a resident gradient is not finite.
 
         Args:
-            scaler: Lightning's scaler, which has unscaled the gradients of resident parameters.
-            found: its record of gradients that are not finite, by device; offloaded gradients are added.
+            found: the record of Lightning's scaler, by device, of resident gradients that are not finite; offloaded
+                gradients are added.
         """
         device = self._not_finite.device
         found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
         self._not_finite = found[device].reshape(1).clone()  # including the gradients of resident parameters
-        assert scaler._scale is not None
-        self._device_scale = scaler._scale.double().reciprocal().float().view(1)
 
-    def clip(self, parameters: Sequence[nn.Parameter], norms: Mapping[nn.Parameter, Tensor], limit: float) -> None:
-        """Clips gradients by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
+    def clip(
+        self,
+        parameters: Sequence[nn.Parameter],
+        norms: Mapping[nn.Parameter, Tensor],
+        limit: float,
+        unscale: Tensor | None = None,
+    ) -> Tensor | None:
+        """Clips resident gradients by the global norm, as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            parameters: their parameters, in the order of the optimizer.
-            norms: norms of the offloaded gradients, before they are unscaled. Other gradients are in `.grad`, and are
-                clipped there.
+            parameters: parameters of all gradients, in the order of the optimizer.
+            norms: norms of the offloaded gradients, before they are unscaled. Other gradients are in `.grad`.
             limit: the largest norm.
+            unscale: factor of the offloaded gradients that precedes clipping, as in `Clipping`.
+
+        Returns:
+            The factor that clips the offloaded gradients, as in `Clipping`; None: there are no gradients.
         """
         known = [norms.get(parameter) for parameter in parameters]
         resident = [
@@ -160,7 +181,7 @@ class GradScaleDecision:
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
         here = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
         device = self._copies.device
-        scale = None if self._device_scale is None else self._device_scale.squeeze(0)
+        scale = None if unscale is None else unscale.squeeze(0)
 
         every: list[Tensor] = []
         dtypes: list[torch.dtype] = []
@@ -173,16 +194,18 @@ class GradScaleDecision:
                 every.append(here[parameter].to(device))
                 dtypes.append(parameter.grad.dtype)  # type: ignore[union-attr]
         if not every:
-            return
+            return None
         total = torch.linalg.vector_norm(torch.stack([every[index] for index in _grouped(dtypes, device)]))
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)  # fp64 if a gradient is
         if grads:
             torch._foreach_mul_(grads, coefficient)
-        coefficient = coefficient.float()
-        self._device_scale = (coefficient if scale is None else coefficient * scale).view(1)
+        return coefficient.float().view(1)
 
-    def decide(self) -> tuple[Tensor, Mark] | None:
-        """Completes `scale` as soon as the device has computed it. Backward, clipping and unscaling are over.
+    def decide(self, scale: Tensor | None) -> tuple[Tensor, Mark] | None:
+        """Completes the future `scale` as soon as the device has computed it: backward and clipping are over.
+
+        Args:
+            scale: the scale, on the device, one element; None: 1.
 
         Returns:
             Device memory that the caller keeps alive until the mark is reached; None if there is none.
@@ -190,7 +213,7 @@ class GradScaleDecision:
         if self._decided:
             return None
         self._decided = True
-        decided, scale, self._device_scale = self.scale, self._device_scale, None
+        decided = self.scale
         if scale is None and not self.loss_scaled:
             decided.set_result(1.0)
             return None
@@ -232,6 +255,11 @@ class GradScaleDecision:
     def close(self) -> None:
         """Frees the host memory; no copy is under way."""
         self._host.close()
+
+
+def is_power_of_two(factor: float) -> bool:
+    """Returns whether products with `factor` are exact, so that several factors may be multiplied first."""
+    return math.frexp(factor)[0] == 0.5
 
 
 def _grouped(dtypes: Sequence[torch.dtype], device: torch.device) -> list[int]:

@@ -97,6 +97,8 @@ class Gradient:
         accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
         mark: mark of the last copy from the device.
         states: for each parameter, its gradient's state.
+        is_sum: whether a backward has added to gradients that no step has used.
+        was_sum: whether that held for the gradients of the last step.
         retained: whether the gradients that the last step used are kept, as `Tensor.grad` has them in plain training.
         assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
     """
@@ -118,6 +120,8 @@ class Gradient:
         self.accumulating = False
         self.mark: Mark = None
         self.states = [GradientState.NONE] * len(flat.param_views)
+        self.is_sum = False
+        self.was_sum = False
         self.retained = False
         self._used: tuple[Sequence[bool] | None, Future[float | None], float | None] | None = None
         """How the last step has used the gradients: see `retain`. None: as they are in `accum`."""
@@ -190,8 +194,11 @@ class Gradient:
 
     @property
     def may_stay(self) -> bool:
-        """Whether copied gradients may stay in `host_grad` until their step: nothing is added to them."""
-        return self._pool is None and not self.kept
+        """Whether copied gradients may stay in `host_grad` until their step: nothing is likely to be added to them.
+
+        Sums are made between two backwards, because the second one would wait for them.
+        """
+        return self._pool is None and not self.kept and not self.was_sum
 
     def fold(self) -> None:
         """Copies the gradients that user code has assigned to `accum`."""

@@ -66,7 +66,8 @@ class GradientAccess:
         accumulate: submits the accumulation of a flat parameter's copied gradients.
         resume_accumulation: called before a gradient is added to one that the last step may have used.
         changed: called after user code has changed the gradients of some parameters.
-        apply_clipping: called before gradients are read, changed or added to, which may have been clipped.
+        apply_clipping: called before gradients of an optimizer's flat parameter are read, changed or added to: their
+            clipping may have been left to the step.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class GradientAccess:
         accumulate: Callable[[FlatParameter], object],
         resume_accumulation: Callable[[FlatParameter, int], None],
         changed: Callable[[FlatParameter, Sequence[int]], None],
-        apply_clipping: Callable[[], None],
+        apply_clipping: Callable[[FlatParameter], None],
     ) -> None:
         self._gradients = gradients
         self._accumulate = accumulate
@@ -145,7 +146,7 @@ class GradientAccess:
                 f"the gradient that is assigned to {item.name} is {values.dtype} {list(values.shape)} on "
                 f"{values.device}, and the parameter is {plain[1]} {list(plain[0])} on {plain[2]}."
             )
-        self._apply_clipping()
+        self._apply_clipping(flat)
         self.detach_views(flat, index)
         if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
             self._accumulate_arrived(flat)
@@ -167,7 +168,7 @@ class GradientAccess:
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
-        self._apply_clipping()
+        self._apply_clipping(flat)
         self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
@@ -188,14 +189,12 @@ class GradientAccess:
             RuntimeError: a step has used the gradient and not kept it.
         """
         gradient = self._gradients[flat]
-        self._apply_clipping()
+        self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
             self.check(flat, index)
             gradient.consumed.result()
-            gradient.fold()
             return gradient.used()
         self._accumulate_arrived(flat)
-        gradient.fold()
         return gradient.accumulated()
 
     def check(self, flat: FlatParameter, index: int) -> None:
@@ -212,7 +211,6 @@ class GradientAccess:
         self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
     ) -> None:
         """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""
-        self._apply_clipping()
         for flat, gradient in self._gradients.items():
             if optimizer_flats[flat][0] is not optimizer:
                 continue

@@ -28,13 +28,13 @@ class _DelayedBackward:
     Attributes:
         states: states of each flat parameter's gradients before it.
         accumulated: flat parameters that had gradients of earlier micro-batches, or of user code, before it.
-        measured: parameters whose norms it has measured.
+        measured: parameters whose norms it has measured, with their flat parameters.
         added: whether it has added to gradients of earlier micro-batches or steps.
     """
 
     states: Mapping[FlatParameter, list[GradientState]]
     accumulated: frozenset[FlatParameter]
-    measured: list[nn.Parameter] = field(default_factory=list)
+    measured: list[tuple[FlatParameter, nn.Parameter]] = field(default_factory=list)
     added: bool = False
 
 
@@ -50,8 +50,8 @@ class GradientOffloader:
 
     Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy.
     Host memory: see `Gradient`. A norm is a one-element tensor, on the device for a gradient that was copied, on the
-    host for an accumulated one; `norms` belongs to the step that has begun, and an accumulation writes to the mapping
-    of the step that it was submitted for, which the step reads after `Gradient.consumed`.
+    host for an accumulated one; the norms of a flat parameter belong to its next step, and an accumulation writes to
+    the mapping of the step that it was submitted for, which the step reads after `Gradient.consumed`.
 
     Args:
         gradients: the gradient of each flat parameter that is stepped; owned.
@@ -61,9 +61,6 @@ class GradientOffloader:
         worker: runs accumulations.
         decision: receives the gradients of a step that clips or scales.
         recorded: whether steps are recorded, so that no gradient may outlive its step.
-
-    Attributes:
-        norms: norms of the gradients of the step that has begun, before they are unscaled.
     """
 
     MAX_IN_FLIGHT_BYTES = 256 * 2**20
@@ -87,7 +84,8 @@ class GradientOffloader:
         self._worker = worker
         self._decision = decision
         self._recorded = recorded
-        self.norms: dict[nn.Parameter, Tensor] = {}
+        self._norms: dict[FlatParameter, dict[nn.Parameter, Tensor]] = {flat: {} for flat in gradients}
+        """Norms of the gradients of the next step, before they are unscaled."""
         self._expected: dict[tuple[FlatParameter, tuple[bool, ...]], int] = {}
         """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient."""
         self._in_flight: deque[tuple[Tensor, Mark]] = deque()
@@ -145,15 +143,14 @@ class GradientOffloader:
         if delayed is None:
             return
         self._release_in_flight()  # later copies to the same host memory are on the same stream
-        for parameter in delayed.measured:
-            self.norms.pop(parameter, None)
+        for flat, parameter in delayed.measured:
+            self._norms[flat].pop(parameter, None)
         for flat, gradient in self._gradients.items():
             if not gradient.num_arrived and flat not in self._summed:
                 continue
             if gradient.accumulating and flat not in delayed.accumulated:  # all that is accumulated is of this backward
                 gradient.drop()
-                for item in flat.param_views:
-                    self.norms.pop(item.parameter, None)
+                self.reset_norms(flat)
             gradient.num_arrived = 0
             gradient.arrived = [False] * len(gradient.arrived)
             gradient.states = delayed.states[flat]
@@ -178,6 +175,7 @@ class GradientOffloader:
             RuntimeError: it would be added to a gradient that a step has used and not kept.
         """
         gradient = self._gradients[flat]
+        gradient.is_sum |= gradient.kept or gradient.arrived[index]
         if gradient.assigned:
             self._note_added(flat)
             gradient.fold()
@@ -217,9 +215,9 @@ class GradientOffloader:
         if check_finite and self._decision.loss_scaled:
             self._decision.check(grad)
         if self._decision.needs_norm and not self._gradients[flat].accumulating:
-            self.norms[parameter] = torch._foreach_norm([grad.float()])[0]
+            self._norms[flat][parameter] = torch._foreach_norm([grad.float()])[0]
             if self._delayed is not None:
-                self._delayed.measured.append(parameter)
+                self._delayed.measured.append((flat, parameter))
 
     def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
@@ -337,7 +335,7 @@ class GradientOffloader:
         self._note_added(flat)
         gradient = self._gradients[flat]
         arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
-        norms = self.norms if self._decision.needs_norm else None
+        norms = self._norms[flat] if self._decision.needs_norm else None
 
         def run() -> None:  # on the worker's thread
             gradient.add(arrived)
@@ -360,20 +358,40 @@ class GradientOffloader:
         if not self._decision.needs_norm:
             return
         gradient = self._gradients[flat]
-        gradient.fold()
-        for index in indices if self.norms or gradient.accumulating else ():
-            self.norms.pop(flat.param_views[index].parameter, None)
+        norms = self._norms[flat]
+        for index in indices if norms or gradient.accumulating else ():
+            norms.pop(flat.param_views[index].parameter, None)
             if gradient.accumulating:  # else `has_accum` belongs to the last step
-                _measure_accumulated(gradient, flat, index, self.norms)
+                _measure_accumulated(gradient, flat, index, norms)
 
     def pop_waited(self) -> float:
         """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def reset_norms(self) -> None:
-        """Starts the norms of the next step."""
-        self.norms = {}
+    def norms(self, flat: FlatParameter) -> Mapping[nn.Parameter, Tensor]:
+        """Returns the norms of the gradients of `flat`. Accumulations have ended.
+
+        Gradients that user code has assigned, and may have changed since, and those that arrived before norms were
+        needed are measured now: on the device, unless they were accumulated.
+        """
+        gradient, norms = self._gradients[flat], self._norms[flat]
+        for index, item in enumerate(flat.param_views):
+            if index in gradient.assigned:
+                norms[item.parameter] = torch._foreach_norm([gradient.assigned[index].detach()])[0]
+            if gradient.states[index] is not GradientState.PRESENT or item.parameter in norms:
+                continue
+            if gradient.arrived[index]:
+                self._on_host(gradient).result()
+                copied = item.of(gradient.host_grad).to(self._copies.device)
+                norms[item.parameter] = torch._foreach_norm([copied.float()])[0]
+            else:
+                _measure_accumulated(gradient, flat, index, norms)
+        return norms
+
+    def reset_norms(self, flat: FlatParameter) -> None:
+        """Starts the norms of the next step of `flat`."""
+        self._norms[flat] = {}
 
     # ---- towards a step, or user code ----
 
@@ -385,6 +403,7 @@ class GradientOffloader:
             `Gradient.host_grad`, or None if the step uses the accumulated gradients.
         """
         gradient = self._gradients[flat]
+        gradient.was_sum, gradient.is_sum = gradient.is_sum, False
         if gradient.accumulating:
             return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
         arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)

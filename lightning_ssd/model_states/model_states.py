@@ -17,6 +17,7 @@ has a method, which calls the pieces in the right order. The state and the decis
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class ModelStates(Uncopied):
             item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.param_views)
         }
         self._optimizers = offloaded.optimizers
+        self._whole = setup.whole
         self._summoned = False
         self._renew_guards = partial(renew_guards, module)
         self._changed = False
@@ -192,7 +194,7 @@ class ModelStates(Uncopied):
             self._gradients.accumulate,
             self._gradients.resume_accumulation,
             self._gradients.remeasure,
-            self._steps.apply_clipping,
+            self._apply_clipping,
         )
         self._grad_dtype = GradDtype(self.stores)
         self._access = Access(
@@ -289,7 +291,7 @@ class ModelStates(Uncopied):
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
             return
         self._steps.check_not_submitted(flat, index)
-        self._steps.apply_clipping()
+        self._apply_clipping(flat)
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         if grad.dtype != flat.dtype:  # summed in fp32
             self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
@@ -309,6 +311,10 @@ class ModelStates(Uncopied):
         self._gradients.offload(flat, index, grad)
         if complete:
             self._steps.submit(flat)
+
+    def _apply_clipping(self, flat: FlatParameter) -> None:
+        """Clips gradients whose clipping was left to the step, and that user code is about to use."""
+        self._steps.apply_clipping(self.offloaded.groups[flat][0])
 
     def _check_not_added(self, name: str, parameter: nn.Parameter) -> None:
         """Checks a parameter that no optimizer steps, whose gradient is kept on the device for user code.
@@ -395,13 +401,40 @@ class ModelStates(Uncopied):
             self._grad_dtype.end_step()
 
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Divides the gradients of the running step by the scale of `scaler`; one that is not finite skips the step.
+        """Divides the gradients of `optimizer` by the scale of `scaler`; one that is not finite skips the step.
 
         This does the same for offloaded gradients as `scaler.unscale_`, which is called for the others.
         """
+        if optimizer in self._whole:
+            with self.full_grads(optimizer):
+                scaler.unscale_(optimizer)
+            return
         with self._grads.hidden():
             scaler.unscale_(optimizer)
-        self._decision.unscale(scaler, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+        if not scaler.is_enabled():
+            self._decision.reset_checks()
+            return
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not self.defer_to_user_hooks:
+            self._decision.merge_checks(found)
+        else:
+            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self._steps.resume_stepped(optimizer)
+            if not (norms := self._steps.norms(optimizer)):
+                return
+            device = self._copies.device
+            measured = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
+            large = [parameter for parameter, norm in zip(norms, measured, strict=True) if not math.isfinite(norm)]
+            flag = torch.full((), float(any(not self._is_finite(parameter) for parameter in large)), device=device)
+            found[device] = found[device] + flag if device in found else flag
+        self._steps.unscale(optimizer, scaler, found)
+
+    def _is_finite(self, parameter: nn.Parameter) -> bool:
+        """Returns whether the gradient of an offloaded parameter is finite, whose norm may be infinite nevertheless."""
+        flat, index = self._flat_of[parameter]
+        assigned = self._gradients[flat].assigned
+        gradient = assigned[index] if index in assigned else flat.param_views[index].of(self._grads.whole(flat, index))
+        return bool(gradient.isfinite().all())
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
         """Clips the gradients of `optimizer` as `torch.nn.utils.clip_grad_norm_` (or `_value_`) does.
@@ -412,29 +445,23 @@ class ModelStates(Uncopied):
             algorithm: "norm" or "value".
         """
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
-        in_jobs = self._steps.optimizer is optimizer
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters_of(optimizer), limit)
-        elif in_jobs and algorithm == "norm" and self._decision.needs_norm and self._steps.may_clip_norm:
+        elif optimizer in self._optimizers and self._steps.may_clip(optimizer, algorithm, limit):
             self.end_backward()  # user code may have called `loss.backward` without Lightning
-            self._steps.resume_stepped(optimizer)
-            self._steps.wait_for_norms(optimizer)
             with self._grads.hidden():
-                self._decision.clip(parameters_of(optimizer), self._gradients.norms, limit)
-        elif in_jobs and algorithm == "value" and self._steps.clamp(limit):
-            self._steps.resume_stepped(optimizer)
-            with self._grads.hidden():  # the jobs clamp the offloaded ones
-                if resident := [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]:
-                    torch.nn.utils.clip_grad_value_(resident, limit)
+                self._steps.clip(optimizer, algorithm, limit)
         else:
-            with self.full_grads(getattr(optimizer, "optimizer", optimizer)):  # of Lightning's wrapper
+            with self.full_grads(optimizer):
                 clip(parameters_of(optimizer), limit)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
         self._steps.check_may_drop(optimizer)
         self._grads.zero(self.offloaded.groups, optimizer, set_to_none)
+        self._steps.drop_clipping(optimizer)
         self._decision.reset_checks()
 
     # ---- whole weights and gradients, for user code ----
@@ -452,7 +479,7 @@ class ModelStates(Uncopied):
         if self._summoned:
             yield
             return
-        self._steps.apply_clipping()
+        self._steps.apply_all_clipping()
         with self.summon_full_params():
             self._gradients.accumulate_all()
             self.drain()

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
@@ -23,7 +23,7 @@ from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision, is_power_of_two
 from lightning_ssd.model_states.gradient import GradientState, clip
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import Journal
@@ -35,7 +35,7 @@ from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.step_history import StepHistory
-from lightning_ssd.model_states.user_optimizers import parameters_of
+from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.spans import wait_for
 
@@ -95,6 +95,7 @@ class StepScheduler:
         self._priorities = {flat: index for index, flat_params in enumerate(offloaded_units) for flat in flat_params}
         self._overlap = setup.config.overlap
         self._clip_value = setup.clip_value
+        self._whole = setup.whole
         self._journal = journal
         self.defer_to_user_hooks = setup.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
@@ -107,6 +108,8 @@ class StepScheduler:
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self._limit: float | None = None
         """Absolute value at which the jobs of the running step clamp gradients; None: they don't."""
+        self._clippings: dict[Optimizer, Clipping] = {}
+        """Clipping that the next step of an optimizer has to do."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
         self.history = StepHistory(offloaded)
@@ -132,6 +135,8 @@ class StepScheduler:
     def defer_next(self) -> None:
         """Delays the next steps until `optimizer.step`, because user code has a hook that may read gradients."""
         self._defer_next = True
+        if self.optimizer is None:
+            self.defer_to_user_hooks = True
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
@@ -270,55 +275,122 @@ class StepScheduler:
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
                     self.submit(flat)
-                elif flat.shared or not (self._defers_to_hooks(flat) and gradient.may_stay):
+                elif flat.shared or not (self.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
 
-    def clamp(self, limit: float) -> bool:
-        """Leaves clipping by value to the jobs of the running step. Returns False if the caller has to clip.
+    # ---- clipping ----
+
+    def may_clip(self, optimizer: Optimizer, algorithm: str, limit: float) -> bool:
+        """Whether the jobs of the next step of `optimizer` may clip: else the caller has to.
 
         Args:
-            limit: the largest absolute value.
+            optimizer: optimizer whose parameters have the gradients.
+            algorithm: "norm" or "value".
+            limit: the largest norm, or value.
         """
         if self.defer_to_user_hooks:
-            self._limit = limit if self._limit is None else min(limit, self._limit)
-        return limit == self._clip_value or self.defer_to_user_hooks
+            return optimizer not in self._whole
+        known = self._decision.needs_norm if algorithm == "norm" else limit == self._clip_value
+        return known and self.optimizer is optimizer
 
-    @property
-    def may_clip_norm(self) -> bool:
-        """Whether the jobs of the running step may clip by norm: user code has not clipped before."""
-        return not self.defer_to_user_hooks or (self._decision.may_clip and self._limit is None)
+    def clip(self, optimizer: Optimizer, algorithm: str, limit: float) -> None:
+        """Clips resident gradients, and leaves the clipping of offloaded ones to the jobs of the next step.
 
-    def apply_clipping(self) -> None:
-        """Clips gradients whose clipping was left to steps that have not begun: user code is about to use them."""
-        optimizer = self.optimizer
-        if optimizer is None or not self.defer_to_user_hooks:
+        Args:
+            optimizer: as in `may_clip`, as the others.
+            algorithm: "norm" or "value".
+            limit: the largest norm, or value.
+        """
+        clipping = self._clippings.get(optimizer)
+        if algorithm == "norm" and clipping is not None and clipping.clips:
+            self.apply_clipping(optimizer)  # the norm is that of clipped gradients
+        self.resume_stepped(optimizer)
+        clipping = self._clippings.setdefault(optimizer, Clipping())
+        parameters = parameters_of(optimizer)
+        if algorithm == "norm":
+            self._decision.needs_norm = True
+            clipping.coefficient = self._decision.clip(parameters, self.norms(optimizer), limit, clipping.unscale)
+        else:
+            clipping.limit = limit if clipping.limit is None else min(limit, clipping.limit)
+            if resident := [parameter for parameter in parameters if parameter.grad is not None]:
+                torch.nn.utils.clip_grad_value_(resident, limit)
+        self._clip_assigned(optimizer)
+
+    def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler, found: dict[torch.device, Tensor]) -> None:
+        """Leaves it to the jobs of the next step to divide offloaded gradients by the scale of `scaler`.
+
+        Args:
+            optimizer: optimizer whose parameters have the gradients.
+            scaler: Lightning's scaler.
+            found: its record, by device, of gradients of `optimizer` that are not finite.
+        """
+        assert scaler._scale is not None
+        unscale = scaler._scale.double().reciprocal().float().view(1)
+        if not self.defer_to_user_hooks:
+            self._clippings.setdefault(optimizer, Clipping()).unscale = unscale
             return
-        scale, limit, self._limit = self._decision.pop_scale(), self._limit, None
-        if scale is None and limit is None:
+        factor = float(unscale)
+        exact = is_power_of_two(factor)
+        clipping = self._clippings.setdefault(optimizer, Clipping())
+        if not exact or clipping.unscale is not None:  # the scaler has skipped the last step
+            self.apply_clipping(optimizer)
+            clipping = self._clippings.setdefault(optimizer, Clipping())
+        if clipping.limit is not None:
+            clipping.limit *= factor
+        clipping.unscale = unscale
+        if not exact:
+            self.apply_clipping(optimizer)
+        self._clip_assigned(optimizer)
+        if unscales_itself(optimizer):
+            self._clippings.setdefault(optimizer, Clipping()).found = found
+
+    def _clip_assigned(self, optimizer: Optimizer) -> None:
+        """Clips the gradients of `optimizer` if user code may use some through tensors that it has assigned."""
+        if any(gradient.assigned and self._groups[flat][0] is optimizer for flat, gradient in self._gradients.items()):
+            self.apply_clipping(optimizer)
+
+    def apply_clipping(self, optimizer: Optimizer) -> None:
+        """Clips gradients whose clipping was left to the next step of `optimizer`: user code is about to use them."""
+        if not self.defer_to_user_hooks or (clipping := self._clippings.pop(optimizer, None)) is None:
             return
+        scale = None if clipping.scale is None else float(clipping.scale)
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and (gradient.accumulating or any(gradient.arrived)):
                 if any(gradient.arrived):
                     self._gradients.accumulate(flat)
                 gradient.consumed.result()
-                gradient.fold()
                 for index, item in enumerate(flat.param_views):
-                    if gradient.has_accum[index]:
-                        clip(item.of(gradient.accumulated()), scale, limit)
+                    if index in gradient.assigned:
+                        clip(gradient.assigned[index].detach(), scale, clipping.limit)
+                    elif gradient.has_accum[index]:
+                        clip(item.of(gradient.accumulated()), scale, clipping.limit)
                         self._gradients.remeasure(flat, [index])
 
-    def wait_for_norms(self, optimizer: Optimizer) -> None:
-        """Returns when the norms of accumulated gradients of `optimizer` are known.
+    def apply_all_clipping(self) -> None:
+        """Clips the gradients of all optimizers; see `apply_clipping`."""
+        for optimizer in list(self._clippings):
+            self.apply_clipping(optimizer)
+
+    def drop_clipping(self, optimizer: Optimizer) -> None:
+        """Clips no gradients of `optimizer`: they were dropped."""
+        if self.defer_to_user_hooks:
+            self._clippings.pop(optimizer, None)
+
+    def norms(self, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
+        """Returns the norms of offloaded gradients of `optimizer`, before the clipping that is left to jobs.
 
         It does not wait for submitted steps, which wait for the scale that these norms decide.
         """
+        norms: dict[nn.Parameter, Tensor] = {}
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer:
                 with self._lock:
                     submitted, accumulation = flat in self._submitted, self._accumulations.get(flat)
-                known = accumulation if submitted else gradient.consumed
+                known = accumulation if submitted else gradient.consumed if gradient.accumulating else None
                 if known is not None:
                     wait_for(known, "gradients")
+                norms |= self._gradients.norms(flat)
+        return norms
 
     def end(self) -> None:
         """Ends the step on the training thread; submitted jobs go on.
@@ -329,7 +401,12 @@ class StepScheduler:
         """
         optimizer = self.optimizer
         assert optimizer is not None
-        if (in_flight := self._decision.decide()) is not None:
+        clipping = self._clippings.pop(optimizer, Clipping())
+        if self.defer_to_user_hooks:
+            self._limit = clipping.limit
+            self._decision.reset_checks()  # which are not of this step
+            self._decision.merge_checks(dict(clipping.found))
+        if (in_flight := self._decision.decide(clipping.scale)) is not None:
             self._gradients.keep_alive(*in_flight)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
@@ -340,7 +417,9 @@ class StepScheduler:
         self._waited = 0.0
         submitted = self._finish_step()
         self.optimizer = None
-        self._gradients.reset_norms()
+        for flat, _ in self._gradients.items():
+            if self._groups[flat][0] is optimizer:
+                self._gradients.reset_norms(flat)
         self._prefetcher.reset()
         if self._overlap == "none":
             for done in submitted.values():
@@ -397,9 +476,6 @@ class StepScheduler:
 
     def _is_stepping(self, flat: FlatParameter) -> bool:
         return self.optimizer is not None and not self.defer_to_user_hooks and self._groups[flat][0] is self.optimizer
-
-    def _defers_to_hooks(self, flat: FlatParameter) -> bool:
-        return self.defer_to_user_hooks and self.optimizer is not None and self._groups[flat][0] is self.optimizer
 
     def _is_submitted(self, flat: FlatParameter) -> bool:
         with self._lock:

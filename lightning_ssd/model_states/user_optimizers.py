@@ -104,6 +104,11 @@ def _differs(subclass: type, cls: type, name: str) -> bool:
     return inspect.unwrap(vars(subclass)[name]) is not inspect.unwrap(getattr(cls, name))
 
 
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Returns whether `step` divides gradients by the loss scale, and does nothing if one is not finite."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def zeroes_otherwise(optimizer: Optimizer) -> bool:
     """Returns whether other code has replaced `zero_grad`, in a subclass or on the optimizer: it may drop fewer."""
     return "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad

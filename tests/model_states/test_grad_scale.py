@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.model_states import build, grad_scale
-from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision
 from tests.support.models import BlocksModel
 from tests.support.trainings import batches, make_trainer, offloading, small_model
 
@@ -37,8 +37,7 @@ def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
     """Returns the scale of a step whose gradient has the given norm, clipped to 1."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     gate.begin(defer_to_user_hooks=False)
-    gate.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
-    gate.decide()
+    gate.decide(gate.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0))
     return gate.scale
 
 
@@ -113,9 +112,9 @@ def test_a_scale_whose_copy_is_not_issued_fails_the_jobs_that_wait_for_it() -> N
     decision = GradScaleDecision(RefusingCopies(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
     parameter = torch.nn.Parameter(torch.zeros(1))
     decision.begin(defer_to_user_hooks=False)
-    decision.clip([parameter], {parameter: torch.tensor(2.0)}, limit=1.0)
+    scale = decision.clip([parameter], {parameter: torch.tensor(2.0)}, limit=1.0)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        decision.decide()
+        decision.decide(scale)
     decision.fail()
     assert str(decision.scale.exception(timeout=0)) == "CUDA error: the device is lost"
     decision.close()
@@ -144,8 +143,7 @@ def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | No
         parameter = torch.nn.Parameter(torch.zeros(1))
         decision.begin(defer_to_user_hooks=False)
         found.append(decision.speculated)
-        decision.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
-        decision.decide()
+        decision.decide(decision.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0))
         decision.scale.result(timeout=60)
     return found
 
@@ -189,8 +187,7 @@ def test_norms_of_offloaded_and_resident_gradients_are_clipped_as_torch_does() -
     norms = {parameters[index]: gradients[index].norm() for index in (0, 2)}
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
     decision.begin(defer_to_user_hooks=False)
-    decision.clip(parameters, norms, 0.5)
-    decision.decide()
+    decision.decide(decision.clip(parameters, norms, 0.5))
     scale = decision.scale.result(timeout=60)
     assert scale is not None and parameters[1].grad is not None
     found = [gradients[0] * scale, parameters[1].grad, gradients[2] * scale]
@@ -201,16 +198,14 @@ def test_norms_of_offloaded_and_resident_gradients_are_clipped_as_torch_does() -
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), None])
 def test_a_gradient_that_is_not_finite_skips_the_step_that_has_it(bad: float | None) -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(1))  # which decides the scale
     scales = []
     for value in (1.0, bad, 1.0):
         decision.begin(defer_to_user_hooks=False)
         if value is not None:
             decision.check(torch.tensor([0.5, value]))
         found: dict[torch.device, Tensor] = {}
-        decision.unscale(scaler, found)
-        decision.decide()
+        decision.merge_checks(found)
+        decision.decide(torch.tensor([0.125]))
         scales.append(decision.scale.result(timeout=60))
         assert bool(found[CPU]) == (scales[-1] is None)
     assert scales == [0.125, 0.125 if bad is None else None, 0.125]
@@ -219,26 +214,23 @@ def test_a_gradient_that_is_not_finite_skips_the_step_that_has_it(bad: float | N
 
 def test_a_gradient_on_the_device_that_is_not_finite_skips_the_step_of_offloaded_ones() -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(1))  # which makes the scale
     decision.begin(defer_to_user_hooks=False)
     decision.check(torch.tensor([0.5]))
-    decision.unscale(scaler, {CPU: torch.ones(1)})
-    decision.decide()
+    decision.merge_checks({CPU: torch.ones(1)})
+    decision.decide(torch.tensor([0.125]))
     assert decision.scale.result(timeout=60) is None
     decision.close()
 
 
 def test_offloaded_gradients_are_clipped_after_they_are_unscaled() -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(1))  # which makes the scale
     offloaded, resident = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     resident.grad = torch.tensor([4.0])  # unscaled by Lightning
     decision.begin(defer_to_user_hooks=False)
-    decision.unscale(scaler, {})
-    decision.clip([offloaded, resident], {offloaded: torch.tensor(3.0 * 8)}, limit=1.0)  # 3 and 4 have a norm of 5
-    decision.decide()
+    clipping = Clipping(unscale=torch.tensor([0.125]))
+    norms = {offloaded: torch.tensor(3.0 * 8)}  # 3 and 4 have a norm of 5
+    clipping.coefficient = decision.clip([offloaded, resident], norms, 1.0, clipping.unscale)
+    decision.decide(clipping.scale)
     assert decision.scale.result(timeout=60) == pytest.approx(1 / 5 / 8)
     assert resident.grad.item() == pytest.approx(4 / 5)
     decision.close()
@@ -253,9 +245,12 @@ def test_a_step_that_was_not_decided_fails_its_jobs_at_the_end() -> None:
     decision.close()
 
 
-def test_gradients_that_user_code_has_clipped_have_scale_one() -> None:
-    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
-    decision.begin(defer_to_user_hooks=True)
-    assert decision.scale.result(timeout=60) == decision.speculated == 1.0
-    assert decision.decide() is None
+@pytest.mark.parametrize("needs_norm", [False, True])
+def test_gradients_that_user_code_may_clip_have_no_scale_before_it_has(needs_norm: bool) -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=needs_norm, loss_scaled=False)
+    for scale, expected in ((None, 1.0), (torch.tensor([0.5]), 0.5)):
+        decision.begin(defer_to_user_hooks=True)
+        assert not decision.scale.done()
+        decision.decide(scale)
+        assert decision.scale.result(timeout=60) == expected
     decision.close()

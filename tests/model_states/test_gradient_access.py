@@ -551,16 +551,25 @@ BETWEEN = {
 """Uses of gradients at each hook, of which the last two come after the step."""
 
 
+def precise(precision: str | float) -> dict[str, Any]:
+    """Returns the Trainer's arguments of a precision, or of `16-mixed` with the given loss scale."""
+    if isinstance(precision, str):
+        return {"precision": precision}
+    scaler = torch.amp.GradScaler("cpu", init_scale=precision, growth_interval=2)
+    return {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)}
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     uses=st.fixed_dictionaries({hook: st.sampled_from([None, *uses]) for hook, uses in BETWEEN.items()}),
     clip=st.sampled_from([None, 0.01, 10.0]),
     by=st.sampled_from(["norm", "value"]),
     accumulate=st.sampled_from([1, 2]),
-    precision=st.sampled_from(["32-true", "bf16-mixed"]),
+    precision=st.sampled_from(["32-true", "bf16-mixed", 2.0**16, 1000.0, 2.0**60]),
     drops=st.booleans(),
     kind=st.sampled_from([Toy, Alternating]),
     late=st.booleans(),
+    min_bytes=st.sampled_from([1, 64]),
     states=st.sampled_from(PLACES),
 )
 def test_uses_of_gradients_before_and_after_they_are_clipped(
@@ -568,12 +577,15 @@ def test_uses_of_gradients_before_and_after_they_are_clipped(
     clip: float | None,
     by: str,
     accumulate: int,
-    precision: Any,
+    precision: str | float,
     drops: bool,
     kind: type[Toy],
     late: bool,
+    min_bytes: int,
     states: str,
 ) -> None:
+    """With 64 bytes as the smallest, biases are on the device."""
+
     def make() -> Toy:
         module = kind(**ADAMW)
         for hook, use in uses.items():
@@ -583,12 +595,14 @@ def test_uses_of_gradients_before_and_after_they_are_clipped(
             module.at("on_train_start", lambda module: setattr(module, "optimizer_zero_grad", lambda *_: None))
         return module
 
-    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "precision": precision}
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, **precise(precision)}
     how |= {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": by}
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if late:
             patch.setattr(build, "make_copy_engine", LateCopies)
-        compare(Path(folder), make, states, **how)
+        found = fit(Path(folder), make(), states, strategy={"min_bytes": min_bytes}, **how)
+        patch.undo()
+        assert_same(found, fit(Path(folder), make(), None, **how | precise(precision)))
 
 
 def test_norms_of_gradients_that_were_dropped_do_not_count(tmp_path: Path) -> None:

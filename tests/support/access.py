@@ -82,7 +82,8 @@ def fit(path: Path, module: Any, states: str | None, *, strategy: Any = None, **
     chosen: Any = "auto"
     if states is not None:
         small = {"ssd_capacity": "1MiB", "staging_memory": "16MiB"} if states == "ssd" else {}
-        chosen = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", **small, **(strategy or {}))  # type: ignore[arg-type]
+        arguments_of_states: dict[str, Any] = {"states": states, "min_bytes": 1, "gpu_memory": "1B"}
+        chosen = SSDOffloadStrategy(**arguments_of_states | small | (strategy or {}))
     return trainings.fit(path, chosen, module, loader(), num_sanity_val_steps=0, **arguments)
 
 
