@@ -135,5 +135,7 @@ class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
         if not skipped:
             result = self.scaler.step(torch_optimizer, **kwargs)
             self.scaler.update()
-        self.states.end_step(torch_optimizer)  # whose `step` was not called
+            self.states.skip_step(torch_optimizer)  # if its `step` was not called
+        else:
+            self.states.end_step(torch_optimizer)
         return result

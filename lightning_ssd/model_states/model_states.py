@@ -400,6 +400,14 @@ class ModelStates(Uncopied):
             self._steps.end()
             self._grad_dtype.end_step()
 
+    @uninterrupted
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Ends a step of `optimizer` that the loss scaler has skipped, without a call of `optimizer.step`."""
+        if self.defer_to_user_hooks and optimizer not in self._whole:
+            self._steps.skip(optimizer)
+        else:
+            self.end_step(optimizer)
+
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Divides the gradients of `optimizer` by the scale of `scaler`; one that is not finite skips the step.
 

@@ -136,11 +136,10 @@ class StepScheduler:
         """Delays the next steps until `optimizer.step`, because user code has a hook that may read gradients."""
         self._defer_next = True
         if self.optimizer is None:
-            self.defer_to_user_hooks = True
+            self.defer_to_user_hooks = True  # else when the running step ends
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
-        self.defer_to_user_hooks = self._defer_next
         self.optimizer = optimizer
         self._limit = None if self.defer_to_user_hooks else self._clip_value
         self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
@@ -417,6 +416,7 @@ class StepScheduler:
         self._waited = 0.0
         submitted = self._finish_step()
         self.optimizer = None
+        self.defer_to_user_hooks = self._defer_next
         for flat, _ in self._gradients.items():
             if self._groups[flat][0] is optimizer:
                 self._gradients.reset_norms(flat)
@@ -432,6 +432,26 @@ class StepScheduler:
             self._prefetcher.prefetch()
         if optimizer is self._timed:
             self._device_share.note(self.work())
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Ends a step of `optimizer` that has not begun, because a gradient is not finite.
+
+        The gradients are then like those that a step has used and kept: plain training has them until `zero_grad`.
+        """
+        clipping = self._clippings.pop(optimizer, Clipping())
+        scale = finished(None if clipping.scale is None else float(clipping.scale))
+        for flat, gradient in self._gradients.items():
+            if self._groups[flat][0] is optimizer and GradientState.PRESENT in gradient.states:
+                gradient.fold()
+                on_host, arrived = self._gradients.hand_over(flat)
+                wait_for(on_host, "gradients")
+                gradient.retain(arrived, scale, clipping.limit)
+                gradient.states = [
+                    GradientState.STEPPED if state is GradientState.PRESENT else state for state in gradient.states
+                ]
+                gradient.has_accum = [False] * len(gradient.has_accum)
+                gradient.accumulating = False
+                self._gradients.reset_norms(flat)
 
     def step_on_device(self, flat_params: Collection[FlatParameter]) -> bool:
         """Has the device step `flat_params`, between two steps; see `DeviceShare.plan`."""

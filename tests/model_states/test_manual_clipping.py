@@ -381,3 +381,53 @@ def test_a_scaler_that_is_disabled_skips_no_step(tmp_path: Path, hooked: bool) -
         return fit(tmp_path, (Hooked if hooked else Toy)(), states, plugins=plugin)
 
     assert_same(fitted("host"), fitted(None))
+
+
+class Clipped(Toy):
+    """Manual optimization, clipped."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch[0])
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.01, "norm")
+        optimizer.step()
+        self.seen.append(loss.item())
+
+
+@pytest.mark.parametrize("kind", [Clipped, Hooked])
+def test_steps_that_the_scaler_skips_are_recorded(tmp_path: Path, kind: type[Toy]) -> None:
+    """Their gradients are not, since the next step drops them."""
+    strategy = {"recover": True}
+    found = train(tmp_path, kind, "ssd", "16-mixed", 2.0**60, strategy=strategy, max_epochs=3)
+    assert_same(found, train(tmp_path, kind, None, "16-mixed", 2.0**60, max_epochs=3))
+
+
+def test_gradients_of_a_skipped_step_that_nothing_drops_are_not_recorded(tmp_path: Path) -> None:
+    class NeverDropped(Hooked):
+        def optimizer_zero_grad(self, *_: Any) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match=r"that the last step has used is added to.*recover=False"):
+        train(tmp_path, NeverDropped, "ssd", "16-mixed", 2.0**60, strategy={"recover": True})
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.01}])
+def test_a_step_with_infinite_gradients_after_one_that_has_registered_a_hook_is_skipped(
+    tmp_path: Path, clip: Any
+) -> None:
+    class Registers(Toy):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                self.blocks[0].up.weight.register_post_accumulate_grad_hook(
+                    lambda parameter: self.seen.append(parameter.grad.sum())
+                )
+            return super().training_step(batch, batch_idx)
+
+    found = train(tmp_path, Registers, "host", "16-mixed", 2.0**60, max_epochs=2, **clip)
+    assert_same(found, train(tmp_path, Registers, None, "16-mixed", 2.0**60, max_epochs=2, **clip))
