@@ -209,7 +209,7 @@ def test_programs_of_manual_optimization(
     operations: list[list[Operation]], kinds: Any, precision: str, scale: float, late: bool, min_bytes: int, states: str
 ) -> None:
     """With 64 bytes as the smallest, biases are on the device."""
-    operations[0].insert(0, ("backward_of", "01", True))
+    operations = [[("backward_of", "01", True), *of_batch] for of_batch in operations]
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         expected = train(Path(folder), lambda: Program(operations, kinds), None, precision, scale)
         if late:
@@ -254,6 +254,23 @@ def test_gradients_that_are_clipped_by_hand_are_not_summed_on_the_host(
     found = train(tmp_path, lambda: Counting(operations), "host", precision, 2.0**8)
     assert_same(found, train(tmp_path, lambda: Counting(operations), None, precision, 2.0**8))
     assert bool(found.sums) == reads
+
+
+@pytest.mark.parametrize("algorithms", [["norm", "norm"], ["value", "norm"], ["norm", "value", "norm"]])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_are_clipped_by_the_norm_of_clipped_gradients(
+    tmp_path: Path, algorithms: list[str], precision: str
+) -> None:
+    operations: list[Operation] = [("zero", 0, True), ("zero", 1, True), ("backward_of", "01", True)]
+    for index, algorithm in enumerate(algorithms):
+        operations += [("clip", number, algorithm, 0.01 / 8**index) for number in (0, 1)]
+    operations += [("step", 0), ("step", 1)]
+
+    def make() -> Program:
+        return Program([operations] * 3, (torch.optim.SGD,) * 2)
+
+    found = train(tmp_path, make, "host", precision, 2.0**8)
+    assert_same(found, train(tmp_path, make, None, precision, 2.0**8))
 
 
 class Hooked(Toy):
