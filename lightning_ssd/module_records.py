@@ -5,9 +5,9 @@ changed ones is ten times as fast as to copy all and to examine each value.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import repeat
 from operator import is_
@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_ssd.recorded_classes import (
     CONSTANT,
-    EMPTY,
     HOOKS,
     SEQUENCES,
     attributes_of,
@@ -44,62 +43,47 @@ _Copy = tuple[dict[Any, Any], dict[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ModuleRecord:
-    """Copies of the attributes and hooks of one module.
+    """Copies of the attributes of one module.
 
     Attributes:
         module: the module.
         attributes: its attributes.
+        kind: its class.
         structure: its dictionaries of modules and parameters, and copies of them.
-        copies: the attributes and other dictionaries with elements, and copies of them.
-        empty: dictionaries of hooks, and sets, that have no elements.
+        copies: its attributes and buffers, and copies of them.
+        sets: sets that have no elements.
+        hooks: its dictionaries of hooks, with or without elements.
         referred: objects that attributes refer to, and that may have a state of their own.
-        hooks: its hooks.
     """
 
     module: nn.Module
     attributes: dict[str, Any]
+    kind: Any
     structure: tuple[_Copy, ...]
     copies: tuple[_Copy, ...] = ()
-    empty: tuple[Any, ...] = ()
+    sets: tuple[set[Any], ...] = ()
+    hooks: tuple[dict[int, Any], ...] = ()
     referred: tuple[object, ...] = ()
-    hooks: tuple[object, ...] = ()
 
     def has_structure(self) -> bool:
         """Returns whether the module has the copied modules and parameters, and no others."""
-        present = [self.attributes.get(name) for name in _STRUCTURE]
-        same = all(map(is_, present, (mapping for mapping, _ in self.structure)))
-        return same and _Comparison([self], self.structure).is_same()
-
-    def has_attributes(self) -> bool:
-        """Returns whether the module has the copied attributes, and no others."""
-        return _Comparison([self], self.copies[:1]).is_same()
+        same = type(self.module) is self.kind and attributes_of(self.module) is self.attributes
+        for name, (mapping, before) in zip(_STRUCTURE, self.structure, strict=True):
+            same = same and self.attributes.get(name) is mapping and _is_same(mapping, before)
+        return same
 
     def is_unchanged(self) -> bool:
-        """Returns whether the module has the copied attributes, modules, parameters and hooks, and no others."""
-        return _Comparison([self], self.dictionaries()).is_same() and not any(self.empty)
-
-    def dictionaries(self) -> Iterator[_Copy]:
-        """Returns all dictionaries and their copies."""
-        yield from self.copies
-        yield from self.structure
-        for container in self.empty:
-            if not isinstance(container, set):
-                yield container, EMPTY
-
-    def clear_sets(self) -> None:
-        """Removes the elements of sets that had none."""
-        for container in self.empty:
-            if isinstance(container, set):
-                container.clear()
+        """Returns whether the module has the copied attributes, modules and parameters, and no others."""
+        return self.has_structure() and not any(self.sets) and all(_is_same(*copy) for copy in self.copies)
 
 
 class ModuleRecords:
     """Records of the modules of a model, without those that change or have tensors besides parameters.
 
     Recorded values are referred to until the next `update`, longer than the micro-batch that may restore them.
-    Therefore a module has no record if an attribute or buffer is a tensor, and none any more once another attribute
-    than its hooks has changed: `StepState` copies these modules anew for each micro-batch. The modules of TorchScript
-    and the like, whose tree is not in dictionaries, have no records either.
+    Therefore a module has no record if an attribute or buffer is a tensor, and none any more once an attribute has
+    changed: `StepState` copies these modules anew for each micro-batch. It copies hooks anew, too. The modules of
+    TorchScript and the like, whose tree is not in dictionaries, have no records either.
 
     All methods are called on the training thread.
 
@@ -110,7 +94,7 @@ class ModuleRecords:
         parameters: the parameters of the model.
         records: records of unchanged modules.
         others: objects that these modules refer to, and the modules without a record.
-        hooks: hooks of the recorded modules.
+        hooks: dictionaries of hooks of the recorded modules.
         classes: classes of the recorded modules that may have attributes with a state.
         known: the recorded modules and the parameters, by their identity.
     """
@@ -126,11 +110,14 @@ class ModuleRecords:
     def update(self) -> None:
         """Finds the changed modules, so that the attributes describe the present model."""
         if self._begun and all(record.has_structure() for record in self._changing):
-            if self._comparison.is_same() and not any(self._empty):
+            if self._comparison.is_same() and not any(self._sets):
                 return
-            changed = [record for record in self.records if not record.is_unchanged()]
+            unchanged: list[ModuleRecord] = []
+            changed: list[ModuleRecord] = []
+            for record in self.records:
+                (unchanged if record.is_unchanged() else changed).append(record)
             if all(record.has_structure() for record in changed):
-                self._replace(changed)
+                self._set(unchanged, [*self._changing, *map(_structure_of, changed)], self.parameters)
                 return
         self._num_changes += self._begun
         self._begin()
@@ -151,30 +138,16 @@ class ModuleRecords:
         parameters = [one for each in modules for one in each.structure[1][1].values() if one is not None]
         self._set(recorded, changing, list({id(one): one for one in parameters}.values()))
 
-    def _replace(self, changed: Iterable[ModuleRecord]) -> None:
-        """Records modules whose hooks have changed anew, and removes the records of others that have changed."""
-        present = {id(record): record for record in self.records}
-        changing = list(self._changing)
-        for record in changed:
-            structure = ModuleRecord(record.module, record.attributes, record.structure)
-            replacement = _record(structure) if record.has_attributes() else None
-            if replacement is None:
-                del present[id(record)]
-                changing.append(structure)
-            else:
-                present[id(record)] = replacement
-        self._set(list(present.values()), changing, self.parameters)
-
     def _set(self, records: list[ModuleRecord], changing: list[ModuleRecord], parameters: list[nn.Parameter]) -> None:
         self.records = records
-        self._empty = [container for record in records for container in record.empty]
-        self._comparison = _Comparison(records, [pair for each in records for pair in (*each.copies, *each.structure)])
+        self._sets = [each for record in records for each in record.sets]
+        self._comparison = _Comparison(records)
         self._changing = changing
         self.parameters = parameters
         others = [each for record in records for each in record.referred]
         others += [record.module for record in changing]
         self.others: list[object] = list({id(each): each for each in others}.values())
-        self.hooks: Sequence[object] = [hook for record in records for hook in record.hooks]
+        self.hooks: Sequence[dict[int, Any]] = [hooks for record in records for hooks in record.hooks]
         kinds: Any = {type(record.module) for record in records}
         self.classes: Sequence[type] = list({owner: None for kind in kinds for owner in stateful_classes(kind)})
         self.known: dict[int, object] = {id(each): each for each in parameters}
@@ -182,27 +155,20 @@ class ModuleRecords:
 
 
 class _Comparison:
-    """Compares many dictionaries with their copies at once.
+    """Compares many modules with their records at once."""
 
-    Keys and values are compared by their identity, as their `__eq__` may be the user's.
-
-    Args:
-        records: records of modules, which must still have their classes and dictionaries of attributes.
-        copies: the dictionaries, and their copies.
-    """
-
-    def __init__(self, records: Sequence[ModuleRecord], copies: Iterable[_Copy]) -> None:
+    def __init__(self, records: Sequence[ModuleRecord]) -> None:
         self._modules = [record.module for record in records]
-        self._classes: list[Any] = [type(module) for module in self._modules]
+        self._classes = [record.kind for record in records]
         self._attributes = [record.attributes for record in records]
-        pairs = list(copies)
-        self._mappings = [mapping for mapping, _ in pairs]
-        self._lengths = [len(before) for _, before in pairs]
-        self._keys = [key for _, before in pairs for key in before]
-        self._values = [value for _, before in pairs for value in before.values()]
+        copies = [copy for record in records for copy in (*record.copies, *record.structure)]
+        self._mappings = [mapping for mapping, _ in copies]
+        self._lengths = [len(before) for _, before in copies]
+        self._keys = [key for _, before in copies for key in before]
+        self._values = [value for _, before in copies for value in before.values()]
 
     def is_same(self) -> bool:
-        """Returns whether all dictionaries have the keys and values of their copies, in the same order."""
+        """Returns whether the modules have their classes, and the keys and values of all dictionaries."""
         attributes = map(object.__getattribute__, self._modules, repeat("__dict__"))
         if not (all(map(is_, map(type, self._modules), self._classes)) and all(map(is_, attributes, self._attributes))):
             return False
@@ -214,6 +180,20 @@ class _Comparison:
             keys += mapping
             values += mapping.values()
         return all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
+
+
+def _is_same(mapping: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Returns whether a dictionary has the keys and values of its copy, in the same order.
+
+    They are compared by their identity, as their `__eq__` may be the user's.
+    """
+    same = len(mapping) == len(before) and all(map(is_, mapping, before))
+    return same and all(map(is_, mapping.values(), before.values()))
+
+
+def _structure_of(record: ModuleRecord) -> ModuleRecord:
+    """Returns a record of the modules and parameters of a module alone."""
+    return ModuleRecord(record.module, record.attributes, record.kind, record.structure)
 
 
 def _tree(root: nn.Module) -> list[ModuleRecord] | None:
@@ -237,7 +217,7 @@ def _search(root: nn.Module) -> list[ModuleRecord] | None:
         dictionaries: list[Any] = [attributes.get(name) for name in _STRUCTURE]
         if not all(type(one) is dict for one in dictionaries):
             return None
-        found[id(module)] = ModuleRecord(module, attributes, tuple((one, dict(one)) for one in dictionaries))
+        found[id(module)] = ModuleRecord(module, attributes, kind, tuple((one, dict(one)) for one in dictionaries))
         rest += dictionaries[0].values()
     return list(found.values())
 
@@ -256,12 +236,12 @@ def _record(structure: ModuleRecord) -> ModuleRecord | None:
 
 
 def _record_attributes(structure: ModuleRecord) -> ModuleRecord | None:
-    kind: Any = type(structure.module)
+    kind, attributes = structure.kind, structure.attributes
     if slots_of(kind) or is_atom(kind) or is_special(kind) or issubclass(kind, (dict, set, *SEQUENCES, *CONSTANT)):
         return None
-    attributes = structure.attributes
     copied = [attributes]
-    empty: list[Any] = []
+    sets: list[set[Any]] = []
+    hooks: list[dict[int, Any]] = []
     referred: list[object] = []
     for name, value in attributes.items():
         own: Any = type(value)
@@ -270,18 +250,21 @@ def _record_attributes(structure: ModuleRecord) -> ModuleRecord | None:
         if name in HOOKS or name == "_buffers":
             if own is not dict and own is not OrderedDict:
                 return None
-            (copied if value else empty).append(value)
+            (copied if name == "_buffers" else hooks).append(value)
         elif own is set and not value:
-            empty.append(value)
+            sets.append(value)
         elif own is tuple and all(map(is_atom, map(type, value))):
             continue
         elif is_special(own):
             return None
         else:
             referred.append(value)
-    buffers = attributes.get("_buffers")
-    if buffers and any(value is not None for value in buffers.values()):
+    if any(value is not None for buffers in copied[1:] for value in buffers.values()):
         return None
-    hooks = tuple(hook for one in copied[1:] if one is not buffers for hook in one.values())
-    copies = tuple((one, dict(one)) for one in copied)
-    return ModuleRecord(structure.module, attributes, structure.structure, copies, tuple(empty), tuple(referred), hooks)
+    return replace(
+        structure,
+        copies=tuple((one, dict(one)) for one in copied),
+        sets=tuple(sets),
+        hooks=tuple(hooks),
+        referred=tuple(referred),
+    )

@@ -95,6 +95,9 @@ class StepState:
         """Recorded objects by their identity; the values keep them alive."""
         self._modules = records.records
         """Copies of attributes that were not made for this micro-batch alone."""
+        self._hooks = records.hooks
+        self._hooked = {id(hooks): dict(hooks) for hooks in filter(None, records.hooks)}
+        """Copies of dictionaries of hooks of these modules that have elements, by the identity of the dictionaries."""
         parameters = records.parameters
         self.leaves += parameters if not offloaded else [one for one in parameters if one not in offloaded]
         self._compared += [(parameter, parameter._version) for parameter in self.leaves]
@@ -104,7 +107,7 @@ class StepState:
         with no_collections(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
             self._record([*records.others, *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
-            self._code += records.hooks
+            self._code += [hook for hooks in self._hooked.values() for hook in hooks.values()]
             self._record_classes(records.classes)
             self._is_code = True
             self._record(self._code, copy=True)
@@ -125,9 +128,12 @@ class StepState:
                 del self._logged[key]
         with torch._C._DisableTorchDispatch():
             for record in self._modules:
-                for dictionary, items in record.dictionaries():
+                for dictionary, items in (*record.copies, *record.structure):
                     _refill(dictionary, items)
-                record.clear_sets()
+                for members in record.sets:
+                    members.clear()
+            for hooks in self._hooks:
+                _refill(hooks, self._hooked.get(id(hooks), EMPTY))
             for dictionary, items in self._dictionaries:
                 _refill(dictionary, items)
             for restore in self._restores:
