@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.model_states.layout import MASTER, WEIGHT
 from lightning_ssd.model_states.model_states import ModelStates
+from lightning_ssd.model_states.optimizer_state import resident_states
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.units import Unit
 from lightning_ssd.storage import FileRange
@@ -56,7 +57,7 @@ class TensorLocation:
 
 def states_in_memory(optimizers: Iterable[Optimizer]) -> TensorStates:
     """Returns the states of the tensors that optimizers step themselves."""
-    return {stepped: state for optimizer in optimizers for stepped, state in optimizer.state.items()}
+    return {stepped: state for optimizer in optimizers for stepped, state in resident_states(optimizer).items()}
 
 
 def state_tensors(name: str, stepped: Tensor, states: TensorStates) -> Iterator[tuple[StateClass, str, Tensor]]:

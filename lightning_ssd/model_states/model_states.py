@@ -224,8 +224,10 @@ class ModelStates(Uncopied):
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
-        stepped = {item.parameter for flat in offloaded.flat_optimizers for item in flat.param_views}
-        self._undo += [guard_state(optimizer, stepped) for optimizer in stepped_flat]
+        for optimizer in stepped_flat:
+            # A dictionary, because states have the order of the parameters.
+            stepped = {one: None for one in parameters_of(optimizer) if self._is_stepped_flat(one)}
+            self._undo.append(guard_state(optimizer, stepped, self._has_state))
         for flat in self.stores:  # user code's memory that parameters share has the values from before a checkpoint
             self._staged.push(flat)
         self._staged.unstage()
@@ -271,6 +273,15 @@ class ModelStates(Uncopied):
             if optimizer not in stepped_flat:
                 self._undo.append(WholeStep(optimizer, self.full_grads).restore)
             self._undo += hook_zero_grad(optimizer, self._grads, self._zero_grad)
+
+    def _is_stepped_flat(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._flat_of and self._flat_of[parameter][0] in self.offloaded.flat_optimizers
+
+    def _has_state(self, parameter: nn.Parameter) -> bool:
+        """Returns whether an offloaded parameter has an optimizer state, when its submitted step has ended."""
+        flat, index = self._flat_of[parameter]
+        self._steps.drain_flat(flat)
+        return self.offloaded.flat_optimizers[flat].has_state(index, self.stores[flat].layout.state_names)
 
     # ---- a micro-batch ----
 

@@ -141,6 +141,10 @@ class FlatOptimizer(ABC):
         """Returns the states of parameter `index` that this object keeps in host memory, not among staged values."""
         return {}
 
+    def has_state(self, index: int, names: Sequence[str]) -> bool:
+        """Returns whether `state_of` has a state of parameter `index`; `names`: states among staged values."""
+        return bool(self.states_in_memory(index))
+
 
 class ElementwiseOptimizer(FlatOptimizer):
     """AdamW, Adam and SGD, whose step of one element does not depend on others: in chunks, with torch's bits.
@@ -215,6 +219,9 @@ class ElementwiseOptimizer(FlatOptimizer):
             return {}
         item = self.flat.param_views[index]
         return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in staged.states.items()}
+
+    def has_state(self, index: int, names: Sequence[str]) -> bool:
+        return bool(names) and self._steps[index] > 0
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         item = self.flat.param_views[index]

@@ -168,6 +168,8 @@ class StateDicts:
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Adds copies of the optimizer states of offloaded parameters."""
+        for number, _, _ in self._numbers(optimizer):
+            state["state"].pop(number, None)  # a value of `OffloadedOptimizerState`
         if self._without:
             return
         for number, flat, index in self._numbers(optimizer):

@@ -265,7 +265,9 @@ def test_which_classes_are_registered() -> None:
     assert steps_whole(Grouped(parameters))
 
 
-@pytest.mark.parametrize("change", ["look up", "get", "assign", "replace"])
+@pytest.mark.parametrize(
+    "change", ["look up", "get", "assign", "replace", "read all", "clear", "delete", "pop any", "update"]
+)
 def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change: str) -> None:
     """`Optimizer.state` raises an error for offloaded states, in place of looking empty."""
 
@@ -279,6 +281,17 @@ def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change
                 pl_module.optimizers().state.get(parameter)
             elif change == "assign":
                 optimizer.state[parameter] = {}
+            elif change == "read all":
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
+            elif change == "clear":
+                optimizer.state.clear()
+            elif change == "delete":
+                del optimizer.state[parameter]
+            elif change == "pop any":
+                optimizer.state.popitem()
+            elif change == "update":
+                optimizer.state.update({parameter: {}})
             else:
                 optimizer.state = copy.deepcopy(optimizer.state)
 
@@ -286,3 +299,25 @@ def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change
     with pytest.raises(RuntimeError, match="load_state_dict.*states='gpu'"):
         train(tmp_path, offloading(), model, callbacks=[Looking()])
     train(tmp_path, "auto", model, callbacks=[Looking()])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_keys_of_optimizer_states_are_plain(tmp_path: Path, momentum: float) -> None:
+    """`Optimizer.state` has the keys of plain training: none before the first step, or without momentum."""
+
+    class Keys(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            state = trainer.optimizers[0].state
+            names = [name for name, parameter in pl_module.named_parameters() if parameter in state]
+            assert len(state) == len(list(state)) == len(state.keys()) == len(state.items()) == len(names)
+            assert {id(key) for key, _ in state.items()} == {id(key) for key in state}
+            self.seen.append(names)
+
+    plain, offloaded = Keys(), Keys()
+    for strategy, keys in (("auto", plain), (offloading(), offloaded)):
+        model = Model(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=momentum))
+        train(tmp_path, strategy, model, callbacks=[keys])
+    assert plain.seen == offloaded.seen and not plain.seen[0] and bool(plain.seen[-1]) == bool(momentum)
