@@ -244,6 +244,9 @@ class Access:
             return func(*args, **kwargs)
         _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
+            for tensor in found.values():
+                if isinstance(tensor, OffloadedView) and tensor.without_graph:
+                    raise _not_followed(tensor.source.name)
             if func is torch.autograd.grad:
                 self._use_full_precision(found.values())
             with references_saved():
@@ -383,6 +386,9 @@ class Access:
                 return apply(WholeWeight, tensor, source)
         if computing and tensor.requires_grad:
             return apply(_Values, tensor, self._value(tensor))
+        if computing and isinstance(tensor, OffloadedView) and tensor.without_graph:
+            anchor = torch.empty((), device=tensor.device, requires_grad=True)
+            return apply(_WithoutGraph, anchor, self._value(tensor), tensor.source.name)
         return self._value(tensor)
 
     def _note_repeated(self, args: Sequence[Any]) -> None:
@@ -586,6 +592,26 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """The values of a gradient whose graph (`create_graph=True`) was freed when it was offloaded."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, name: str) -> Tensor:
+        ctx.tensor_name = name
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise _not_followed(ctx.tensor_name)
+
+
+def _not_followed(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"autograd can't differentiate {name}, which is offloaded: `create_graph=True` of `backward` has no effect on "
+        "`.grad`. Use the results of `torch.autograd.grad(loss, parameters, create_graph=True)`, or set `states='gpu'`."
+    )
 
 
 def _changed_by_compiled(name: str) -> RuntimeError:

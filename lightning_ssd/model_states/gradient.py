@@ -101,6 +101,7 @@ class Gradient:
         was_sum: whether that held for the gradients of the last step.
         retained: whether the gradients that the last step used are kept, as `Tensor.grad` has them in plain training.
         assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
+        followed: indices of parameters whose gradient autograd can differentiate in plain training (`create_graph`).
     """
 
     def __init__(self, flat: FlatParameter, *, pin: bool, pool: GradientPool | None) -> None:
@@ -126,6 +127,7 @@ class Gradient:
         self._used: tuple[Sequence[bool] | None, Future[float | None], float | None] | None = None
         """How the last step has used the gradients: see `retain`. None: as they are in `accum`."""
         self.assigned: dict[int, Tensor] = {}
+        self.followed: set[int] = set()
 
     def allocate(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
         """Makes `host_grad` ready for the first copy of a backward; waits until its last use is over.
@@ -243,6 +245,7 @@ class Gradient:
     def drop(self) -> None:
         """Drops copied and accumulated gradients whose step has not begun."""
         self.assigned.clear()
+        self.followed.clear()
         self.states = [GradientState.NONE] * len(self.states)
         self._used = None
         if self.accumulating or any(self.arrived):

@@ -123,6 +123,7 @@ class GradientAccess:
             memory = hollow(item.shape, item.stride, item.dtype, flat.device)
             view = OffloadedView.make(source, 0, memory, versioned=False, backed=False)
             source.view = weakref.ref(view)
+        view.without_graph = index in gradient.followed
         return view
 
     def set(self, flat: FlatParameter, index: int, values: Tensor | None) -> None:
@@ -152,6 +153,7 @@ class GradientAccess:
             self._accumulate_arrived(flat)
             gradient.has_accum[index] = False
         gradient.assigned.pop(index, None)
+        gradient.followed.discard(index)
         gradient.states[index] = GradientState.NONE
         if values is not None:
             self.check(flat, index)
@@ -163,11 +165,17 @@ class GradientAccess:
         gradient.accumulating |= bool(gradient.assigned)
         self.changed(flat, [index])
 
+    def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
+        """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
+        if values.requires_grad:
+            self._gradients[flat].followed.add(index)
+
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights."""
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
+        self.note_graph(flat, index, values)
         self._apply_clipping(flat)
         self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)

@@ -302,6 +302,7 @@ class ModelStates(Uncopied):
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
             return
         self._steps.check_not_submitted(flat, index)
+        self._grads.note_graph(flat, index, grad)
         self._apply_clipping(flat)
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         if grad.dtype != flat.dtype:  # summed in fp32

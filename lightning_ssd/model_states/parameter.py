@@ -155,6 +155,7 @@ class OffloadedView(_RunsOperators, Tensor):
         offset: offset of the view in the source, bytes.
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
+        without_graph: whether autograd could differentiate the tensor in plain training, and can't differentiate it.
     """
 
     _DIRECT = (Kind.METADATA, Kind.DTYPE)
@@ -163,6 +164,7 @@ class OffloadedView(_RunsOperators, Tensor):
     offset: int
     versioned: bool
     backed: bool
+    without_graph: bool = False
 
     @staticmethod
     def make(source: "Source", offset: int, memory: Tensor, *, versioned: bool, backed: bool) -> "OffloadedView":

@@ -837,3 +837,65 @@ class Differentiated(Toy):
 def test_gradients_of_chosen_weights(tmp_path: Path, how: str, precision: str, states: str) -> None:
     """`backward(inputs=...)` accumulates gradients, and user code in backward may use other offloaded weights."""
     compare(tmp_path, lambda: Differentiated(how), states, precision=precision)
+
+
+class GradientsWithGraph(Manual):
+    """Uses gradients that `backward(create_graph=True)` has made.
+
+    Args:
+        use: the use of the gradients; returns a loss to add, or None.
+    """
+
+    def __init__(self, *, use: Any, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.use = use
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch[0])
+        self.manual_backward(loss, create_graph=True)
+        if (penalty := self.use(self, [parameter.grad for parameter in self.blocks.parameters()])) is not None:
+            self.manual_backward(penalty + self.loss(batch[0]))
+        optimizer.step()
+        self.seen.append(loss.item())
+
+
+def _penalize(module: Any, gradients: list[Tensor]) -> Tensor:
+    return torch.stack([gradient.pow(2).sum() for gradient in gradients]).sum()
+
+
+def _penalize_copies(module: Any, gradients: list[Tensor]) -> Tensor:
+    return torch.cat([gradient.clone().flatten() for gradient in gradients]).norm()
+
+
+def _differentiate(module: Any, gradients: list[Tensor]) -> None:
+    parameters = list(module.blocks.parameters())
+    torch.autograd.grad(gradients, parameters, [torch.ones_like(one) for one in parameters], allow_unused=True)
+
+
+def _read(module: Any, gradients: list[Tensor]) -> None:
+    module.seen += [gradient.norm().item() for gradient in gradients]
+    module.seen += [gradient.view(-1)[:2].sum().item() for gradient in gradients]
+
+
+def _change(module: Any, gradients: list[Tensor]) -> None:
+    with torch.no_grad():
+        module.seen.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.01)))
+        for gradient in gradients:
+            gradient.view(-1)[0] = 0.5
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("use", [_penalize, _penalize_copies, _differentiate])
+def test_gradients_that_have_lost_their_graph_are_not_differentiated(tmp_path: Path, use: Any, precision: Any) -> None:
+    """`backward` through `.grad` after `create_graph=True` is an error, in place of a loss without second derivatives."""
+    model = GradientsWithGraph(use=use, **ADAMW)
+    fit(tmp_path, model, None, precision=precision)
+    with pytest.raises(RuntimeError, match="the gradient of blocks.*`torch.autograd.grad.*create_graph=True"):
+        fit(tmp_path, model, "host", precision=precision)
+
+
+@pytest.mark.parametrize("use", [_read, _change])
+def test_gradients_with_a_graph_are_read_and_changed(tmp_path: Path, use: Any) -> None:
+    compare(tmp_path, lambda: GradientsWithGraph(use=use, **ADAMW), "host")
