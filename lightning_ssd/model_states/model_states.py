@@ -227,7 +227,7 @@ class ModelStates(Uncopied):
         for optimizer in stepped_flat:
             # A dictionary, because states have the order of the parameters.
             stepped = {one: None for one in parameters_of(optimizer) if self._is_stepped_flat(one)}
-            self._undo.append(guard_state(optimizer, stepped, self._has_state))
+            self._undo.append(guard_state(optimizer, stepped, self._has_state, self.state_dicts.copy_state))
         for flat in self.stores:  # user code's memory that parameters share has the values from before a checkpoint
             self._staged.push(flat)
         self._staged.unstage()

@@ -9,7 +9,10 @@ from torch.optim import Optimizer
 
 
 def guard_state(
-    optimizer: Optimizer, offloaded: Collection[nn.Parameter], has_state: Callable[[nn.Parameter], bool]
+    optimizer: Optimizer,
+    offloaded: Collection[nn.Parameter],
+    has_state: Callable[[nn.Parameter], bool],
+    copy_state: Callable[[nn.Parameter], dict[str, Any]],
 ) -> Callable[[], None]:
     """Makes uses of the states of offloaded parameters in `optimizer.state` raise an error.
 
@@ -17,13 +20,14 @@ def guard_state(
         optimizer: the user's optimizer.
         offloaded: its parameters whose states are offloaded.
         has_state: returns whether one of them has a state by now.
+        copy_state: returns a copy of its state.
 
     Returns:
         A function that restores `optimizer.state`.
     """
 
     def guard(optimizer: Optimizer) -> None:
-        optimizer.state = OffloadedOptimizerState(optimizer, offloaded, has_state)
+        optimizer.state = OffloadedOptimizerState(optimizer, offloaded, has_state, copy_state)
 
     guard(optimizer)
     handle = optimizer.register_load_state_dict_post_hook(guard)  # loading assigns another `state`
@@ -58,6 +62,7 @@ class OffloadedOptimizerState(defaultdict[Any, Any]):
         optimizer: the user's optimizer.
         offloaded: its parameters whose states are offloaded.
         has_state: returns whether one of them has a state by now.
+        copy_state: returns a copy of its state, for copies of the optimizer.
 
     Raises:
         RuntimeError: on a lookup, an assignment, a removal, or a use of a value.
@@ -68,10 +73,12 @@ class OffloadedOptimizerState(defaultdict[Any, Any]):
         optimizer: Optimizer,
         offloaded: Collection[nn.Parameter],
         has_state: Callable[[nn.Parameter], bool],
+        copy_state: Callable[[nn.Parameter], dict[str, Any]],
     ) -> None:
         super().__init__(dict, resident_states(optimizer))
         self._offloaded = offloaded
         self._has_state = has_state
+        self._copy_state = copy_state
         self._class = type(optimizer).__name__
 
     def __missing__(self, key: Any) -> Any:
@@ -133,7 +140,8 @@ class OffloadedOptimizerState(defaultdict[Any, Any]):
         super().clear()
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(list(super().items()))
+        copies = {parameter: self._copy_state(parameter) for parameter in self._present()}
+        return defaultdict, (dict,), None, None, iter({**dict(super().items()), **copies}.items())
 
     def _present(self) -> list[nn.Parameter]:
         """Returns the offloaded parameters that have a state by now."""

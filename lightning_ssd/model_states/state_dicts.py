@@ -180,6 +180,12 @@ class StateDicts:
                 }
         self._staged.unstage()
 
+    def copy_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Returns a copy of the optimizer state of an offloaded parameter."""
+        flat, index = self._where[parameter]
+        state = self._flat_optimizers[flat].state_of(index, self._staged.stage(flat).values)
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
     def _shown(self, value: Any, flat: FlatParameter, index: int, name: str) -> Any:
         if not isinstance(value, Tensor):
             return value

@@ -889,7 +889,7 @@ def _change(module: Any, gradients: list[Tensor]) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("use", [_penalize, _penalize_copies, _differentiate])
 def test_gradients_that_have_lost_their_graph_are_not_differentiated(tmp_path: Path, use: Any, precision: Any) -> None:
-    """`backward` through `.grad` after `create_graph=True` is an error, in place of a loss without second derivatives."""
+    """`backward` through `.grad` after `create_graph=True` is an error: second derivatives would be lost."""
     model = GradientsWithGraph(use=use, **ADAMW)
     fit(tmp_path, model, None, precision=precision)
     with pytest.raises(RuntimeError, match="the gradient of blocks.*`torch.autograd.grad.*create_graph=True"):

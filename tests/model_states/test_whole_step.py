@@ -1,6 +1,7 @@
 """Optimizers whose parameters depend on each other, or that are wrapped, hooked or overridden, in whole trainings."""
 
 import copy
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -299,6 +300,28 @@ def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change
     with pytest.raises(RuntimeError, match="load_state_dict.*states='gpu'"):
         train(tmp_path, offloading(), model, callbacks=[Looking()])
     train(tmp_path, "auto", model, callbacks=[Looking()])
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_copies_of_an_optimizer_have_its_states(tmp_path: Path, states: Any) -> None:
+    """Copies that are made amid training have copies of the offloaded states, which later steps do not change."""
+
+    class CopiedOptimizers(pl.Callback):
+        def __init__(self) -> None:
+            self.copies: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            self.copies += [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+
+    plain, offloaded = CopiedOptimizers(), CopiedOptimizers()
+    for strategy, callback in (("auto", plain), (offloading(states), offloaded)):
+        train(tmp_path, strategy, Model(torch.optim.AdamW), callbacks=[callback])
+    for one, other in zip(plain.copies, offloaded.copies, strict=True):
+        expected, actual = one.state_dict()["state"], other.state_dict()["state"]
+        assert expected.keys() == actual.keys() and expected
+        for number, state in expected.items():
+            assert all(torch.equal(value, actual[number][name]) for name, value in state.items())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
