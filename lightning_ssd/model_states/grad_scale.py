@@ -151,7 +151,9 @@ class GradScaleDecision:
                 gradients are added.
         """
         device = self._not_finite.device
-        found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
+        # A fused optimizer subtracts this from its number of steps: it is 0 or 1, and has no dimension.
+        here = self._not_finite.view(())
+        found[device] = torch.maximum(found[device], here) if device in found else here.clone()
         self._not_finite = found[device].reshape(1).clone()  # including the gradients of resident parameters
 
     def clip(

@@ -216,9 +216,21 @@ def test_a_gradient_on_the_device_that_is_not_finite_skips_the_step_of_offloaded
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
     decision.begin(defer_to_user_hooks=False)
     decision.check(torch.tensor([0.5]))
-    decision.merge_checks({CPU: torch.ones(1)})
+    decision.merge_checks({CPU: torch.ones(())})
     decision.decide(torch.tensor([0.125]))
     assert decision.scale.result(timeout=60) is None
+    decision.close()
+
+
+@pytest.mark.parametrize("others", [{}, {CPU: torch.zeros(())}, {CPU: torch.ones(())}])
+def test_a_fused_optimizer_makes_up_for_one_step(others: dict[torch.device, Tensor]) -> None:
+    """It subtracts the record from its number of steps, which has no dimension."""
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
+    decision.begin(defer_to_user_hooks=False)
+    decision.check(torch.tensor([float("inf")]))
+    found = dict(others)
+    decision.merge_checks(found)
+    assert torch.equal(found[CPU], torch.ones(()))
     decision.close()
 
 
