@@ -121,7 +121,6 @@ class DeviceShare:
                 [flat.numel for flat in order],
                 nbytes,
                 lambda indices: self.select([order[index] for index in indices]),
-                deferred=self._prefetches,
             )
         if self._trial.share is None:
             self._trial.note(StepEnd(perf_counter(), work, self._copies.busy()))

@@ -62,7 +62,6 @@ class ShareTrial:
         parameters: number of parameters of each flat parameter, in the order in which the forward needs them.
         nbytes: bytes that a step of all flat parameters on the device copies in one direction.
         select: selects the flat parameters, by index, that the device steps from now on; returns False if it can't.
-        deferred: whether steps begin when backward has ended, because their gradients are clipped by norm.
 
     Attributes:
         share: share of the parameters that the device steps, once the trial has ended; None before.
@@ -78,24 +77,14 @@ class ShareTrial:
     """Tried rates of the device / rate by the bandwidth that other copies leave."""
     BUSY = 0.6
     """Least share of the time in which the CPU makes steps, for shares to be tried."""
-    DEFERRED_BUSY = 1 / 3
-    """The same for deferred steps, of which a forward hides about as many seconds as it takes: a third of a step."""
     GAIN = 0.02
     """Least share of a step's time that the device must save."""
 
-    def __init__(
-        self,
-        parameters: Sequence[int],
-        nbytes: int,
-        select: Callable[[Collection[int]], bool],
-        *,
-        deferred: bool = False,
-    ) -> None:
+    def __init__(self, parameters: Sequence[int], nbytes: int, select: Callable[[Collection[int]], bool]) -> None:
         self.share: float | None = None
         self._parameters = parameters
         self._nbytes = nbytes
         self._select = select
-        self._least_busy = self.DEFERRED_BUSY if deferred else self.BUSY
         self._run = self._try_shares()
         next(self._run)
 
@@ -156,7 +145,7 @@ class ShareTrial:
         copied = [after.since(before) for before, after in zip(first.copied, last.copied, strict=True)]
         if not self._nbytes or not work.amount or not all(of.seconds for of in copied):
             return None
-        if work.seconds < self._least_busy * elapsed:
+        if work.seconds < self.BUSY * elapsed:
             return None
         bandwidth = min(of.amount / of.seconds * max(0.2, 1 - of.seconds / elapsed) for of in copied)
         return work.amount / work.seconds, bandwidth * sum(self._parameters) / self._nbytes

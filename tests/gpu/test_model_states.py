@@ -143,7 +143,7 @@ def test_a_trial_of_shares_changes_no_numbers(monkeypatch: pytest.MonkeyPatch) -
     """Each step is a measurement, small copies are timed, and the CPU counts as busy."""
     how: dict[str, Any] = {"device": "cuda", "clip": 1.0, "model": TinyGPT, "recorded": False}
     expected = train(streamed(overlap="none", clip="deferred"), **how)
-    for name, steps in (("WARM_UP", 1), ("WARMUP_AFTER_CHANGE", 1), ("MEASURED", 1), ("BUSY", 0), ("DEFERRED_BUSY", 0)):
+    for name, steps in (("WARM_UP", 1), ("WARMUP_AFTER_CHANGE", 1), ("MEASURED", 1), ("BUSY", 0)):
         monkeypatch.setattr(ShareTrial, name, steps)
     monkeypatch.setattr(copies._CopyStream, "TIMED", 1)
     shares: list[float | None] = []

@@ -143,7 +143,7 @@ def test_staging_memory_is_page_locked_for_values_on_ssds(tmp_path: Path, monkey
 class OneShare:
     """In place of a `ShareTrial`: one share is tried, and the CPU alone is faster than it."""
 
-    def __init__(self, parameters: list[int], nbytes: int, select: Any, *, deferred: bool) -> None:
+    def __init__(self, parameters: list[int], nbytes: int, select: Any) -> None:
         self.share: float | None = None
         self.sizes = parameters, nbytes
         self.ends: list[Any] = []
@@ -169,8 +169,8 @@ def test_a_trial_of_shares_notes_each_step_until_it_ends(tmp_path: Path, monkeyp
             assert num_pieces == self.PIECES
             self.close = lambda: calls.append("close")
 
-    def trial(*arguments: Any, **options: Any) -> OneShare:
-        trials.append(OneShare(*arguments, **options))
+    def trial(*arguments: Any) -> OneShare:
+        trials.append(OneShare(*arguments))
         return trials[-1]
 
     monkeypatch.setattr(StateStore, "pin", lambda store: calls.append("pin"))

@@ -31,14 +31,12 @@ def test_no_step_ends_later_than_on_the_cpu_alone(parameters: list[int], cpu_rat
 class Training:
     """Steps of 20 flat parameters of 1e8 parameters; their seconds depend on the device's share and on their number."""
 
-    def __init__(
-        self, seconds: Callable[[float, int], float], *, busy: float = 0.9, memory: bool = True, deferred: bool = False
-    ) -> None:
+    def __init__(self, seconds: Callable[[float, int], float], *, busy: float = 0.9, memory: bool = True) -> None:
         self.selected: list[frozenset[int]] = []
         self._seconds = seconds
         self._busy = busy
         self._memory = memory
-        self.trial = ShareTrial([10**8] * 20, 14 * 20 * 10**8, self._select, deferred=deferred)
+        self.trial = ShareTrial([10**8] * 20, 14 * 20 * 10**8, self._select)
         now, work, copied = 0.0, WorkCounter(0, 0.0), WorkCounter(0, 0.0)
         for number in range(60):
             share = len(self.selected[-1]) / 20 if self.selected else 0.0
@@ -83,11 +81,9 @@ def test_a_share_that_was_fast_only_once_is_not_kept() -> None:
     assert training.trial.share == 0.0 and training.selected[-1] == frozenset()
 
 
-@pytest.mark.parametrize(("deferred", "busy", "tried"), [(False, 0.55, 0), (True, 0.55, 3), (True, 0.3, 0)])
-def test_nothing_is_tried_if_the_cpu_waits_for_the_device(deferred: bool, busy: float, tried: int) -> None:
-    """The CPU has no deferred steps to make in backward, so that it waits for longer if they bound a training step."""
-    training = Training(lambda share, number: 0.5, busy=busy, deferred=deferred)
-    assert len(set(training.selected) - {frozenset()}) == tried and training.trial.share == 0.0
+def test_nothing_is_tried_if_the_cpu_waits_for_the_device() -> None:
+    training = Training(lambda share, number: 0.5, busy=0.3)
+    assert training.selected == [] and training.trial.share == 0.0
 
 
 def test_without_memory_the_cpu_makes_all_steps() -> None:
