@@ -194,6 +194,36 @@ def test_states_that_move_amid_a_training(
         assert mover.moves > 4
 
 
+class ClippedByHand(TinyGPT):
+    """Manual optimization, which clips the gradients of two micro-batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_clipping_in_manual_optimization(states: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left to the jobs of the step, and every copy is delayed."""
+    how: dict[str, Any] = {"device": "cuda", "precision": precision, "model": exact(ClippedByHand), "recorded": False}
+    expected, plain = train(streamed(overlap="none"), **how), train("auto", **how)
+    for one, other in zip(expected.losses, plain.losses, strict=True):  # sums have their norm on the CPU
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=0)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
+    for seed in range(2):
+        DELAYS.seed(seed)
+        assert_same(expected, train(streamed(states=states, backend=SlowBackend(), checksum=True), **how))
+
+
 def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `recover=True`, it equals one that did not fail, with dropout on the device and delays in every copy."""
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
