@@ -278,10 +278,17 @@ class ModelStates(Uncopied):
         return parameter in self._flat_of and self._flat_of[parameter][0] in self.offloaded.flat_optimizers
 
     def _has_state(self, parameter: nn.Parameter) -> bool:
-        """Returns whether an offloaded parameter has an optimizer state, when its submitted step has ended."""
+        """Returns whether an offloaded parameter has an optimizer state; waits for its submitted step if that decides.
+
+        Later steps are not waited for: with `recover=True`, each step is recorded with its optimizer's state dict.
+        """
         flat, index = self._flat_of[parameter]
-        self._steps.drain_flat(flat)
-        return self.offloaded.flat_optimizers[flat].has_state(index, self.stores[flat].layout.state_names)
+        optimizer, names = self.offloaded.flat_optimizers[flat], self.stores[flat].layout.state_names
+        found = optimizer.has_state(index, names, running=True)
+        if found is None:
+            self._steps.drain_flat(flat)
+            found = optimizer.has_state(index, names, running=False)
+        return bool(found)
 
     # ---- a micro-batch ----
 

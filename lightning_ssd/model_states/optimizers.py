@@ -141,9 +141,15 @@ class FlatOptimizer(ABC):
         """Returns the states of parameter `index` that this object keeps in host memory, not among staged values."""
         return {}
 
-    def has_state(self, index: int, names: Sequence[str]) -> bool:
-        """Returns whether `state_of` has a state of parameter `index`; `names`: states among staged values."""
-        return bool(self.states_in_memory(index))
+    def has_state(self, index: int, names: Sequence[str], *, running: bool) -> bool | None:
+        """Returns whether `state_of` has a state of parameter `index`; `None`: the end of the running step decides.
+
+        Args:
+            index: index of the parameter.
+            names: states among staged values.
+            running: whether a step may be running, or be rolled back.
+        """
+        return bool(self.states_in_memory(index)) or (None if running else False)
 
 
 class ElementwiseOptimizer(FlatOptimizer):
@@ -220,7 +226,9 @@ class ElementwiseOptimizer(FlatOptimizer):
         item = self.flat.param_views[index]
         return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in staged.states.items()}
 
-    def has_state(self, index: int, names: Sequence[str]) -> bool:
+    def has_state(self, index: int, names: Sequence[str], *, running: bool) -> bool | None:
+        if names and running and self._steps[index] < 2:
+            return None
         return bool(names) and self._steps[index] > 0
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.callbacks import plan_cache, region_planner
+from lightning_ssd.callbacks import plan_cache
 from lightning_ssd.callbacks.cached_regions import CachedRegions
 from lightning_ssd.callbacks.region_planner import RegionPlanner
 from lightning_ssd.planning import StoragePlan
@@ -19,7 +19,7 @@ from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH
 from tests.support.products import thorough
-from tests.support.regions import See, Ticks, lower_budgets, train
+from tests.support.regions import See, Ticks, lower_budgets, tick, train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,9 +31,7 @@ FIRST, LATER = 3, 1
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     """Each plan stalls, and code that saves less is compiled once: each step takes a second."""
     lower_budgets(monkeypatch)
-    clock = Ticks()
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    return clock
+    return tick(monkeypatch)
 
 
 def fit(path: Path, monkeypatch: pytest.MonkeyPatch, memory: tuple[float, int] = (1e6, 980_000), **how: Any) -> See:

@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.callbacks import plan_cache, plan_runner, region_planner, step_drift
+from lightning_ssd.callbacks import plan_cache, plan_runner, step_drift
 from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS, StepDrift
 from tests.support.compiled import fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, planner
-from tests.support.regions import See, Ticks, train
+from tests.support.regions import See, Ticks, tick, train
 from tests.support.trainings import SmallModel, batches, make_trainer
 
 
@@ -47,7 +47,7 @@ def test_compiled_code_whose_steps_drift_is_planned_again(
     step_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps take a second, and later `step_seconds`."""
-    clock, see = Ticks(), See()
+    clock, see = tick(monkeypatch), See()
 
     class Slower(pl.Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -55,7 +55,6 @@ def test_compiled_code_whose_steps_drift_is_planned_again(
 
     use(Meter(1e6, 980_000), monkeypatch)
     monkeypatch.setattr(step_drift, "MEDIAN_STEPS", MEDIAN_STEPS)
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
     with caplog.at_level("INFO"):
         train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 64, callbacks=[see, Slower()])
     assert see.regions.decided

@@ -1,6 +1,7 @@
 """Trainings with compiled blocks, whose saved tensors are planned where memory is short."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd.callbacks import AutoPlanner, recompilation, region_planner
 from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.step_timer import StepTimer
 from tests.support.compiled import counted
 from tests.support.plans import quiet_trainer
 
@@ -108,6 +110,14 @@ class Ticks:
 
     def elapsed(self, start: float, end: float) -> float:
         return end - start
+
+
+def tick(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    """Makes a clock for regions by which each step takes a second: recorded states exclude none of it."""
+    clock = Ticks()
+    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
+    monkeypatch.setattr(StepTimer, "excluded", lambda timer: nullcontext())
+    return clock
 
 
 def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
