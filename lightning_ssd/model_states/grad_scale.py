@@ -150,11 +150,9 @@ class GradScaleDecision:
             found: the record of Lightning's scaler, by device, of resident gradients that are not finite; offloaded
                 gradients are added.
         """
-        device = self._not_finite.device
-        # A fused optimizer subtracts this from its number of steps: it is 0 or 1, and has no dimension.
-        here = self._not_finite.view(())
-        found[device] = torch.maximum(found[device], here) if device in found else here.clone()
-        self._not_finite = found[device].reshape(1).clone()  # including the gradients of resident parameters
+        add_check(found, self._not_finite.view(()).clone())
+        # Including the gradients of resident parameters.
+        self._not_finite = found[self._not_finite.device].reshape(1).clone()
 
     def clip(
         self,
@@ -257,6 +255,15 @@ class GradScaleDecision:
     def close(self) -> None:
         """Frees the host memory; no copy is under way."""
         self._host.close()
+
+
+def add_check(found: dict[torch.device, Tensor], flag: Tensor) -> None:
+    """Adds 0 or 1, without a dimension, to a scaler's record of gradients that are not finite.
+
+    A fused optimizer subtracts the record from its number of steps, so that it has to be 0 or 1 afterwards, too.
+    """
+    device = flag.device
+    found[device] = torch.maximum(found[device], flag) if device in found else flag
 
 
 def is_power_of_two(factor: float) -> bool:

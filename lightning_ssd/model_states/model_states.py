@@ -39,7 +39,7 @@ from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
-from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.grad_scale import GradScaleDecision, add_check
 from lightning_ssd.model_states.gradient import Gradient, GradientPool
 from lightning_ssd.model_states.gradient_access import GradientAccess
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
@@ -452,8 +452,8 @@ class ModelStates(Uncopied):
             device = self._copies.device
             measured = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
             large = [parameter for parameter, norm in zip(norms, measured, strict=True) if not math.isfinite(norm)]
-            flag = torch.full((), float(any(not self._is_finite(parameter) for parameter in large)), device=device)
-            found[device] = found[device] + flag if device in found else flag
+            infinite = any(not self._is_finite(parameter) for parameter in large)
+            add_check(found, torch.full((), float(infinite), device=device))
         self._steps.unscale(optimizer, scaler, found)
 
     def _is_finite(self, parameter: nn.Parameter) -> bool:
