@@ -76,27 +76,31 @@ def ended(future: "Future[Any]") -> "Future[None]":
 def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
     """Returns a future that is done when all `futures` are. It fails with their first error, if there is one.
 
-    Its callbacks run on the thread that completes the last of them.
+    Its callbacks run on the thread that completes the last of them. A future keeps its callbacks when it is done, but
+    `futures` do not refer to the returned one then: a cycle would keep memory until a garbage collection.
     """
     waiting = [future for future in futures if not succeeded(future)]
     if not waiting:
         return finished(None)
     result: Future[None] = Future()
-    lock = threading.Lock()  # guards `left` and `failure`
+    target: Future[None] | None = result
+    lock = threading.Lock()  # guards `left`, `failure` and `target`
     left = len(waiting) + 1
     failure: BaseException | None = None
 
     def count(future: "Future[Any] | None" = None) -> None:
-        nonlocal left, failure
+        nonlocal left, failure, target
         error = None if future is None else error_of(future)
         with lock:
             failure = failure or error
             left -= 1
-            last = left == 0
-        if last and failure is not None:
-            result.set_exception(failure)
-        elif last:
-            result.set_result(None)
+            done, target = (target, None) if left == 0 else (None, target)
+        if done is None:
+            return
+        if failure is not None:
+            done.set_exception(failure)
+        else:
+            done.set_result(None)
 
     for future in waiting:
         future.add_done_callback(count)

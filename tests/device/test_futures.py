@@ -2,6 +2,7 @@
 
 from concurrent.futures import CancelledError, Future
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -46,3 +47,14 @@ def test_the_function_that_makes_the_second_future_may_fail() -> None:
         raise ValueError("no")
 
     assert isinstance(error_of(then(finished(None), fail)), ValueError)
+
+
+@pytest.mark.parametrize("how", ["result", "error"])
+def test_ended_futures_do_not_refer_to_combined_ones(how: str) -> None:
+    """Steps wait for futures that are used in the callbacks of others: memory would be kept by such cycles."""
+    first: Future[None] = Future()
+    combined = all_of([first])
+    found = ref(combined)
+    end(first, how)
+    del combined
+    assert found() is None
