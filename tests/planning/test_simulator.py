@@ -408,14 +408,22 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
 @settings(max_examples=30, deadline=None)
 @given(st.data(), machines(), st.integers(2, 4))
 def test_parts_that_are_placed_as_their_unit(data: st.DataObject, machine: HardwareProfile, count: int) -> None:
-    """Work, traffic and memory of a unit's parts in one tier are those of the unit, except the staging of its jobs."""
+    """Work, traffic and memory of a unit's parts in one tier are those of the unit, except the staging of its jobs.
+
+    Steps end at other times than those of whole units, so that more saved tensors may be in host memory at the peak.
+    """
     divided = divide(data.draw(models()), count)
     whole = replace(divided, units=tuple(replace(unit, parts=()) for unit in divided.units))
     plan = data.draw(plans(whole))
     one, other = (simulate_every_micro_batch(model, machine, plan) for model in (whole, divided))
     for name in ("gpu_peak_bytes", "ssd_peak_bytes", "ssd_read_bytes", "ssd_written_bytes", "copied_bytes"):
         assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-6, abs=8), name
-    assert other.host_peak_bytes <= one.host_peak_bytes
+    moved = 0
+    for unit in whole.units:
+        placed = plan.units[unit.name]
+        moved += unit.input_bytes * (placed.input != "keep")
+        moved += sum(each.saved_bytes for each in unit.operators if placed.operators.get(each.name) in ("host", "ssd"))
+    assert other.host_peak_bytes <= one.host_peak_bytes + moved + 8  # bytes of parts are rounded
 
 
 def test_a_unit_in_host_memory_that_the_gpu_steps_is_copied_there_and_back() -> None:
