@@ -84,7 +84,7 @@ def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
         return finished(None)
     result: Future[None] = Future()
     target: Future[None] | None = result
-    lock = threading.Lock()  # guards `left`, `failure` and `target`
+    lock = threading.Lock()  # guards `left` and `failure`
     left = len(waiting) + 1
     failure: BaseException | None = None
 
@@ -94,9 +94,11 @@ def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
         with lock:
             failure = failure or error
             left -= 1
-            done, target = (target, None) if left == 0 else (None, target)
-        if done is None:
+            last = left == 0
+        if not last:
             return
+        done, target = target, None
+        assert done is not None
         if failure is not None:
             done.set_exception(failure)
         else:

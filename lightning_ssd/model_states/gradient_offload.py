@@ -223,8 +223,8 @@ class GradientOffloader:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
         gradient = self._gradients[flat]
         data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
-        # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. (If some gradients
-        # of the flat parameter do not arrive, the thread that waits for the others spins.)
+        # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
+        # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
         last = gradient.num_arrived >= len(flat.param_views)
         gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
         self.keep_alive(data, gradient.mark)
