@@ -48,9 +48,13 @@ class ShortCollections:
         """Exempts the present objects after the first full collection. No micro-batch runs."""
         if self._decided or _full_collections() == self._before:
             return
-        self._decided = True
-        if gc.get_freeze_count() <= AT_STARTUP:
-            gc.collect()
+        if gc.get_freeze_count() > AT_STARTUP:
+            self._decided = True
+            return
+        before = _full_collections()
+        gc.collect()  # does nothing while another thread collects, and the next micro-batch tries it then
+        if _full_collections() > before:
+            self._decided = True
             gc.freeze()
             self._frozen = True
 

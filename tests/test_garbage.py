@@ -1,6 +1,7 @@
 """Full garbage collections of a training examine the objects that it has made, and none that are older."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_ssd.garbage import no_collections
+from lightning_ssd.garbage import ShortCollections, no_collections
 from tests.support.models import Model
 from tests.support.states import host, train
 
@@ -23,6 +24,13 @@ def nothing_is_frozen() -> Iterator[None]:
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     assert frozen < 1000
+
+
+def collect() -> None:
+    """Collects garbage. One call does nothing if another thread, of pytest or of a training, collects at the time."""
+    collections = gc.get_stats()[-1]["collections"]
+    while gc.get_stats()[-1]["collections"] == collections:
+        gc.collect()
 
 
 class Collects(pl.Callback):
@@ -39,7 +47,7 @@ class Collects(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1:
             self.before = len(gc.get_objects())
-            gc.collect()
+            collect()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
@@ -82,13 +90,13 @@ class MakesCycles(Model):
         cycle = Cycle()
         self.made.append(weakref.ref(cycle))
         if batch_idx == 1:
-            gc.collect()
+            collect()
         return super().training_step(batch, batch_idx)
 
 
 class CountsCycles(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        gc.collect()
+        collect()
         self.frozen = gc.get_freeze_count()
         self.alive = sum(one() is not None for one in pl_module.made)
 
@@ -99,11 +107,37 @@ def test_garbage_of_a_micro_batch_is_freed_though_a_full_collection_came_while_i
     assert counts.frozen > 1000 and counts.alive == 0
 
 
+def test_nothing_is_exempt_while_another_thread_collects() -> None:
+    collecting, released = threading.Event(), threading.Event()
+    collections = ShortCollections()
+    collect()
+
+    def wait(phase: str, _: Any) -> None:
+        if phase == "start" and threading.current_thread() is thread:
+            collecting.set()
+            released.wait()
+
+    thread = threading.Thread(target=collect)
+    gc.callbacks.append(wait)
+    try:
+        thread.start()
+        collecting.wait()
+        collections.begin_micro_batch()  # garbage of the micro-batch before would be exempt
+        assert gc.get_freeze_count() < 1000
+    finally:
+        released.set()
+        thread.join()
+        gc.callbacks.remove(wait)
+    collections.begin_micro_batch()
+    assert gc.get_freeze_count() > 1000
+    collections.end()
+
+
 class Freezes(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 0:
             gc.freeze()
-        gc.collect()
+        collect()
 
 
 def test_objects_that_user_code_freezes_in_the_training_stay_frozen(tmp_path: Path) -> None:
