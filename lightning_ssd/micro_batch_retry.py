@@ -33,9 +33,6 @@ __all__ = ["MicroBatchRetry"]
 _BETWEEN = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
 """Methods of a module that run between forward and backward, or contain backward."""
 
-_UNZEROED = "gradients of earlier steps, which were not zeroed, can't be offloaded with the model states"
-"""The obstacle to a third attempt after a backward that has added to such gradients."""
-
 
 class MicroBatchRetry:
     """Runs one micro-batch, several times if needed.
@@ -50,8 +47,8 @@ class MicroBatchRetry:
         forward: runs `training_step`.
         save_memory: called before the second attempt, with the part of the first one that has failed ("forward" or
             "backward"); applies a policy that needs less device memory.
-        offload_states: called before the third attempt, in the same way; offloads model states. `None`: there is no
-            third attempt.
+        offload_states: called before the third attempt, with the part of the second one that has failed, and whether
+            gradients of the step before were zeroed; offloads model states. `None`: there is no third attempt.
         delay_steps: whether the optimizer steps of offloaded gradients begin after backward. Else they may have begun
             when it runs out of memory, and the micro-batch can't be run again.
     """
@@ -64,7 +61,7 @@ class MicroBatchRetry:
         states: Callable[[], ModelStates | None],
         forward: Callable[[], Any],
         save_memory: Callable[[str], None],
-        offload_states: Callable[[str], None] | None,
+        offload_states: Callable[[str, bool], None] | None,
         *,
         delay_steps: bool,
     ) -> None:
@@ -80,6 +77,8 @@ class MicroBatchRetry:
         self._state: StepState | None = self._record_state()
         """The state before the micro-batch; `None`: it was run for the last time."""
         self._gradients = _Gradients(self._state.leaves)
+        self._zeroed = False
+        """Whether gradients of the step before were zeroed: a backward has begun."""
         self._attributes: dict[str, Any] = {}
         """Attributes of the module after `training_step`."""
         self._output: Any = None
@@ -127,6 +126,7 @@ class MicroBatchRetry:
             scale: returns a scaled loss.
         """
         random = random_states()
+        self._zeroed = True
         self._gradients = _Gradients([] if self._state is None else self._state.leaves)
         changed = self._attribute_set_since_forward()
         states = self._states()
@@ -195,12 +195,20 @@ class MicroBatchRetry:
         else:
             offload_states, self._offload_states = self._offload_states, None
             assert offload_states is not None
-            self._gradients = _Gradients([])  # those of the step before are freed with the states
-            offload_states(part)
+            self._offload_states_and_gradients(offload_states, part)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # segments of small blocks, which the next attempt needs otherwise
         if self._offload_states is not None:
             self._state = self._record_state()
+
+    def _offload_states_and_gradients(self, offload_states: Callable[[str, bool], None], part: str) -> None:
+        """Offloads states and gradients that wait for their step; the next attempt does not add to complete ones."""
+        complete, self._gradients = self._gradients.pop_complete(), _Gradients([])  # which would keep device memory
+        offload_states(part, self._zeroed)
+        states = self._states()
+        assert states is not None
+        states.ignore_gradients(states.parameters.intersection(complete))
+        self._gradients.set_complete({one: grad for one, grad in complete.items() if one not in states.parameters})
 
     @contextlib.contextmanager
     def _explained(self, part: str) -> Iterator[None]:
@@ -224,15 +232,11 @@ class MicroBatchRetry:
                 return f"`{name}` of the module can't be run again"
         if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
             return "hooks of modules have run in backward"
-        accumulated = self._gradients.accumulated()
-        if accumulated and self._save_memory is None:
-            return _UNZEROED
         states = self._states()
         leaves = [] if self._state is None else self._state.leaves
-        hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in leaves)
-        if hooked or (states is not None and states.gradients_are_hooked):
+        if self._gradients.are_hooked(leaves) or (states is not None and states.gradients_are_hooked):
             return "hooks of parameters have run in backward"
-        if accumulated and _has_nested_backward(loss):
+        if self._gradients.accumulated() and _has_nested_backward(loss):
             return "gradients of a backward within backward were accumulated"
         return self._obstacle()
 
@@ -260,44 +264,66 @@ class _Gradients:
         with torch._C.DisableTorchFunctionSubclass():  # classes of the user see no reads
             trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
             self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
-        self._complete: list[tuple[Tensor, Tensor]] = []
-        """Parameters, and their gradients to which the failed backward has added its own."""
+        self._complete: dict[Tensor, Tensor] = {}
+        """Gradients to which failed backwards have added their own, by parameter. They are not in `.grad`."""
 
     def obstacle(self) -> str | None:
-        """Returns why a forward can't be run again: a backward has run, in it or in an earlier attempt."""
-        if self._complete:
-            return _UNZEROED
-        changed = any(one.grad is not grad for one, grad, _ in self._before) or self.accumulated()
+        """Returns why a forward can't be run again: a backward has run in it."""
+        changed = any(one.grad is not grad or _is_changed(grad, version) for one, grad, version in self._before)
         return "a backward has run in `training_step`" if changed else None
 
     def accumulated(self) -> bool:
         """Returns whether a gradient of earlier micro-batches was changed in place."""
-        return any(grad is not None and grad._version != version for _, grad, version in self._before)
+        return bool(self._complete) or any(_is_changed(grad, version) for _, grad, version in self._before)
+
+    def are_hooked(self, parameters: Sequence[Tensor]) -> bool:
+        """Returns whether some parameters have hooks of other code on their gradients."""
+        return any(
+            one._backward_hooks or (one._post_accumulate_grad_hooks and one not in self._complete)  # a hook of `kept`
+            for one in parameters
+        )
 
     def drop(self) -> None:
         """Removes the gradients of a failed backward, except those that were added to earlier micro-batches'.
 
         These are complete: a parameter's gradient is accumulated once in a backward.
         """
-        self._complete.clear()
-        for parameter, grad, version in self._before:
-            if grad is not None and grad._version != version:
-                self._complete.append((parameter, grad))
-                parameter.grad = None
-            else:
-                parameter.grad = grad
+        for index, (parameter, grad, version) in enumerate(self._before):
+            if grad is not None and _is_changed(grad, version):
+                self._complete[parameter] = grad
+                self._before[index] = parameter, None, 0
+            parameter.grad = self._before[index][1]
+
+    def pop_complete(self) -> dict[Tensor, Tensor]:
+        """Puts the gradients that `drop` has not dropped back, and returns them, by parameter."""
+        complete, self._complete = self._complete, {}
+        for parameter, grad in complete.items():
+            parameter.grad = grad
+        return complete
+
+    def set_complete(self, complete: Mapping[Tensor, Tensor]) -> None:
+        """Sets the gradients, by parameter, to which the next backward is not to add."""
+        self._complete = dict(complete)
+        for parameter in complete:
+            parameter.grad = None
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Keeps complete gradients while a backward runs within the context, which would accumulate them again."""
-        handles = [one.register_post_accumulate_grad_hook(partial(_set_grad, grad)) for one, grad in self._complete]
+        handles = [
+            one.register_post_accumulate_grad_hook(partial(_set_grad, grad)) for one, grad in self._complete.items()
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for parameter, grad in self._complete:
+            for parameter, grad in self._complete.items():
                 parameter.grad = grad
+
+
+def _is_changed(grad: Tensor | None, version: int) -> bool:
+    return grad is not None and grad._version != version
 
 
 def _set_grad(grad: Tensor, parameter: Tensor) -> None:

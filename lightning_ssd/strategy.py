@@ -8,7 +8,7 @@ import contextlib
 import functools
 import gc
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -851,7 +851,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return None
         if self._module_records is None:
             self._module_records = ModuleRecords(module)
-        movable = auto.begins_step and not runs_within_step(self.optimizers) and self.can_offload_states()
+        movable = not runs_within_step(self.optimizers) and self.can_offload_states()
         with auto.excluded():
             return MicroBatchRetry(
                 module.trainer,
@@ -864,14 +864,18 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 delay_steps=auto.begins_rule,
             )
 
-    def _offload_states_after(self, auto: AutoPlanner, part: str) -> None:
+    def _offload_states_after(self, auto: AutoPlanner, part: str, zeroed: bool) -> None:
         """Offloads model states, as a micro-batch has run out of memory without its saved tensors.
 
         Args:
             auto: the callback that decides about saved tensors.
             part: forward or backward, which has failed.
+            zeroed: whether gradients of the step before were zeroed.
         """
         assert self.lightning_module is not None
+        waiting: dict[torch.nn.Parameter, torch.Tensor] = {}
+        if zeroed or not auto.begins_step:  # the next step uses all gradients that are there
+            waiting = _pop_gradients(self._parameters_offloaded(fitting=True))
         try:
             self.offload_states()
         except Exception as error:
@@ -880,6 +884,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 "micro-batch, with all saved tensors offloaded."
             )
             raise
+        assert self.model_states is not None
+        self.model_states.restore_accumulated_gradients(waiting)
         auto.restart_after_offload(self.lightning_module.trainer, part)
         self._begin("train")
 
@@ -1001,6 +1007,16 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
             recovery.end()
+
+
+def _pop_gradients(parameters: Iterable[torch.nn.Parameter]) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Removes the gradients of parameters, and returns them in host memory."""
+    gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients[parameter] = parameter.grad.detach().to("cpu")
+            parameter.grad = None
+    return gradients
 
 
 def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:

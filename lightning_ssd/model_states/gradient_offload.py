@@ -61,6 +61,10 @@ class GradientOffloader:
         worker: runs accumulations.
         decision: receives the gradients of a step that clips or scales.
         recorded: whether steps are recorded, so that no gradient may outlive its step.
+
+    Attributes:
+        ignored: parameters whose gradients of the next backward are ignored, because an attempt that has failed has
+            added them.
     """
 
     MAX_IN_FLIGHT_BYTES = 256 * 2**20
@@ -88,6 +92,7 @@ class GradientOffloader:
         """Norms of the gradients of the next step, before they are unscaled."""
         self._expected: dict[tuple[FlatParameter, tuple[bool, ...]], int] = {}
         """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient."""
+        self.ignored: set[nn.Parameter] = set()
         self._in_flight: deque[tuple[Tensor, Mark]] = deque()
         self._in_flight_bytes = 0
         self._waited = 0.0
@@ -240,6 +245,7 @@ class GradientOffloader:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
         self._delayed = None
         self._summed.clear()
+        self.ignored.clear()
         self._release_in_flight()
         for flat, gradient in self._gradients.items():
             if gradient.num_arrived:
@@ -323,6 +329,22 @@ class GradientOffloader:
                 gradient.states[index] = GradientState.STEPPED
                 if (value := gradients[item.parameter]) is not None:
                     item.of(gradient.accumulated()).copy_(value)
+
+    def restore_accumulated(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Accumulates gradients of earlier micro-batches, of parameters that were on the device then.
+
+        Called before the next backward. They are fp32 tensors in host memory.
+        """
+        for flat, gradient in self._gradients.items():
+            for index, item in enumerate(flat.param_views):
+                if item.parameter not in gradients:
+                    continue
+                item.of(gradient.accumulated()).copy_(gradients[item.parameter])
+                gradient.has_accum[index] = gradient.accumulating = True
+                gradient.states[index] = GradientState.PRESENT
+                if self._decision.loss_scaled:
+                    self._decision.check_value(item.of(gradient.accumulated()))
+                self.remeasure(flat, [index])
 
     # ---- accumulation on the host ----
 

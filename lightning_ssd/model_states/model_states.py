@@ -205,7 +205,7 @@ class ModelStates(Uncopied):
             begin_change=self._begin_change,
             grad_of=self._grads.get,
             set_grad=self._grads.set,
-            add_grad=self._grads.add,
+            add_grad=self._add_gradient,
             watched=self._steps.defer_next,
         )
         self._grads.access = self._access
@@ -308,6 +308,8 @@ class ModelStates(Uncopied):
             grad, parameter.grad = parameter.grad, None
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
             return
+        if self._gradients.ignored and parameter in self._gradients.ignored:
+            return
         self._steps.check_not_submitted(flat, index)
         self._grads.note_graph(flat, index, grad)
         self._apply_clipping(flat)
@@ -330,6 +332,11 @@ class ModelStates(Uncopied):
         self._gradients.offload(flat, index, grad)
         if complete:
             self._steps.submit(flat)
+
+    def _add_gradient(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Adds a gradient in fp32, of an operator on the fp32 weight."""
+        if flat.param_views[index].parameter not in self._gradients.ignored:
+            self._grads.add(flat, index, grad)
 
     def _apply_clipping(self, flat: FlatParameter) -> None:
         """Clips gradients whose clipping was left to the step, and that user code is about to use."""
@@ -585,9 +592,23 @@ class ModelStates(Uncopied):
         """Restores the gradients that `used_gradients` of earlier model states has returned."""
         self._gradients.restore_used(gradients)
         for parameter, gradient in gradients.items():
-            stepped = parameter in self._flat_of and self._flat_of[parameter][0] in self.offloaded.flat_optimizers
-            if gradient is not None and not stepped:
+            if gradient is not None and not self._is_stepped_flat(parameter):
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+    def restore_accumulated_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Restores gradients that wait for their step, of parameters that are offloaded since the last micro-batch.
+
+        Args:
+            gradients: fp32 tensors in host memory, for each parameter that has a gradient.
+        """
+        self._gradients.restore_accumulated(gradients)
+        for parameter, gradient in gradients.items():
+            if not self._is_stepped_flat(parameter):
+                parameter.grad = gradient.to(parameter.device)
+
+    def ignore_gradients(self, parameters: Collection[nn.Parameter]) -> None:
+        """Ignores the gradients of parameters in the next backward: `.grad` has them already."""
+        self._gradients.ignored = set(parameters)
 
     @property
     def prefetched_bytes(self) -> int:
