@@ -318,31 +318,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
             self._offload_callbacks = find_offload_callbacks(self.lightning_module._trainer)
 
-    @override
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self._initial = pop_initial_values(self.model)
-        if not self._offloads_states():
-            materialize_on(self.model, self.root_device, self._values())
-            self.model.to(self.root_device)
-            return
-        self._uninitialized = meta_to_placeholder(self.model)
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        self._offloaded = self._parameters_offloaded(fitting=fitting)
-        held = self._offloaded | self._uninitialized.parameters
-        self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
-        for module in self.model.modules():  # as `to` does, besides moving tensors
-            if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
-                module._device = self.root_device
-
-    def _parameters_offloaded(self, *, fitting: bool) -> set[torch.nn.Parameter]:
-        assert self.model is not None
-        return offloaded_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
-
-    def _values(self) -> Loaded:
-        """Returns initial values of parameters; values of a checkpoint have priority."""
-        return ChainMap(self._loaded, self._initial)  # type: ignore[arg-type]  # neither is written to
+    # ---- set-up, before the first step ----
 
     @override
     @contextlib.contextmanager
@@ -354,8 +330,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         # The device may have no room for the model. With `empty_init`, `setup` initializes one unit after the other.
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
-
-    # ---- a training, from start to end ----
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -407,6 +381,52 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         for block in blocks:
             block.compile()
             self._restore_callbacks.append(functools.partial(setattr, block, "_compiled_call_impl", None))
+
+    def _offloads_states(self) -> bool:
+        """Returns whether states are offloaded. The result is fixed until teardown."""
+        if self._offloads is None:
+            assert self.model is not None and self.lightning_module is not None
+            fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+            if fitting and (user_plan := self._user_plan()) is not None:
+                self._offloads = any(part.states != "gpu" for part in user_plan.placements)
+                return self._offloads
+            movable = fitting and self.can_offload_states()
+            self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting, movable=movable)
+        return self._offloads
+
+    def _user_plan(self) -> Plan | None:
+        """Returns the user's plan of a `SwapPlanner`, if it determines the tiers of states."""
+        if self.states_config.states != "auto" or self.states_config.recover:
+            return None
+        assert self.lightning_module is not None
+        callbacks = trainer_callbacks(self.lightning_module.trainer)
+        return next((callback.user_plan for callback in callbacks if isinstance(callback, SwapPlanner)), None)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self._initial = pop_initial_values(self.model)
+        if not self._offloads_states():
+            materialize_on(self.model, self.root_device, self._values())
+            self.model.to(self.root_device)
+            return
+        self._uninitialized = meta_to_placeholder(self.model)
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        self._offloaded = self._parameters_offloaded(fitting=fitting)
+        held = self._offloaded | self._uninitialized.parameters
+        self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
+        for module in self.model.modules():  # as `to` does, besides moving tensors
+            if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
+                module._device = self.root_device
+
+    def _parameters_offloaded(self, *, fitting: bool) -> set[torch.nn.Parameter]:
+        assert self.model is not None
+        return offloaded_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
+
+    def _values(self) -> Loaded:
+        """Returns initial values of parameters; values of a checkpoint have priority."""
+        return ChainMap(self._loaded, self._initial)  # type: ignore[arg-type]  # neither is written to
 
     @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
@@ -492,64 +512,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._precision = self.precision_plugin
         self._attach_states()
 
-    def can_offload_states(self) -> bool:
-        """Returns whether `offload_states` may be called: all states are on the device, and the user chose no tiers."""
-        if self.model_states is not None or not self._chooses_tiers():
-            return False
-        if type(self.precision_plugin) not in _FP32_PRECISIONS:
-            return False
-        if any(steps_whole(optimizer) for optimizer in self.optimizers):
-            return False
-        offloaded = self._parameters_offloaded(fitting=True)
-        # A 16-bit weight would get a master weight, and other numbers than before.
-        return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
-
-    def states_need_most_memory(self) -> bool:
-        """Returns whether model states on the device leave little room, as they can be offloaded if that is too little.
-
-        They take more than `GPU_SHARE` of its memory.
-        """
-        assert self.model is not None
-        room = self.states_config.resident_budget(self.root_device)
-        crowded = room is not None and bytes_on_device(self.model, fitting=True) > room
-        return crowded and self.can_offload_states()
-
-    @uninterrupted
-    def make_states_movable(self) -> None:
-        """Makes model states of those that are on the device, between two steps of a training; moves none of them.
-
-        Raises:
-            ValueError: the states can't be offloaded. Training may continue.
-        """
-        assert self.model is not None and self.lightning_module is not None
-        check_no_cuda_graphs(self.model, self.root_device)
-        autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=True)
-        self._offloaded = self._parameters_offloaded(fitting=True)
-        units = find_units(self.model, self.states_config.units)
-        try:
-            resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
-            self._make_states(self.lightning_module.trainer, autocast, resident, fitting=True)
-        finally:
-            self._offloaded = set()
-        self._offloads = True
-
-    def offload_states(self) -> None:
-        """Offloads model states, all of which are on the device, between two steps of a training.
-
-        Results do not change, except the last digits of optimizers that step on the CPU from then on. The activation
-        offloader is replaced by a new one.
-
-        Raises:
-            ValueError, RuntimeError: the states could not be offloaded. Training can't continue.
-            StorageError: a drive failed.
-        """
-        self.make_states_movable()
-        present = self.present_tiers()
-        try:
-            self.move_states_to(dict.fromkeys(present, UnitTiers(("host", "host"))))
-        except ValueError:  # host memory does not suffice
-            self.move_states_to(dict.fromkeys(present, UnitTiers(("ssd", "ssd"))))
-
     def _settings(self, trainer: pl.Trainer) -> Settings:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
         config, states = self.config, self.states_config
@@ -577,79 +539,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 vars(wrapper).pop(name, None)
                 vars(wrapper).update({name: own[name]} if name in own else {})
 
-    def can_move_states(self) -> bool:
-        """Returns True if `move_states` may be called: states are offloaded, and the user chose no tiers."""
-        if not self._chooses_tiers():
-            return False
-        if self._setup is not None and self._setup.whole:
-            return False
-        return self.model_states is not None and not self.model_states.accumulating
-
-    def _chooses_tiers(self) -> bool:
-        """Returns whether tiers of states may change between two steps: the user chose none."""
-        config = self.states_config
-        if config.states != "auto" or config.gpu_memory != "auto" or config.recover:
-            return False
-        # With manual optimization gradients may add up from one batch to the next.
-        assert self.lightning_module is not None
-        return self.lightning_module.automatic_optimization and self._user_plan() is None
-
-    def move_states(self, plan: Plan) -> None:
-        """Moves weights and optimizer states to the tiers of `plan`, between two steps.
-
-        Results do not change, except the last digits of optimizers that step on the GPU from then on. The activation
-        offloader is replaced by a new one. The plan's `clip` is ignored.
-
-        Raises:
-            ValueError: nothing was moved, because the plan is not one for this model, there is no room for it, or
-                gradients wait for a step.
-            RuntimeError: the move failed half-way; training can't continue.
-            StorageError: a drive failed.
-        """
-        self.move_states_to(_planned_tiers(plan))
-
-    def present_tiers(self, resident_bytes: int = 0) -> PlanTiers:
-        """Returns the tiers of offloaded model states, for `move_states_to`.
-
-        Args:
-            resident_bytes: device bytes for states that are offloaded now. In the result, the first units in the order
-                of the forward have their states on the device, as many as fit; tiers of other units do not change.
-        """
-        assert self.model_states is not None and self._setup is not None and self.model is not None
-        return present_tiers(self.model_states, self.optimizers, self._setup, resident_bytes=resident_bytes)
-
-    @uninterrupted
-    def move_states_to(self, tiers: PlanTiers) -> None:
-        """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan."""
-        assert self.model_states is not None and self._setup is not None
-        assert self.model is not None and self.lightning_module is not None
-        if self.model_states.accumulating:
-            raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
-        offloader, self.offloader = self.offloader, None
-        if offloader is not None:
-            offloader.close()  # states may need its memory
-        offloaded = self._parameters_offloaded(fitting=True)
-        before = self.model_states
-        try:
-            self.model_states = move_model_states(
-                self.model_states,
-                self.model,
-                self.optimizers,
-                offloaded,
-                self.root_device,
-                self._setup,
-                plan_tiers=tiers,
-            )
-        except Exception as error:
-            if before.closed:  # training can't continue; its parameters are whole on the CPU
-                if isinstance(error, ValueError):
-                    raise RuntimeError(f"model states could not be moved: {error}") from error
-                raise
-            self._make_offloader(self.lightning_module.trainer)
-            raise ValueError(f"model states were not moved: {error}") from error
-        self._attach_states()
-        self._make_offloader(self.lightning_module.trainer)
-
     def _make_offloader(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         mark_weights(self.model)
@@ -663,138 +552,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             # Nothing is offloaded: hooks would only add overhead.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # The record of a killed run is found during setup. Checkpoints are restored before it, in Lightning's order.
-        return self._resumes_killed_run
-
-    def _offloads_states(self) -> bool:
-        """Returns whether states are offloaded. The result is fixed until teardown."""
-        if self._offloads is None:
-            assert self.model is not None and self.lightning_module is not None
-            fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-            if fitting and (user_plan := self._user_plan()) is not None:
-                self._offloads = any(part.states != "gpu" for part in user_plan.placements)
-                return self._offloads
-            movable = fitting and self.can_offload_states()
-            self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting, movable=movable)
-        return self._offloads
-
-    def _user_plan(self) -> Plan | None:
-        """Returns the user's plan of a `SwapPlanner`, if it determines the tiers of states."""
-        if self.states_config.states != "auto" or self.states_config.recover:
-            return None
-        assert self.lightning_module is not None
-        callbacks = trainer_callbacks(self.lightning_module.trainer)
-        return next((callback.user_plan for callback in callbacks if isinstance(callback, SwapPlanner)), None)
-
-    # ---- checkpoints: offloaded states are written and read a few units at a time, never all in RAM ----
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._lazily():
-            return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._regroup_states()
-        with self._lazily():
-            return super().optimizer_state(optimizer)
-
-    def _lazily(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.model_states is None else self.model_states.state_dicts.lazy.making()
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if not self._has_offloaded:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif storage_options is None and can_write(self.checkpoint_io, filepath):
-            self._save(checkpoint, filepath)
-        else:
-            super().save_checkpoint(load_lazy(checkpoint), filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._starts_from_checkpoint = self.model_states is None
-        if is_local(self.checkpoint_io, checkpoint_path):
-            checkpoint_path = find_replaced(Path(checkpoint_path))
-        mapped = self.states_config.states != "gpu"
-        loaded = read_checkpoint(self.checkpoint_io, checkpoint_path, weights_only=weights_only, mapped=mapped)
-        return super().load_checkpoint(checkpoint_path, weights_only) if loaded is None else loaded
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self.model_states is None:
-            self._record_loads(self.lightning_module.trainer)
-            with loading_to_meta():
-                super().load_model_state_dict(checkpoint, strict=strict)
-            return
-        if self._resumes_killed_run:
-            self._check_nothing_replaced(self.lightning_module)
-        with self._without_offloaded():
-            super().load_model_state_dict(checkpoint, strict=strict and not self._resumes_killed_run)
-
-    def _record_loads(self, trainer: pl.Trainer) -> None:
-        """Records values that `load_state_dict` gives to the model and to averages of it, until `setup`."""
-        assert self.lightning_module is not None
-        averages = [average_of(callback) for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
-        self._recording.close()
-        self._loaded = {}
-        for module in (self.lightning_module, *averages):
-            if module is not None:
-                self._recording.enter_context(recording_loads(module, self._loaded))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._regroup_states()
-        with self._without_offloaded():
-            super().load_optimizer_state_dict(checkpoint)
-
-    def _check_nothing_replaced(self, module: pl.LightningModule) -> None:
-        assert self.model_states is not None
-        missing = self.model_states.parameters - set(module.parameters())
-        if missing:
-            raise RuntimeError(
-                f"`on_load_checkpoint` replaced {len(missing)} parameters of a run that was killed, whose optimizer "
-                "had been restored already: the new ones would not be trained. Replace them in `setup` or in "
-                "`configure_model`, or set `recover=False`."
-            )
-
-    @property
-    def _resumes_killed_run(self) -> bool:
-        """True while the Trainer restores the record of a killed run, whose offloaded states are restored already."""
-        return self.model_states is not None and self.model_states.state_dicts.protected
-
-    def _without_offloaded(self) -> contextlib.AbstractContextManager[None]:
-        """Leaves offloaded states out of state dicts within the context, if a killed run is being resumed."""
-        if not self._resumes_killed_run or self.model_states is None:
-            return contextlib.nullcontext()
-        return self.model_states.state_dicts.without()
-
-    @contextlib.contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Makes all parameters of the model whole tensors, which may be read and changed, within the context.
-
-        For callbacks that read or change weights, such as averages of weights (Lightning's own need not call it).
-        Offloaded parameters are on the CPU, in fp32. Entering waits for optimizer steps that have begun, and needs
-        host memory for all offloaded weights. With `recover=True`, weights may only be read.
-
-        Raises:
-            RuntimeError: on exit, if weights were changed with `recover=True`.
-        """
-        with contextlib.nullcontext() if self.model_states is None else self.model_states.summon_full_params():
-            yield
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        assert self.lightning_module is not None
-        training = self.lightning_module.trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
-        return dataloader if self._recovery is None or not training else self._recovery.wrap_dataloader(dataloader)
+    # ---- a micro-batch, and the step after it ----
 
     @override
     def on_train_start(self) -> None:
@@ -807,22 +565,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model_states.state_dicts.protected = False
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._failure = exception
-        if isinstance(exception, torch.OutOfMemoryError) and self.offloader is not None:
-            assert self.lightning_module is not None
-            exception.add_note(
-                explain_out_of_memory(
-                    exception,
-                    self.lightning_module,
-                    present_locations(self.lightning_module.trainer),
-                    self.offloader,
-                    self.model_states,
-                    self.config,
-                    planned=_has_planner(self.lightning_module.trainer),
-                )
-            )
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
+        return dataloader if self._recovery is None or not training else self._recovery.wrap_dataloader(dataloader)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -925,6 +672,21 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 closure = _after_first(closure, closure())
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin("evaluate")
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin("evaluate")
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin("evaluate")
+        return super().predict_step(*args, **kwargs)
+
     def _begin(self, kind: Literal["train", "evaluate"]) -> None:
         if kind == "train":
             self._regroup_states()
@@ -956,20 +718,264 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         )
         self._attach_states()
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin("evaluate")
-        return super().validation_step(*args, **kwargs)
+    # ---- tiers of model states, which callbacks change between two steps ----
+
+    def _chooses_tiers(self) -> bool:
+        """Returns whether tiers of states may change between two steps: the user chose none."""
+        config = self.states_config
+        if config.states != "auto" or config.gpu_memory != "auto" or config.recover:
+            return False
+        # With manual optimization gradients may add up from one batch to the next.
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and self._user_plan() is None
+
+    def can_offload_states(self) -> bool:
+        """Returns whether `offload_states` may be called: all states are on the device, and the user chose no tiers."""
+        if self.model_states is not None or not self._chooses_tiers():
+            return False
+        if type(self.precision_plugin) not in _FP32_PRECISIONS:
+            return False
+        if any(steps_whole(optimizer) for optimizer in self.optimizers):
+            return False
+        offloaded = self._parameters_offloaded(fitting=True)
+        # A 16-bit weight would get a master weight, and other numbers than before.
+        return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
+
+    def states_need_most_memory(self) -> bool:
+        """Returns whether model states on the device leave little room, as they can be offloaded if that is too little.
+
+        They take more than `GPU_SHARE` of its memory.
+        """
+        assert self.model is not None
+        room = self.states_config.resident_budget(self.root_device)
+        crowded = room is not None and bytes_on_device(self.model, fitting=True) > room
+        return crowded and self.can_offload_states()
+
+    @uninterrupted
+    def make_states_movable(self) -> None:
+        """Makes model states of those that are on the device, between two steps of a training; moves none of them.
+
+        Raises:
+            ValueError: the states can't be offloaded. Training may continue.
+        """
+        assert self.model is not None and self.lightning_module is not None
+        check_no_cuda_graphs(self.model, self.root_device)
+        autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=True)
+        self._offloaded = self._parameters_offloaded(fitting=True)
+        units = find_units(self.model, self.states_config.units)
+        try:
+            resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
+            self._make_states(self.lightning_module.trainer, autocast, resident, fitting=True)
+        finally:
+            self._offloaded = set()
+        self._offloads = True
+
+    def offload_states(self) -> None:
+        """Offloads model states, all of which are on the device, between two steps of a training.
+
+        Results do not change, except the last digits of optimizers that step on the CPU from then on. The activation
+        offloader is replaced by a new one.
+
+        Raises:
+            ValueError, RuntimeError: the states could not be offloaded. Training can't continue.
+            StorageError: a drive failed.
+        """
+        self.make_states_movable()
+        present = self.present_tiers()
+        try:
+            self.move_states_to(dict.fromkeys(present, UnitTiers(("host", "host"))))
+        except ValueError:  # host memory does not suffice
+            self.move_states_to(dict.fromkeys(present, UnitTiers(("ssd", "ssd"))))
+
+    def can_move_states(self) -> bool:
+        """Returns True if `move_states` may be called: states are offloaded, and the user chose no tiers."""
+        if not self._chooses_tiers():
+            return False
+        if self._setup is not None and self._setup.whole:
+            return False
+        return self.model_states is not None and not self.model_states.accumulating
+
+    def move_states(self, plan: Plan) -> None:
+        """Moves weights and optimizer states to the tiers of `plan`, between two steps.
+
+        Results do not change, except the last digits of optimizers that step on the GPU from then on. The activation
+        offloader is replaced by a new one. The plan's `clip` is ignored.
+
+        Raises:
+            ValueError: nothing was moved, because the plan is not one for this model, there is no room for it, or
+                gradients wait for a step.
+            RuntimeError: the move failed half-way; training can't continue.
+            StorageError: a drive failed.
+        """
+        self.move_states_to(_planned_tiers(plan))
+
+    def present_tiers(self, resident_bytes: int = 0) -> PlanTiers:
+        """Returns the tiers of offloaded model states, for `move_states_to`.
+
+        Args:
+            resident_bytes: device bytes for states that are offloaded now. In the result, the first units in the order
+                of the forward have their states on the device, as many as fit; tiers of other units do not change.
+        """
+        assert self.model_states is not None and self._setup is not None and self.model is not None
+        return present_tiers(self.model_states, self.optimizers, self._setup, resident_bytes=resident_bytes)
+
+    @uninterrupted
+    def move_states_to(self, tiers: PlanTiers) -> None:
+        """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan."""
+        assert self.model_states is not None and self._setup is not None
+        assert self.model is not None and self.lightning_module is not None
+        if self.model_states.accumulating:
+            raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
+        offloader, self.offloader = self.offloader, None
+        if offloader is not None:
+            offloader.close()  # states may need its memory
+        offloaded = self._parameters_offloaded(fitting=True)
+        before = self.model_states
+        try:
+            self.model_states = move_model_states(
+                self.model_states,
+                self.model,
+                self.optimizers,
+                offloaded,
+                self.root_device,
+                self._setup,
+                plan_tiers=tiers,
+            )
+        except Exception as error:
+            if before.closed:  # training can't continue; its parameters are whole on the CPU
+                if isinstance(error, ValueError):
+                    raise RuntimeError(f"model states could not be moved: {error}") from error
+                raise
+            self._make_offloader(self.lightning_module.trainer)
+            raise ValueError(f"model states were not moved: {error}") from error
+        self._attach_states()
+        self._make_offloader(self.lightning_module.trainer)
+
+    # ---- checkpoints, and whole weights for callbacks ----
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin("evaluate")
-        return super().test_step(*args, **kwargs)
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._lazily():
+            return super().lightning_module_state_dict()
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin("evaluate")
-        return super().predict_step(*args, **kwargs)
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._regroup_states()
+        with self._lazily():
+            return super().optimizer_state(optimizer)
+
+    def _lazily(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.model_states is None else self.model_states.state_dicts.lazy.making()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self._has_offloaded:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif storage_options is None and can_write(self.checkpoint_io, filepath):
+            self._save(checkpoint, filepath)
+        else:
+            super().save_checkpoint(load_lazy(checkpoint), filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._starts_from_checkpoint = self.model_states is None
+        if is_local(self.checkpoint_io, checkpoint_path):
+            checkpoint_path = find_replaced(Path(checkpoint_path))
+        mapped = self.states_config.states != "gpu"
+        loaded = read_checkpoint(self.checkpoint_io, checkpoint_path, weights_only=weights_only, mapped=mapped)
+        return super().load_checkpoint(checkpoint_path, weights_only) if loaded is None else loaded
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self.model_states is None:
+            self._record_loads(self.lightning_module.trainer)
+            with loading_to_meta():
+                super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        if self._resumes_killed_run:
+            self._check_nothing_replaced(self.lightning_module)
+        with self._without_offloaded():
+            super().load_model_state_dict(checkpoint, strict=strict and not self._resumes_killed_run)
+
+    def _record_loads(self, trainer: pl.Trainer) -> None:
+        """Records values that `load_state_dict` gives to the model and to averages of it, until `setup`."""
+        assert self.lightning_module is not None
+        averages = [average_of(callback) for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
+        self._recording.close()
+        self._loaded = {}
+        for module in (self.lightning_module, *averages):
+            if module is not None:
+                self._recording.enter_context(recording_loads(module, self._loaded))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._regroup_states()
+        with self._without_offloaded():
+            super().load_optimizer_state_dict(checkpoint)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # The record of a killed run is found during setup. Checkpoints are restored before it, in Lightning's order.
+        return self._resumes_killed_run
+
+    @property
+    def _resumes_killed_run(self) -> bool:
+        """True while the Trainer restores the record of a killed run, whose offloaded states are restored already."""
+        return self.model_states is not None and self.model_states.state_dicts.protected
+
+    def _check_nothing_replaced(self, module: pl.LightningModule) -> None:
+        assert self.model_states is not None
+        missing = self.model_states.parameters - set(module.parameters())
+        if missing:
+            raise RuntimeError(
+                f"`on_load_checkpoint` replaced {len(missing)} parameters of a run that was killed, whose optimizer "
+                "had been restored already: the new ones would not be trained. Replace them in `setup` or in "
+                "`configure_model`, or set `recover=False`."
+            )
+
+    def _without_offloaded(self) -> contextlib.AbstractContextManager[None]:
+        """Leaves offloaded states out of state dicts within the context, if a killed run is being resumed."""
+        if not self._resumes_killed_run or self.model_states is None:
+            return contextlib.nullcontext()
+        return self.model_states.state_dicts.without()
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Makes all parameters of the model whole tensors, which may be read and changed, within the context.
+
+        For callbacks that read or change weights, such as averages of weights (Lightning's own need not call it).
+        Offloaded parameters are on the CPU, in fp32. Entering waits for optimizer steps that have begun, and needs
+        host memory for all offloaded weights. With `recover=True`, weights may only be read.
+
+        Raises:
+            RuntimeError: on exit, if weights were changed with `recover=True`.
+        """
+        with contextlib.nullcontext() if self.model_states is None else self.model_states.summon_full_params():
+            yield
+
+    # ---- the end ----
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._failure = exception
+        if isinstance(exception, torch.OutOfMemoryError) and self.offloader is not None:
+            assert self.lightning_module is not None
+            exception.add_note(
+                explain_out_of_memory(
+                    exception,
+                    self.lightning_module,
+                    present_locations(self.lightning_module.trainer),
+                    self.offloader,
+                    self.model_states,
+                    self.config,
+                    planned=_has_planner(self.lightning_module.trainer),
+                )
+            )
 
     @override
     @uninterrupted
