@@ -1,13 +1,18 @@
 """`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract.
 
-It is large because that contract is one class: the documentation of its arguments, which the help of every command
+Lightning calls, in a `fit`: `setup_environment`; `load_checkpoint` and `load_model_state_dict`, if `ckpt_path` is
+given; `setup`, which calls `model_to_device`; `on_train_start`; for each micro-batch `training_step` and `backward`,
+within `optimizer_step` if optimization is automatic and a step follows; and `teardown`. The sections of the class have
+this order. Two objects of a training do the work: the activation offloader (`offloader`) and, if model states are
+offloaded, the model states (`model_states`).
+
+The file is large because the contract is one class: the documentation of its arguments, which the help of every command
 shows, and an override for each event of a Trainer, which calls the folder that does the work.
 """
 
 import contextlib
 import functools
 import gc
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +49,7 @@ from lightning_ssd.locations import present_locations
 from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
     Ending,
-    Loaded,
+    LoadedValues,
     MetaTensors,
     ModelStates,
     PlanTiers,
@@ -64,9 +69,7 @@ from lightning_ssd.model_states import (
     meta_to_placeholder,
     move_model_states,
     offloaded_parameters,
-    pop_initial_values,
     present_tiers,
-    recording_loads,
     regroup_model_states,
     runs_within_step,
     save,
@@ -235,56 +238,70 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
-        self._budgets = self.config
-        """`config` with byte counts in place of percentages, once a training or evaluation is set up."""
+        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         check_flag("compile", compile)
         self._compile = compile
         self._save = save if checkpoints == "file" else save_sharded
-        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
+        self._loaded = LoadedValues()
+        self._ever_offloaded = False
+        """Whether a training or evaluation with this strategy has offloaded states: checkpoints may have lazy tensors,
+        and optimizers of that training may still own SSD space."""
+        self.num_nodes = 1  # the Trainer sets it
+        self._reset()
+
+    def _reset(self) -> None:
+        """Initializes the state of one training or evaluation, which ends with `teardown`."""
         self.offloader: ActivationOffloader | None = None
+        """The activation offloader of a training; `None` in evaluations."""
         self.model_states: ModelStates | None = None
-        self._offloads: bool | None = None
-        """Whether states are offloaded in the present training or evaluation; None: not decided yet."""
-        self._loaded: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Checkpoint values of parameters and of their averages, from the loading of a checkpoint until `setup`."""
-        self._initial: Loaded = {}
-        """Values for modules on `meta`, unless a checkpoint has others; set during `setup`."""
-        self._recording = contextlib.ExitStack()
-        """Context in which `_loaded` is recorded: callbacks such as `WeightAveraging` may load weights, too."""
-        self._starts_from_checkpoint = False
-        self._has_offloaded = False
-        """Whether states are or were offloaded in the last training: checkpoints may have lazy tensors."""
-        self._restore_callbacks: list[Callable[[], None]] = []
-        self._default_callbacks: list[pl.Callback] = []
-        self._offload_callbacks: list[pl.Callback] = []
-        """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
+        """The offloaded model states; `None`: all states are on the device."""
+        self._failure: BaseException | None = None
+        """The error that has ended the training."""
+
+        # Added to the process, the Trainer, the module and callbacks, and removed by `teardown`.
         self._segments: ExpandableSegments | None = None
         """Settings of torch's CUDA allocator; `None`: nothing is set up on a GPU."""
         self._collections: ShortCollections | None = None
         """Full garbage collections of the training; `None`: no training has started."""
-        self._recovery: Recovery | None = None
-        self._retry: MicroBatchRetry | None = None
-        """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
-        self._module_records: ModuleRecords | None = None
-        """Records of the module; `None`: the present micro-batch is not prepared to run out of memory."""
-        self._failure: BaseException | None = None
-        """The error that has ended the training."""
-        self._precision: pl.plugins.Precision | None = None
-        """The Trainer's own plugin, while it is replaced by ours."""
-        self._offloaded: set[torch.nn.Parameter] = set()
+        self._default_callbacks: list[pl.Callback] = []
+        """Callbacks that are added to the Trainer because the user gave none of their classes."""
+        self._offload_callbacks: list[pl.Callback] = []
+        """Callbacks of the Trainer, the user's and ours, that decide about offloaded tensors."""
+        self._undo: list[Callable[[], None]] = []
+        """Functions that restore changed callbacks and modules; called in reverse order."""
+        self._user_precision: pl.plugins.Precision | None = None
+        """The Trainer's own precision plugin, while it is replaced by one for offloaded gradients."""
+
+        # The model states.
+        self._offloads: bool | None = None
+        """Whether states are offloaded; `None`: not decided yet."""
+        self._storage = self.config
+        """`config` with byte counts in place of percentages, once `setup` has begun."""
+        self._to_offload: set[torch.nn.Parameter] = set()
+        """Parameters to offload, while model states are made."""
         self._uninitialized = MetaTensors(set(), set())
-        self._grouping: list[list[list[int]]] = []
-        """The optimizers' parameter groups that `model_states` were made for."""
+        """Parameters and buffers that were built on `meta`, while model states are made."""
         self._setup: Setup | None = None
         """Settings with which `model_states` were made."""
-        self.num_nodes = 1  # the Trainer sets it
+        self._grouping: list[list[list[int]]] = []
+        """The optimizers' parameter groups that `model_states` were made for."""
+        self._recovery: Recovery | None = None
+        """Records the training for `recover=True`."""
+        self._starts_from_checkpoint = False
+        """Whether a checkpoint was loaded before `setup`, from which `recover=True` begins anew."""
+
+        # The present micro-batch.
+        self._retry: MicroBatchRetry | None = None
+        """Runs the micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
+        self._module_records: ModuleRecords | None = None
+        """Records of the module; `None`: the micro-batch is not prepared to run out of memory."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
-        own: dict[str, Any] = {"_restore_callbacks": []}
-        own |= dict.fromkeys(("_segments", "_collections", "_precision", "_module_records"))
-        return super().__getstate__() | own | {"_precision_plugin": self._precision or self._precision_plugin}
+        own: dict[str, Any] = {"_undo": []}
+        own |= dict.fromkeys(("_segments", "_collections", "_user_precision", "_module_records"))
+        return super().__getstate__() | own | {"_precision_plugin": self._user_precision or self._precision_plugin}
 
     # ---- the device ----
 
@@ -333,9 +350,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        fitting = _is_fitting(trainer)
         assert self.model is not None
-        self._budgets = self.config.resolve(trainer.default_root_dir)
+        self._storage = self.config.resolve(trainer.default_root_dir)
         self._offloads = None
         if fitting and self._compile:
             self._compile_blocks()
@@ -345,8 +362,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             else:
                 super().setup(trainer)
         finally:
-            self._recording.close()
-            self._loaded, self._initial = {}, {}
+            self._loaded.clear()
         if fitting:
             self._make_offloader(trainer)
             pl.utilities.rank_zero_info(f"{self.strategy_name}: {self._summary(trainer)}.")
@@ -364,8 +380,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             need = bytes_on_device(self.model, fitting=True)
             room = self.states_config.resident_budget(device, movable=self.can_offload_states())
             of_states = describe_resident(need, room, chosen, device)
-        planned = _has_planner(trainer)
-        of_activations = describe_activations(offloader, self.config, decided_by="SwapPlanner" if planned else None)
+        decided_by = None if _find_swap_planner(trainer) is None else "SwapPlanner"
+        of_activations = describe_activations(offloader, self.config, decided_by=decided_by)
         drives = describe_drives(offloader, states, self.config, trainer.default_root_dir)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
@@ -380,13 +396,13 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
         for block in blocks:
             block.compile()
-            self._restore_callbacks.append(functools.partial(setattr, block, "_compiled_call_impl", None))
+            self._undo.append(functools.partial(setattr, block, "_compiled_call_impl", None))
 
     def _offloads_states(self) -> bool:
         """Returns whether states are offloaded. The result is fixed until teardown."""
         if self._offloads is None:
             assert self.model is not None and self.lightning_module is not None
-            fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+            fitting = _is_fitting(self.lightning_module.trainer)
             if fitting and (user_plan := self._user_plan()) is not None:
                 self._offloads = any(part.states != "gpu" for part in user_plan.placements)
                 return self._offloads
@@ -399,41 +415,37 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if self.states_config.states != "auto" or self.states_config.recover:
             return None
         assert self.lightning_module is not None
-        callbacks = trainer_callbacks(self.lightning_module.trainer)
-        return next((callback.user_plan for callback in callbacks if isinstance(callback, SwapPlanner)), None)
+        planner = _find_swap_planner(self.lightning_module.trainer)
+        return None if planner is None else planner.user_plan
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self._initial = pop_initial_values(self.model)
+        self._loaded.pop_initial(self.model)
         if not self._offloads_states():
-            materialize_on(self.model, self.root_device, self._values())
+            materialize_on(self.model, self.root_device, self._loaded.values())
             self.model.to(self.root_device)
             return
         self._uninitialized = meta_to_placeholder(self.model)
         assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        self._offloaded = self._parameters_offloaded(fitting=fitting)
-        held = self._offloaded | self._uninitialized.parameters
+        self._to_offload = self._find_offloadable(fitting=_is_fitting(self.lightning_module.trainer))
+        held = self._to_offload | self._uninitialized.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
         for module in self.model.modules():  # as `to` does, besides moving tensors
             if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
                 module._device = self.root_device
 
-    def _parameters_offloaded(self, *, fitting: bool) -> set[torch.nn.Parameter]:
+    def _find_offloadable(self, *, fitting: bool) -> set[torch.nn.Parameter]:
+        """Returns the parameters that can be offloaded: dense ones of at least `min_bytes`."""
         assert self.model is not None
         return offloaded_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
-
-    def _values(self) -> Loaded:
-        """Returns initial values of parameters; values of a checkpoint have priority."""
-        return ChainMap(self._loaded, self._initial)  # type: ignore[arg-type]  # neither is written to
 
     @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Runs Lightning's setup, and offloads model states before all of them are on the device."""
         assert self.model is not None
         check_no_cuda_graphs(self.model, self.root_device)
-        averaging = [callback for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
+        averaging = _averaging_callbacks(trainer)
         if fitting and averaging and self.states_config.recover:
             raise ValueError(
                 f"{type(averaging[0]).__name__} changes weights, which `recover=True` can't repeat after a kill. "
@@ -441,76 +453,78 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=fitting)
         user_plan = self._user_plan() if fitting else None
-        tiers = None if user_plan is None else _planned_tiers(user_plan)
+        plan_tiers = None if user_plan is None else _planned_tiers(user_plan)
         try:
             super().setup(trainer)
-            if fitting and self._has_offloaded:
+            if fitting and self._ever_offloaded:
                 gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
-            self._make_states(trainer, autocast, tiers, fitting=fitting)
+            self._make_states(trainer, autocast, plan_tiers, fitting=fitting)
         finally:
-            self._offloaded = set()
+            self._to_offload = set()
             self._uninitialized = MetaTensors(set(), set())
 
     def _make_states(
-        self, trainer: pl.Trainer, autocast: torch.dtype | None, tiers: PlanTiers | None, *, fitting: bool
+        self, trainer: pl.Trainer, autocast: torch.dtype | None, plan_tiers: PlanTiers | None, *, fitting: bool
     ) -> None:
-        """Makes the model states of `_offloaded` parameters.
+        """Makes the model states of the parameters `_to_offload`, and connects them to Lightning.
 
         Args:
             trainer: the Trainer.
             autocast: dtype of matrix products; None: without autocast.
-            tiers: tiers of each unit and of its parts; None: those that the arguments and the memory determine.
+            plan_tiers: tiers of each unit and of its parts; None: those that the arguments and the memory determine.
             fitting: whether the model is trained.
         """
         assert self.model is not None
+        self._setup = self._make_setup(trainer, autocast, fitting=fitting)
+        self.model_states = make_model_states(
+            self.model,
+            self.optimizers if fitting else [],
+            self._to_offload,
+            self._uninitialized,
+            self.root_device,
+            self._setup,
+            plan_tiers=plan_tiers,
+            loaded=self._loaded.values(),
+        )
+        self._ever_offloaded = True
+        if not fitting:
+            return
+        if self.states_config.recover:
+            self._begin_recovery(trainer, self.model_states, self._setup.settings)
+        self._undo += [
+            summon_full_params(callback, self.whole_weights, self._loaded.of_checkpoint)
+            for callback in _averaging_callbacks(trainer)
+        ]
+        self._user_precision = self.precision_plugin
+        self._connect_states()
+
+    def _make_setup(self, trainer: pl.Trainer, autocast: torch.dtype | None, *, fitting: bool) -> Setup:
+        """Returns the settings of model states, as the arguments, the Trainer, its callbacks and a plan have them."""
         config, user_plan = self.states_config, self._user_plan() if fitting else None
         if user_plan is not None and user_plan.clip != "off":
             config = replace(config, clip=user_plan.clip)
         algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
         clip_norm = bool(trainer.gradient_clip_val) and algorithm == "norm"
-        whole = stepped_whole(self.optimizers, self._offloaded) if fitting else []
-        defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or user_sees_gradients(trainer)
-        self._setup = Setup(
+        whole = stepped_whole(self.optimizers, self._to_offload) if fitting else []
+        defer_to_user_hooks = (
+            not trainer.lightning_module.automatic_optimization
+            or user_sees_gradients(trainer)
+            or bool(whole)
+            or (clip_norm and not scales_exactly(self.precision_plugin))
+            or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers)
+        )
+        return Setup(
             config=config,
-            storage=self._budgets,
+            storage=self._storage,
             default_path=trainer.default_root_dir,
             autocast=autocast,
             clip_norm=clip_norm,
             clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
-            defer_to_user_hooks=defer_to_user_hooks
-            or bool(whole)
-            or (clip_norm and not scales_exactly(self.precision_plugin))
-            or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
+            defer_to_user_hooks=defer_to_user_hooks,
             whole=whole,
             settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
             start_over=self._starts_from_checkpoint,
         )
-        self.model_states = make_model_states(
-            self.model,
-            self.optimizers if fitting else [],
-            self._offloaded,
-            self._uninitialized,
-            self.root_device,
-            self._setup,
-            plan_tiers=tiers,
-            loaded=self._values(),
-        )
-        self._has_offloaded = True
-        if not fitting:
-            return
-        if self.states_config.recover:
-            path = self._budgets.paths(trainer.default_root_dir)[0]
-            self._recovery = Recovery(trainer, self.model_states, path)
-            if (record := self.model_states.recovered) is not None:
-                self.model_states.state_dicts.protected = True
-                self._recovery.resume(record, self._setup.settings)
-        self._restore_callbacks += [
-            summon_full_params(callback, self.whole_weights, self._loaded)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if averages_weights(callback)
-        ]
-        self._precision = self.precision_plugin
-        self._attach_states()
 
     def _settings(self, trainer: pl.Trainer) -> Settings:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
@@ -522,14 +536,25 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             "state_format": states.state_format,
             "units": states.units,
         }
-        return training_settings(trainer, self._budgets.paths(trainer.default_root_dir)[0], own)
+        return training_settings(trainer, self._record_path(trainer), own)
 
-    def _attach_states(self) -> None:
+    def _begin_recovery(self, trainer: pl.Trainer, states: ModelStates, settings: Settings) -> None:
+        """Begins to record the training, and resumes from the record of a killed run, if there is one."""
+        self._recovery = Recovery(trainer, states, self._record_path(trainer))
+        if (record := states.recovered) is not None:
+            states.state_dicts.protected = True
+            self._recovery.resume(record, settings)
+
+    def _record_path(self, trainer: pl.Trainer) -> Path:
+        """Returns the scratch directory that has the record of `recover=True`."""
+        return self._storage.paths(trainer.default_root_dir)[0]
+
+    def _connect_states(self) -> None:
         """Makes Lightning clip, scale and zero gradients through `model_states`."""
-        assert self.model_states is not None and self._precision is not None and self._setup is not None
+        assert self.model_states is not None and self._user_precision is not None and self._setup is not None
         self._grouping = _grouping(self.optimizers)
         self._update_wrappers()
-        self.precision_plugin = offload_precision(self._precision, self.model_states)
+        self.precision_plugin = offload_precision(self._user_precision, self.model_states)
 
     def _update_wrappers(self) -> None:
         """Copies to Lightning's wrappers the optimizer attributes that model states have replaced or restored."""
@@ -542,7 +567,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _make_offloader(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         mark_weights(self.model)
-        config, states = self._budgets, self.model_states
+        config, states = self._storage, self.model_states
         if states is not None:
             config = config.without(states.host_limit, states.ssd_bytes)
         self.offloader = make_offloader(
@@ -577,7 +602,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._collections.begin_micro_batch()
         if self._segments is not None:
             self._segments.begin_micro_batch()
-        self._begin("train")
+        self._begin_micro_batch("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)
         self._retry = self._prepare_retry(args, kwargs)
@@ -589,40 +614,45 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().training_step(*args, **kwargs)
 
     def _prepare_retry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatchRetry | None:
-        """Returns an object that can run the present micro-batch again; `None` if no object can."""
+        """Returns an object that can run the present micro-batch again; `None`: memory is expected to suffice.
+
+        Args:
+            args: arguments of `training_step`.
+            kwargs: its keyword arguments.
+        """
         module = self.lightning_module
         assert module is not None
-        auto = _auto_planner(module.trainer)
-        if auto is None or not auto.may_run_out or not module.automatic_optimization:
+        planner = _find_auto_planner(module.trainer)
+        if planner is None or not planner.may_run_out or not module.automatic_optimization:
             self._module_records = None
             return None
         if self._module_records is None:
             self._module_records = ModuleRecords(module)
         movable = not runs_within_step(self.optimizers) and self.can_offload_states()
-        with auto.excluded():
+        with planner.excluded():
             return MicroBatchRetry(
                 module.trainer,
                 self._module_records,
-                (args, kwargs),
-                lambda: self.model_states,
-                lambda: self._forward(args, kwargs),
-                functools.partial(auto.save_memory, module.trainer),
-                functools.partial(self._offload_states_after, auto) if movable else None,
-                delay_steps=auto.begins_rule,
+                inputs=(args, kwargs),
+                states=lambda: self.model_states,
+                forward=lambda: self._forward(args, kwargs),
+                save_memory=functools.partial(planner.save_memory, module.trainer),
+                offload_states=functools.partial(self._offload_states_for_retry, planner) if movable else None,
+                delay_steps=planner.begins_rule,
             )
 
-    def _offload_states_after(self, auto: AutoPlanner, part: str, zeroed: bool) -> None:
-        """Offloads model states, as a micro-batch has run out of memory without its saved tensors.
+    def _offload_states_for_retry(self, planner: AutoPlanner, part: str, zeroed: bool) -> None:
+        """Offloads model states, because a micro-batch has run out of memory with all saved tensors offloaded.
 
         Args:
-            auto: the callback that decides about saved tensors.
-            part: forward or backward, which has failed.
+            planner: the callback that decides about saved tensors.
+            part: "forward" or "backward", which has failed.
             zeroed: whether gradients of the step before were zeroed.
         """
         assert self.lightning_module is not None
         waiting: dict[torch.nn.Parameter, torch.Tensor] = {}
-        if zeroed or not auto.begins_step:  # the next step uses all gradients that are there
-            waiting = _pop_gradients(self._parameters_offloaded(fitting=True))
+        if zeroed or not planner.begins_step:  # the next step uses all gradients that are there
+            waiting = _pop_gradients(self._find_offloadable(fitting=True))
         try:
             self.offload_states()
         except Exception as error:
@@ -633,8 +663,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             raise
         assert self.model_states is not None
         self.model_states.restore_accumulated_gradients(waiting)
-        auto.restart_after_offload(self.lightning_module.trainer, part)
-        self._begin("train")
+        planner.restart_after_offload(self.lightning_module.trainer, part)
+        self._begin_micro_batch("train")
 
     @override
     def backward(
@@ -645,7 +675,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if retry is None or not scales_only(plugin):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert module is not None
-        # As in Lightning's, whose hooks run once.
+        # Lightning's `backward`, except that the plugin's may run several times, between hooks that run once.
         self.pre_backward(closure_loss)
         scaled = plugin.pre_backward(closure_loss, module)
         retry.backward(
@@ -653,7 +683,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
             lambda loss: scale(plugin, loss),
         )
-        detached = self.precision_plugin.post_backward(scaled, module)  # another one if states were offloaded
+        # The plugin is another one if states were offloaded for a third attempt.
+        detached = self.precision_plugin.post_backward(scaled, module)
         self.post_backward(detached)
         return detached
 
@@ -664,30 +695,31 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
         module = self.lightning_module
         assert module is not None
-        auto = _auto_planner(module.trainer)
-        may_run_out = auto is not None and auto.may_run_out
-        if may_run_out and self.model_states is None and self._chooses_tiers() and not steps_whole(optimizer):
-            # Within `step` of torch's optimizer, which would run the closure first, states can't be offloaded.
+        planner = _find_auto_planner(module.trainer)
+        may_run_out = planner is not None and planner.may_run_out
+        if may_run_out and self.model_states is None and self._tiers_may_change() and not steps_whole(optimizer):
+            # The optimizer's `step` would run the closure, within which states could not be offloaded.
             with torch.enable_grad():  # as in `step`
                 closure = _after_first(closure, closure())
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin("evaluate")
+        self._begin_micro_batch("evaluate")
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin("evaluate")
+        self._begin_micro_batch("evaluate")
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin("evaluate")
+        self._begin_micro_batch("evaluate")
         return super().predict_step(*args, **kwargs)
 
-    def _begin(self, kind: Literal["train", "evaluate"]) -> None:
+    def _begin_micro_batch(self, kind: Literal["train", "evaluate"]) -> None:
+        """Begins a micro-batch, with a backward ("train") or without."""
         if kind == "train":
             self._regroup_states()
         if self.model_states is not None:
@@ -716,12 +748,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self.model_states = regroup_model_states(
             self.model_states, self.model, self.optimizers, self.root_device, self._setup
         )
-        self._attach_states()
+        self._connect_states()
 
     # ---- tiers of model states, which callbacks change between two steps ----
 
-    def _chooses_tiers(self) -> bool:
-        """Returns whether tiers of states may change between two steps: the user chose none."""
+    def _tiers_may_change(self) -> bool:
+        """Returns whether tiers of states may change between two steps: the user chose none, by argument or plan."""
         config = self.states_config
         if config.states != "auto" or config.gpu_memory != "auto" or config.recover:
             return False
@@ -730,21 +762,25 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return self.lightning_module.automatic_optimization and self._user_plan() is None
 
     def can_offload_states(self) -> bool:
-        """Returns whether `offload_states` may be called: all states are on the device, and the user chose no tiers."""
-        if self.model_states is not None or not self._chooses_tiers():
+        """Returns whether `offload_states` may be called.
+
+        That is so if all states are on the device, the user chose no tiers, weights are in fp32, and each optimizer can
+        step unit by unit.
+        """
+        if self.model_states is not None or not self._tiers_may_change():
             return False
         if type(self.precision_plugin) not in _FP32_PRECISIONS:
             return False
         if any(steps_whole(optimizer) for optimizer in self.optimizers):
             return False
-        offloaded = self._parameters_offloaded(fitting=True)
+        offloaded = self._find_offloadable(fitting=True)
         # A 16-bit weight would get a master weight, and other numbers than before.
         return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
 
     def states_need_most_memory(self) -> bool:
-        """Returns whether model states on the device leave little room, as they can be offloaded if that is too little.
+        """Returns whether model states that can be offloaded take more than `GPU_SHARE` of the device's memory.
 
-        They take more than `GPU_SHARE` of its memory.
+        `states="auto"` keeps fp32 states up to `MOVABLE_GPU_SHARE` of it there; plans should be able to move such ones.
         """
         assert self.model is not None
         room = self.states_config.resident_budget(self.root_device)
@@ -753,7 +789,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @uninterrupted
     def make_states_movable(self) -> None:
-        """Makes model states of those that are on the device, between two steps of a training; moves none of them.
+        """Makes `model_states`, so that plans can move states, all of which are on the device and stay there for now.
+
+        Called between two steps of a training.
 
         Raises:
             ValueError: the states can't be offloaded. Training may continue.
@@ -761,13 +799,13 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None and self.lightning_module is not None
         check_no_cuda_graphs(self.model, self.root_device)
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=True)
-        self._offloaded = self._parameters_offloaded(fitting=True)
+        self._to_offload = self._find_offloadable(fitting=True)
         units = find_units(self.model, self.states_config.units)
         try:
             resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
             self._make_states(self.lightning_module.trainer, autocast, resident, fitting=True)
         finally:
-            self._offloaded = set()
+            self._to_offload = set()
         self._offloads = True
 
     def offload_states(self) -> None:
@@ -789,7 +827,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def can_move_states(self) -> bool:
         """Returns True if `move_states` may be called: states are offloaded, and the user chose no tiers."""
-        if not self._chooses_tiers():
+        if not self._tiers_may_change():
             return False
         if self._setup is not None and self._setup.whole:
             return False
@@ -821,7 +859,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @uninterrupted
     def move_states_to(self, tiers: PlanTiers) -> None:
-        """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan."""
+        """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan, with its errors."""
         assert self.model_states is not None and self._setup is not None
         assert self.model is not None and self.lightning_module is not None
         if self.model_states.accumulating:
@@ -829,7 +867,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         offloader, self.offloader = self.offloader, None
         if offloader is not None:
             offloader.close()  # states may need its memory
-        offloaded = self._parameters_offloaded(fitting=True)
+        offloaded = self._find_offloadable(fitting=True)
         before = self.model_states
         try:
             self.model_states = move_model_states(
@@ -848,7 +886,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 raise
             self._make_offloader(self.lightning_module.trainer)
             raise ValueError(f"model states were not moved: {error}") from error
-        self._attach_states()
+        self._connect_states()
         self._make_offloader(self.lightning_module.trainer)
 
     # ---- checkpoints, and whole weights for callbacks ----
@@ -871,7 +909,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self._has_offloaded:
+        if not self._ever_offloaded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is None and can_write(self.checkpoint_io, filepath):
             self._save(checkpoint, filepath)
@@ -891,7 +929,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self.model_states is None:
-            self._record_loads(self.lightning_module.trainer)
+            averages = [average_of(callback) for callback in _averaging_callbacks(self.lightning_module.trainer)]
+            self._loaded.record([self.lightning_module, *(average for average in averages if average is not None)])
             with loading_to_meta():
                 super().load_model_state_dict(checkpoint, strict=strict)
             return
@@ -899,16 +938,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._check_nothing_replaced(self.lightning_module)
         with self._without_offloaded():
             super().load_model_state_dict(checkpoint, strict=strict and not self._resumes_killed_run)
-
-    def _record_loads(self, trainer: pl.Trainer) -> None:
-        """Records values that `load_state_dict` gives to the model and to averages of it, until `setup`."""
-        assert self.lightning_module is not None
-        averages = [average_of(callback) for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
-        self._recording.close()
-        self._loaded = {}
-        for module in (self.lightning_module, *averages):
-            if module is not None:
-                self._recording.enter_context(recording_loads(module, self._loaded))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -973,43 +1002,33 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                     self.offloader,
                     self.model_states,
                     self.config,
-                    planned=_has_planner(self.lightning_module.trainer),
+                    planned=_find_swap_planner(self.lightning_module.trainer) is not None,
                 )
             )
 
     @override
     @uninterrupted
     def teardown(self) -> None:
-        offloader, self.offloader = self.offloader, None
-        states, self.model_states = self.model_states, None
-        recovery, self._recovery = self._recovery, None
-        self._retry = self._module_records = None
-        restores, self._restore_callbacks = self._restore_callbacks, []
-        self._offloads = None
-        self._starts_from_checkpoint = False
-        self._recording.close()
-        self._loaded = {}
-        if self._precision is not None:
-            self.precision_plugin, self._precision = self._precision, None
         ending = Ending(self._failure)
-        self._failure = None
+        offloader, states, recovery, undo = self.offloader, self.model_states, self._recovery, self._undo
+        segments, collections, default_callbacks = self._segments, self._collections, self._default_callbacks
+        if self._user_precision is not None:
+            self.precision_plugin = self._user_precision
+        self._loaded.clear()
+        self._reset()  # also if a step of the shutdown fails
         if states is not None:
             ending.run(states.close, ending.failure)
             ending.run(self._update_wrappers)
         if offloader is not None:
             ending.run(offloader.close)
-        for restore in reversed(restores):
+        for restore in reversed(undo):
             ending.run(restore)
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            ending.run(remove_default_callbacks, self.lightning_module._trainer, self._default_callbacks)
-        self._default_callbacks, self._offload_callbacks = [], []
+            ending.run(remove_default_callbacks, self.lightning_module._trainer, default_callbacks)
         ending.run(super().teardown)
-        segments, self._segments = self._segments, None
-        if segments is not None:
-            ending.run(segments.end)
-        collections, self._collections = self._collections, None
-        if collections is not None:
-            ending.run(collections.end)
+        for settings in (segments, collections):
+            if settings is not None:
+                ending.run(settings.end)
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
             recovery.end()
@@ -1025,33 +1044,45 @@ def _pop_gradients(parameters: Iterable[torch.nn.Parameter]) -> dict[torch.nn.Pa
     return gradients
 
 
+def _is_fitting(trainer: pl.Trainer) -> bool:
+    return trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+
+
 def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
     """Returns a closure whose first call has been made already, with `result`."""
     results = [result]
     return lambda: results.pop() if results else closure()
 
 
-def _auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:
+def _find_auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:
     """Returns the callback that decides for `offload="auto"`, if there is one."""
-    return next((one for one in trainer_callbacks(trainer) if isinstance(one, AutoPlanner)), None)
+    return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, AutoPlanner)), None)
+
+
+def _averaging_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Returns the callbacks that average weights."""
+    return [callback for callback in trainer_callbacks(trainer) if averages_weights(callback)]
 
 
 def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int]]]:
     """Returns the parameters of each optimizer's groups, by their identity."""
-    return [[[id(parameter) for parameter in group["params"]] for group in o.param_groups] for o in optimizers]
+    return [
+        [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
 
 
 def _planned_tiers(plan: Plan) -> dict[str, UnitTiers]:
     """Returns the plan's tiers of each unit and of its parts."""
     return {
-        name: UnitTiers(
-            (unit.weights, unit.states), {part: (one.weights, one.states) for part, one in unit.parts.items()}
+        unit_name: UnitTiers(
+            (unit.weights, unit.states), {name: (part.weights, part.states) for name, part in unit.parts.items()}
         )
-        for name, unit in plan.units.items()
-        if not is_later_call(name)
+        for unit_name, unit in plan.units.items()
+        if not is_later_call(unit_name)
     }
 
 
-def _has_planner(trainer: pl.Trainer) -> bool:
-    """Returns whether a `SwapPlanner` decides about activations."""
-    return any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
+def _find_swap_planner(trainer: pl.Trainer) -> SwapPlanner | None:
+    """Returns the callback that decides about activations in place of `offload`, if there is one."""
+    return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, SwapPlanner)), None)

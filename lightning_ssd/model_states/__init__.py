@@ -9,7 +9,7 @@ from lightning_ssd.model_states.grad_scale import is_power_of_two
 from lightning_ssd.model_states.journal import CommitRecord
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
-from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_meta, pop_initial_values, recording_loads
+from lightning_ssd.model_states.loaded import Loaded, LoadedValues, exact_value, loading_to_meta
 from lightning_ssd.model_states.locations import (
     StateClass,
     TensorLocation,
@@ -46,6 +46,7 @@ __all__ = [
     "Layout",
     "LazyTensor",
     "Loaded",
+    "LoadedValues",
     "MetaTensors",
     "ModelStates",
     "NotPlainError",
@@ -84,7 +85,6 @@ __all__ = [
     "model_settings",
     "move_model_states",
     "offloaded_parameters",
-    "recording_loads",
     "register_optimizer",
     "regroup_model_states",
     "runs_within_step",
@@ -95,7 +95,6 @@ __all__ = [
     "states_in_memory",
     "stepped_whole",
     "steps_whole",
-    "pop_initial_values",
     "present_tiers",
     "type_name",
     "unscales_itself",

@@ -7,7 +7,7 @@ The values are kept, by reference, until the parameter's store is filled.
 import contextlib
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,40 @@ from lightning_ssd.uncopied import ModuleHook
 
 Loaded = Mapping[nn.Parameter, Tensor]
 """Checkpoint values of parameters."""
+
+
+class LoadedValues:
+    """Values that parameters get when model states are set up: those of a checkpoint, else their initial ones.
+
+    All methods are called on the training thread. Values are references, not copies.
+
+    Attributes:
+        of_checkpoint: values of the checkpoint that was loaded last.
+    """
+
+    def __init__(self) -> None:
+        self.of_checkpoint: dict[nn.Parameter, Tensor] = {}
+        self._initial: Loaded = {}
+        self._recording = contextlib.ExitStack()
+
+    def record(self, modules: Iterable[nn.Module]) -> None:
+        """Records the values that `load_state_dict` gives to parameters of `modules` from now on, until `clear`."""
+        self.clear()
+        for module in modules:
+            self._recording.enter_context(recording_loads(module, self.of_checkpoint))
+
+    def pop_initial(self, model: nn.Module) -> None:
+        """Takes over the initial values that modules of `model` have for parameters on `meta`."""
+        self._initial = pop_initial_values(model)
+
+    def values(self) -> Loaded:
+        """Returns all values. Those of a checkpoint have priority."""
+        return ChainMap(self.of_checkpoint, self._initial)  # type: ignore[arg-type]  # neither is written to
+
+    def clear(self) -> None:
+        """Ends recording, and drops the references."""
+        self._recording.close()
+        self.of_checkpoint, self._initial = {}, {}
 
 
 def pop_initial_values(root: nn.Module) -> Loaded:
