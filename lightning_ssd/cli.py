@@ -199,25 +199,14 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    from lightning_ssd.planning import (
-        LifetimeProfile,
-        ModelProfile,
-        Plan,
-        Prices,
-        make_plan,
-        make_report,
-        render_report,
-        simulate,
-    )
+    from lightning_ssd.planning import LifetimeProfile, ModelProfile, Prices, make_plan, make_report, render_report
     from lightning_ssd.planning import large_write_endurance as large_writes
 
     overrides = _parse_options(parser, options, args)
+    if args.recipe == "show":
+        _show_plan(parser, overrides)
+        return
     with _reporting(parser):
-        if args.recipe == "show":
-            if len(overrides) != 1 or not Path(overrides[0]).is_file():
-                parser.error("`plan show` takes one file, a plan that was saved")
-            print(Plan.load(overrides[0]).describe())
-            return
         check_recipe(args.recipe, overrides)
         for option in ("lifetimes", "prices"):
             if getattr(args, option) is not None and not args.replay:
@@ -251,20 +240,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if config is not None:
-        from lightning_ssd.dry_run import plan_as_configured
-
-        seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
-        applied = (
-            "`callbacks=[SwapPlanner(plan=...)]` applies this plan."
-            if args.profile is not None
-            else "Operators of a trace may have other names than those of a training: to apply a plan by "
-            "`callbacks=[SwapPlanner(plan=...)]`, measure the training by `ModelProfiler(FILE)`, and plan with "
-            "--profile FILE."
-        )
-        print(
-            f"\n{applied} Without SwapPlanner, the strategy's arguments choose the tiers of states, and a step takes "
-            f"{seconds:.2f} s."
-        )
+        _print_application(config, model, hardware, measured=args.profile is not None)
     for title, one in traffic.items():
         print(f"\n{title}, transfers of a step: {one.describe()}")
     if args.replay:
@@ -274,6 +250,35 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             with _reporting(parser):
                 lifetimes = profile_lifetimes(config, hardware, args.batch)
         _print_replay(lifetimes, model, hardware, plan, prices)
+
+
+def _show_plan(parser: argparse.ArgumentParser, paths: Sequence[str]) -> None:
+    """Prints the plan of a file: the command `plan show`."""
+    from lightning_ssd.planning import Plan
+
+    with _reporting(parser):
+        if len(paths) != 1 or not Path(paths[0]).is_file():
+            parser.error("`plan show` takes one file, a plan that was saved")
+        print(Plan.load(paths[0]).describe())
+
+
+def _print_application(config: Any, model: Any, hardware: Any, *, measured: bool) -> None:
+    """Prints how a training applies a plan, and the step time without it."""
+    from lightning_ssd.dry_run import plan_as_configured
+    from lightning_ssd.planning import simulate
+
+    seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
+    applied = (
+        "`callbacks=[SwapPlanner(plan=...)]` applies this plan."
+        if measured
+        else "Operators of a trace may have other names than those of a training: to apply a plan by "
+        "`callbacks=[SwapPlanner(plan=...)]`, measure the training by `ModelProfiler(FILE)`, and plan with "
+        "--profile FILE."
+    )
+    print(
+        f"\n{applied} Without SwapPlanner, the strategy's arguments choose the tiers of states, and a step takes "
+        f"{seconds:.2f} s."
+    )
 
 
 def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, timeline: Path | None) -> dict[str, Any]:
