@@ -1,4 +1,17 @@
-"""Offloads and recomputes tensors that autograd saves for backward. Knows autograd and `storage`, not Lightning."""
+"""Offloads and recomputes tensors that autograd saves for backward. Knows autograd and the storage, not Lightning.
+
+The modules, by subject, in the order in which they are best read:
+
+- a saved tensor, from pack to unpack: `offloader`, `policy` (the rules in force), `record` (one saved storage),
+  `micro_batch` (the order of storages), `in_flight` (evictions).
+- choice of offloaded tensors: `placement` (rules), `resident_limit` (bytes that fit), `planned_excess` (a plan of
+  compiled code), `config` (the user's arguments).
+- tiers: `tier` (the interface), `host`, `ssd_base`, `ssd` (staged), `direct` (GPUDirect Storage).
+- special tensors: `weights`, `wrappers` (such as DTensor).
+- plans of operators: `unit_dispatch_mode`, `plan_mode`, `graph` (a recorded forward), `transient_memory`, `recompute`,
+  `checkpointed_call` and `rerun_state` (checkpointed units).
+- compiled code: `compiled_code`, `memory_budget`, `untraced`, and `backward_graph` (nodes of a loss).
+"""
 
 from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.checkpointed_call import EmptyCaches, rerun_arguments

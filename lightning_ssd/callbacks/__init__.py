@@ -1,4 +1,18 @@
-"""Lightning callbacks with which a user observes, tunes or plans offloading."""
+"""Lightning callbacks with which a user observes, tunes or plans offloading.
+
+The modules, by subject, in the order in which they are best read:
+
+- callbacks of every training: `defaults`, `micro_batch_switch`, `prefetch_scheduler`, `offload_monitor`,
+  `auto_planner`.
+- the decision of `offload="auto"`: `auto_planner`, `memory_guard`, `seen_batches`, `obstacles`.
+- plans of operators: `step_profiling`, `swap_planner`, `shape_planner`, `plan_runner`, `profiling_budget`,
+  `planned_shapes`.
+- plans of compiled code: `region_planner`, `region_progress`, `recompilation`, `resident_states` (model states).
+- plans of earlier trainings: `plan_cache`, `plan_key`, `cached_regions`.
+- times of steps: `step_timer`, `step_drift`.
+- for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.
+- helpers: `offloader` (finds the offloader of a training), `averaging` (Lightning's averages of weights).
+"""
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
 from lightning_ssd.callbacks.auto_planner import AutoPlanner

@@ -1,4 +1,25 @@
-"""Model states off the device: weights, gradients, master weights, optimizer states. Imports torch, not Lightning."""
+"""Model states off the device: weights, gradients, master weights, optimizer states. Imports torch, not Lightning.
+
+The modules, by subject, in the order in which they are best read:
+
+- events of a training: `model_states`, a facade over the others; `config` (settings), `build` (construction), `move`
+  with `unit_mover` (changes between two steps), `restorer` and `ending` (the end).
+- choice and grouping of offloaded parameters: `units`, `residency` (parameters that are kept on the device),
+  `grouping`, `flat` (flat parameters), `offloaded`, `materialize` and `loaded` (initial values), `masters` (master
+  weights of resident parameters).
+- stores of values: `layout` (arrays in memory), `split` (a format), `state_store`, `buffers`, `state_storage`,
+  `budget` (which tier), `staged` (values on the host for user code), `locations` (the location table).
+- weights for a forward: `unit_hooks`, `prefetcher`, `compile` (compiled modules).
+- gradients: `gradient_offload`, `gradient`, `grad_dtype`, `grad_scale` (clipping and loss scales).
+- optimizer steps: `step_scheduler` (when), `step` (one flat parameter), `step_work`, `step_history` (roll-back),
+  `weights_first`; `optimizers`, `adam` and `compiled` (kernels of the CPU); `device_share`, `share_trial`,
+  `device_stepper` and `adam_cuda` (steps of the GPU).
+- the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
+- operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `operands`, `sources`,
+  `gradient_access`, `shared_memory`, `summoned` (whole weights).
+- checkpoints: `state_dicts`, `lazy`, `sharded`, `replace`.
+- `recover=True`: `journal`, `settings`, `plain_data`.
+"""
 
 from lightning_ssd.model_states.build import make_model_states
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled

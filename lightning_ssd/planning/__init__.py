@@ -1,4 +1,16 @@
-"""Planners: from the profiles of a model and a machine to a plan and its predicted step. Pure Python, no torch."""
+"""Planners: from the profiles of a model and a machine to a plan and its predicted step. Pure Python, no torch.
+
+The modules, by subject, in the order in which they are best read:
+
+- the data: `plan`, `model` and `hardware` (profiles), `validation` (of both).
+- predictions: `simulator`, `step_tasks`, `event_simulation`, `stages`, `resident`, `calibration` (corrections).
+- planners: `planners` (by name), `holistic` (the default), `few_launches`, `saved_groups` (helpers); `papers` with
+  `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes` (Teraio's rule for units).
+- compiled code: `saved_timeline`.
+- single tensors (Teraio): `lifetimes`, `teraio`, `evictions`, `io_timeline`, `migration`, `migration_simulator`,
+  `transfer_bounds`.
+- reports: `report`, `endurance`, `roofline`, `traffic`.
+"""
 
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
