@@ -100,9 +100,19 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     Tensors that autograd saves for backward (activations, inputs, masks; not weights) are offloaded while forward
     computes, and prefetched before backward uses them (SSDTrain); the argument `offload` selects them. Weights,
-    gradients and optimizer states are offloaded by the argument `states`. Offloading activations never changes their
-    bytes: losses, gradients and weights are equal, bit for bit, to those of the same training without it. `states`
-    names the cases in which the last digits of an optimizer step differ.
+    gradients and optimizer states are offloaded by the argument `states`.
+
+    Offloading activations never changes their bytes: losses, gradients and weights are equal, bit for bit, to those of
+    the same training without it. With offloaded states on a CPU device, every optimizer of `torch.optim` gives the same
+    bits as plain Lightning, with all its settings. On a GPU, the last digits of a step are those of torch's fused CPU
+    kernels. Optimizers of `torch.optim`, and classes given to `lightning_ssd.register_optimizer`, step unit by unit.
+    Other classes may couple parameters, and step when backward has ended.
+
+    Under `bf16-mixed` and `16-mixed`, offloaded weights of matrix products are on the device in 16 bits, as autocast
+    would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are summed in
+    16 bits by compiled code, and by torch before 2.10. Offloaded weights in bf16, under `bf16-true` all of them,
+    compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, where changes below a 256th of a
+    weight are lost.)
 
     When a training starts, one log line says which tensors are offloaded to which tier, and why the others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
@@ -139,7 +149,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         ssd_capacity: bytes of scratch space for model states and activations, `"500GB"` or `"50%"` of the free space of
             the drives, preallocated before the first step. `None`: allocated as needed.
         spill: tier that is filled first if there are two: `"host_first"` or `"ssd_first"`.
-        min_bytes: saved tensors with a smaller storage are kept on the device.
+        min_bytes: saved tensors with a smaller storage are kept on the device, and so are smaller weights, except those
+            in bf16.
         staging_memory: bytes of pinned memory through which activations are transferred to and from the SSDs.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
             GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
@@ -149,20 +160,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         states: tier of weights, gradients and optimizer states. `"gpu"`: the training device. `"host"`: host memory. A
             unit's weights are on the device only around their use, gradients are offloaded as backward computes them,
             and the optimizer steps on the CPU while the device computes. `"ssd"`: like `"host"`, with everything but
-            the gradients on the SSDs of `path`. `"auto"`: the device if all fit into `gpu_memory`, by default into 60 %
-            of the GPU memory that this process may use, or 74 % with fp32 weights and automatic optimization, because
-            they can be offloaded later if activations need the room. Otherwise `gpu_memory`, if given, is filled with
-            units, and with parts of large ones, then `host_memory` (by default 85 % of the free memory), and the rest
-            is on SSDs. Unless `states="gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
-            Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
-            would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are
-            summed in 16 bits by compiled code, and by torch before 2.10. Weights in bf16, under `bf16-true` all of
-            them, compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, where changes below a
-            256th of a weight are lost.)
-            On a CPU device, every optimizer of `torch.optim` gives the same bits as plain Lightning, with all its
-            settings. On a GPU, the last digits of a step are those of torch's fused CPU kernels. Optimizers of
-            `torch.optim`, and classes given to `lightning_ssd.register_optimizer`, step unit by unit. Other classes may
-            couple parameters, and step when backward has ended.
+            the gradients on the SSDs of `path`. `"auto"`: the device if all states fit. Otherwise `gpu_memory`, if
+            given, is filled with units, and with parts of large ones, then `host_memory` (by default 85 % of the free
+            memory), and the rest is on SSDs. States fit if they need no more than `gpu_memory`, by default 60 % of the
+            GPU memory that this process may use, or 74 % with fp32 weights and automatic optimization, because they can
+            be offloaded later if activations need the room. Unless `states="gpu"`, `configure_model` and
+            `Trainer.init_module` build models on the CPU.
         gpu_memory: budget of device memory for weights, and for gradients and optimizer states of units, or parts of
             them, that are kept on the device, unless `states="gpu"`: `"20GiB"`, or `"50%"` of the memory that this
             process may use (on a CPU, of the free memory). Units in use are on the device even if they exceed it.

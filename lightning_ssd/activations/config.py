@@ -111,7 +111,11 @@ class OffloadConfig:
         return config
 
     def paths(self, default: str | Path) -> list[Path]:
-        """Returns the directories of the scratch files. If the user has named none, `default` is made and returned."""
+        """Returns the directories of the scratch files. If the user has named none, `default` is made and returned.
+
+        Raises:
+            ValueError: `default` is needed, and is not a local directory.
+        """
         if self.path is None:
             if "://" in str(default):
                 raise ValueError(

@@ -170,7 +170,7 @@ class PlanMode(UnitDispatchMode):
         self._paused_by: UnitCall | None = None
         """The running unit call that runs without mode and hooks. A plain one does until it calls another unit."""
         self._checkpointed: CheckpointedCall | None = None
-        """That call, if it is run again in backward."""
+        """The checkpointing of the call `_paused_by`; `None`: the call is not run again in backward."""
         self._caches = EmptyCaches()
         self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""

@@ -87,7 +87,7 @@ class ResidentLimit:
         self.expected_bytes = 0
         """Expected saved bytes of the present micro-batch."""
         self.placed_bytes = 0
-        """Those of them for which the placement is asked: without storages that are kept within the window."""
+        """`expected_bytes` without the storages within the window, which are kept without asking the placement."""
         self._common = MeasuredPeaks()
         """Memory of the micro-batches of no kind."""
         self._peaks = self._common

@@ -123,7 +123,7 @@ class RegionPlanner:
         self._planned: PlannedShape[RegionProgress] | None = None
         """The shape that is being planned, or was planned last; `None`: none was recorded."""
         self._progress = self._new_progress()
-        """Its progress."""
+        """Progress of the shape that is being planned, or was planned last."""
         self._followed: PlannedShape[RegionProgress] | None = None
         """The shape whose rule the present micro-batch follows."""
         self._recordable: SeenBatches | None = batches

@@ -62,7 +62,7 @@ class ResidentStates:
         self._fastest = 0.0
         """Seconds of a step with the fastest tiers so far."""
         self._tiers: Any = None
-        """Those tiers."""
+        """The tiers with which a step takes `_fastest` seconds."""
         self._trials: list[Any] = []
         """Tiers of the remaining trials."""
 

@@ -27,8 +27,8 @@ GPU_SHARE = 0.65
 the rest."""
 
 MOVABLE_GPU_SHARE = 0.8
-"""The same where states can be offloaded later, if activations turn out to need more. Optimizers that step all
-parameters at once need a quarter of this share for temporary tensors."""
+"""Largest share of the usable GPU memory for states that can be offloaded later, if activations turn out to need the
+room. Optimizers that step all parameters at once need a quarter of this share for temporary tensors."""
 
 GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
 

@@ -171,7 +171,11 @@ class GradientAccess:
             self._gradients[flat].followed.add(index)
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
-        """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights."""
+        """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights.
+
+        Raises:
+            RuntimeError: no optimizer has the parameter.
+        """
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")

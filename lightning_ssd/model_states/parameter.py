@@ -134,7 +134,11 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
     used: int
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)"""
+        """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)
+
+        Raises:
+            RuntimeError: the parameter would get memory of another kind or shape.
+        """
         if not isinstance(source, Tensor) or args or kwargs:
             raise RuntimeError(
                 f"`set_` gives {self.source.name}, which is offloaded, other memory, which can't be done while it "

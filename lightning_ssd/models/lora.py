@@ -92,7 +92,11 @@ class LoRACausalLM(CausalLM):
         return model.get_base_model()
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
-        """Returns `model`, frozen, with adapters, which are on the CPU whatever the device of the model."""
+        """Returns `model`, frozen, with adapters, which are on the CPU whatever the device of the model.
+
+        Raises:
+            ValueError: modules that `targets` names can't have adapters.
+        """
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
