@@ -160,6 +160,18 @@ class Gradient:
             return item.of(self.accumulated())
         return item.of(self.host_grad) if self.arrived[index] else None
 
+    def pop_arrived(self) -> list[bool]:
+        """Returns `arrived` for a job that uses these gradients from now on, and resets it for the next backward."""
+        arrived, self.arrived = self.arrived, [False] * len(self.arrived)
+        return arrived
+
+    def mark_stepped(self) -> list[int]:
+        """Notes that a step uses all present gradients, and returns the indices of their parameters."""
+        present = [index for index, state in enumerate(self.states) if state is GradientState.PRESENT]
+        for index in present:
+            self.states[index] = GradientState.STEPPED
+        return present
+
     def retain(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
         """Keeps the gradients that a step is given until they are dropped, or replaced by those of the next backward.
 

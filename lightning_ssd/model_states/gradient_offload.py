@@ -356,7 +356,7 @@ class GradientOffloader:
         """
         self._note_added(flat)
         gradient = self._gradients[flat]
-        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
+        arrived = gradient.pop_arrived()
         norms = self._norms[flat] if self._decision.needs_norm else None
 
         def run() -> None:  # on the worker's thread
@@ -428,7 +428,7 @@ class GradientOffloader:
         gradient.was_sum, gradient.is_sum = gradient.is_sum, False
         if gradient.accumulating:
             return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
-        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
+        arrived = gradient.pop_arrived()
         return self._on_host(gradient), arrived
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.staged import StagedFlats
-from lightning_ssd.model_states.step import OptimizerStep
+from lightning_ssd.model_states.step import OptimizerStep, Submitted
 from lightning_ssd.model_states.step_history import StepHistory
 from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.weights_first import WeightsFirst
@@ -100,7 +100,7 @@ class StepScheduler:
         self.defer_to_user_hooks = setup.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._defer_next = setup.defer_to_user_hooks
-        self._share = WeightsFirst(len(offloaded_units))
+        self._weights_first = WeightsFirst(len(offloaded_units))
         self._device_share = device_share
         self._timed = next(iter(offloaded.optimizers), None)
         """The optimizer from whose steps the device's share is chosen: steps of several differ, and alternate."""
@@ -198,10 +198,8 @@ class StepScheduler:
             gradient.retain(arrived, self._decision.scale, limit)
         else:
             gradient.retained = False
-        for index, item in enumerate(flat.param_views):
-            if gradient.states[index] is GradientState.PRESENT:
-                gradient.states[index] = GradientState.STEPPED
-                torch.autograd.graph.increment_version(item.parameter)  # as the optimizer does
+        for index in gradient.mark_stepped():
+            torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         with self._lock:
             first = not self._submitted
             recorded = flat not in self._unrecorded
@@ -226,36 +224,60 @@ class StepScheduler:
             # The second part is made when all weights are, and first of the unit whose gradients arrive first.
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
         )
-        speculated = self._decision.speculated
-        # A step that is not committed must not change the values or the gradient.
-        revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
         self.history.submit(flat)
-        if self._device_share.undecided and step.can_be_on_device():
-            self._device_share.consider(flat)
-        stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
-        if stepper is not None and arrived is None:  # accumulated gradients are not in page-locked memory
-            ready.append(stepper.drop(flat))
-            stepper = None
-        if stepper is not None and first and not self._decision.scale.done():  # else steps need the memory now
-            self._prefetch_values()
-        if self._overlap == "naive":
-            weights, done = step.serial([on_host, *ready])
-        elif stepper is not None:
-            after = [on_host, *ready, self._released]
-            weights, done = step.on_device(stepper, after, drop_second=self._decision.given_up)
-        elif speculated is not None and revertible:
-            weights, done = step.speculative(speculated, on_host, ready)
-        else:
-            weights, done = step.deferred(
-                [on_host, *ready, self._released],
-                weights_first=self._overlap == "optimized" and self._share.covers(self._priorities[flat]),
-                drop_second=self._decision.given_up,
-            )
+        weights, done = self._begin_step(flat, step, on_host, ready, accumulated=arrived is None, first=first)
         gradient.accumulating = False
         gradient.set_consumed(done)
         store.announce_step(weights, done)
         with self._lock:
             self._submitted[flat] = done
+
+    def _begin_step(
+        self,
+        flat: FlatParameter,
+        step: OptimizerStep,
+        on_host: "Future[None]",
+        ready: "list[Future[None]]",
+        *,
+        accumulated: bool,
+        first: bool,
+    ) -> Submitted:
+        """Begins the step of `flat`: on the device, speculatively, or when the scale is known.
+
+        Args:
+            flat: the flat parameter.
+            step: its step.
+            on_host: done when its gradient is in host memory.
+            ready: futures that the step waits for.
+            accumulated: whether the gradient was accumulated in fp32.
+            first: whether it is the first submitted one of the optimizer's step.
+
+        Returns:
+            The futures of the compute weights and of the whole step.
+        """
+        speculated = self._decision.speculated
+        # A step that is not committed must not change the values or the gradient.
+        revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and not accumulated)
+        if self._device_share.undecided and step.can_be_on_device():
+            self._device_share.consider(flat)
+        stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
+        if stepper is not None and accumulated:  # accumulated gradients are not in page-locked memory
+            ready.append(stepper.drop(flat))
+            stepper = None
+        if stepper is not None and first and not self._decision.scale.done():  # else steps need the memory now
+            self._prefetch_values()
+        if self._overlap == "naive":
+            return step.serial([on_host, *ready])
+        if stepper is not None:
+            after = [on_host, *ready, self._released]
+            return step.on_device(stepper, after, drop_second=self._decision.given_up)
+        if speculated is not None and revertible:
+            return step.speculative(speculated, on_host, ready)
+        return step.deferred(
+            [on_host, *ready, self._released],
+            weights_first=self._overlap == "optimized" and self._weights_first.covers(self._priorities[flat]),
+            drop_second=self._decision.given_up,
+        )
 
     def _prefetch_values(self) -> None:
         """Prefetches values that the running step of the device needs, which begins when the scale is known."""
@@ -412,7 +434,7 @@ class StepScheduler:
         with self._lock:
             stepped = set(self._submitted)
         self._device_share.end_step(stepped)
-        self._share.note(self._gradients.pop_waited() + self._waited)
+        self._weights_first.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()
         self.optimizer = None
@@ -446,9 +468,7 @@ class StepScheduler:
                 on_host, arrived = self._gradients.hand_over(flat)
                 wait_for(on_host, "gradients")
                 gradient.retain(arrived, scale, clipping.limit)
-                gradient.states = [
-                    GradientState.STEPPED if state is GradientState.PRESENT else state for state in gradient.states
-                ]
+                gradient.mark_stepped()
                 gradient.has_accum = [False] * len(gradient.has_accum)
                 gradient.accumulating = False
                 self._gradients.reset_norms(flat)
@@ -583,6 +603,9 @@ class StepScheduler:
 
         Args:
             training_state: returns all other state to resume from, on the CPU; called on the journal's thread.
+
+        Raises:
+            RuntimeError: a flat parameter without a step has gradients, which a record does not contain.
         """
         assert self._journal is not None
         with self._lock:
