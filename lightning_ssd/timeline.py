@@ -89,7 +89,8 @@ class Timeline:
     def busy_seconds_in(self, row: str, phase: str) -> float:
         """Returns the seconds in which there was work in a row during a phase."""
         busy = [Span(*part, row) for part in _union(self.rows[row])]
-        return sum(one.end - one.start for one in _clip(busy, [one for one in self.phases if one.label == phase], ()))
+        during = [span for span in self.phases if span.label == phase]
+        return sum(part.end - part.start for part in _clip(busy, during, ()))
 
     def seconds_by_label(self, row: str) -> dict[str, float]:
         """Returns the seconds of the spans of each label in a row, the largest first."""
@@ -146,7 +147,7 @@ class Timeline:
         axes.set_xlabel("seconds")
         axes.set_title(f"{self.device}; share of the time that each resource is busy", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        found = {one.label for one in self.phases}
+        found = {phase.label for phase in self.phases}
         patches = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASE_COLORS if phase in found]
         patches += [Patch(color=COLORS[row], label=text) for row, text in self._legend().items()]
         figure.legend(handles=patches, loc="lower center", ncols=4, fontsize=8, frameon=False)
@@ -261,26 +262,26 @@ def read_timeline(
         start, long = event["ts"] / 1e6 - begin, event["dur"] / 1e6
         name, nbytes = name_and_bytes(event["name"])
         nbytes = event.get("args", {}).get("bytes", nbytes) if event.get("cat") == "gpu_memcpy" else nbytes
-        one = Span(max(0.0, start), min(seconds, start + long), name)
-        if one.end <= one.start or _is_mark(event):
+        work = Span(max(0.0, start), min(seconds, start + long), name)
+        if work.end <= work.start or _is_mark(event):
             continue
-        one = one._replace(nbytes=round(nbytes * (one.end - one.start) / long))  # the part in the timeline
+        work = work._replace(nbytes=round(nbytes * (work.end - work.start) / long))  # the part in the timeline
         on_training_thread = event.get("tid") == thread
         row = _row_of(event.get("cat"), name, on_gpu=on_gpu, on_training_thread=on_training_thread)
-        launches.add(event, one, row)
+        launches.add(event, work, row)
         if row is not None:
-            rows[row].append(one)
+            rows[row].append(work)
             if on_training_thread:
-                apart.append(one)
+                apart.append(work)
         elif not on_gpu and on_training_thread and event.get("cat") == "cpu_op":
-            operators.append(one)
+            operators.append(work)
     if on_gpu:
         gaps = _without([(0.0, seconds)], rows["compute"])
         rows["waiting"] = launches.causes(gaps, rows["copy in"], rows["copy out"])
     else:
-        work = _outermost(operators)
-        rows["compute"] = _clip(work, [one for one in phases if one.label in ("forward", "backward")], apart)
-        rows["CPU optimizer"] += _clip(work, [one for one in phases if one.label == "optimizer"], apart)
+        outermost = _outermost(operators)
+        rows["compute"] = _clip(outermost, [phase for phase in phases if phase.label in ("forward", "backward")], apart)
+        rows["CPU optimizer"] += _clip(outermost, [phase for phase in phases if phase.label == "optimizer"], apart)
     for spans in rows.values():
         spans.sort()
     return Timeline(rows, phases, steps, seconds, device, on_gpu)
@@ -327,7 +328,7 @@ class _Launches:
         """
         found: list[Span] = []
         on_host: dict[int, list[Span]] = {}
-        copies = sorted([(one.end, "copy in") for one in copies_in] + [(one.end, "copy out") for one in copies_out])
+        copies = sorted([(copy.end, "copy in") for copy in copies_in] + [(copy.end, "copy out") for copy in copies_out])
         for start, end in gaps:
             at, thread = self._launched.get(self._kernels.get(end, -1), (None, -1))
             if at is None:
@@ -338,12 +339,12 @@ class _Launches:
                 on_host.setdefault(thread, []).append(Span(start, at, HOST))
             if end > at:
                 last = bisect_right(copies, (end, "d")) - 1  # sorts after the names of copies
-                ended, copy = copies[last] if last >= 0 else (-math.inf, "")
-                found.append(Span(at, end, copy if ended > at else LAUNCHED))
+                ended, direction = copies[last] if last >= 0 else (-math.inf, "")
+                found.append(Span(at, end, direction if ended > at else LAUNCHED))
         for thread, parts in on_host.items():
-            blocked = _outermost(one for of in {thread, self._thread} for one in self._blocked.get(of, ()))
+            blocked = _outermost(wait for of in {thread, self._thread} for wait in self._blocked.get(of, ()))
             found += _clip(blocked, parts, ())
-            found += [Span(*part, HOST) for part in _without([(one.start, one.end) for one in parts], blocked)]
+            found += [Span(*gap, HOST) for gap in _without([(part.start, part.end) for part in parts], blocked)]
         return found
 
 
@@ -374,24 +375,24 @@ def _row_of(category: str | None, name: str, *, on_gpu: bool, on_training_thread
 def _outermost(spans: Iterable[Span]) -> list[Span]:
     """Returns the spans of one thread that are not inside another span."""
     found: list[Span] = []
-    for one in sorted(spans, key=lambda span: (span.start, -span.end)):
-        if not found or one.start >= found[-1].end:
-            found.append(one)
+    for item in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if not found or item.start >= found[-1].end:
+            found.append(item)
     return found
 
 
 def _clip(spans: Iterable[Span], to: Iterable[Span], apart: Iterable[Span]) -> list[Span]:
     """Returns the parts of `spans` that are within `to` and outside of `apart`."""
-    outside = _without([(one.start, one.end) for one in to], apart)
+    outside = _without([(item.start, item.end) for item in to], apart)
     result: list[Span] = []
     first = 0
-    for one in sorted(spans):
-        while first < len(outside) and outside[first][1] <= one.start:
+    for item in sorted(spans):
+        while first < len(outside) and outside[first][1] <= item.start:
             first += 1
         index = first
-        while index < len(outside) and outside[index][0] < one.end:
+        while index < len(outside) and outside[index][0] < item.end:
             start, end = outside[index]
-            result.append(Span(max(start, one.start), min(end, one.end), one.label))
+            result.append(Span(max(start, item.start), min(end, item.end), item.label))
             index += 1
     return result
 
@@ -418,7 +419,7 @@ def _without(whole: Iterable[tuple[float, float]], spans: Iterable[Span]) -> lis
 def _union(spans: Iterable[Span], near: float = 0.0) -> list[tuple[float, float]]:
     """Returns the intervals that spans cover, in order. Intervals at most `near` seconds apart are merged."""
     found: list[tuple[float, float]] = []
-    for start, end in sorted((one.start, one.end) for one in spans):
+    for start, end in sorted((item.start, item.end) for item in spans):
         if found and start <= found[-1][1] + near:
             found[-1] = found[-1][0], max(found[-1][1], end)
         else:
