@@ -76,6 +76,13 @@ class GradientState(Enum):
 class Gradient:
     """The gradient of one flat parameter in host memory.
 
+    Life of a parameter's gradient: `GradientOffloader.receive` registers its copy from the device (`arrived`, PRESENT).
+    `GradientOffloader.accumulate` adds it to `accum` (`has_accum`, `accumulating`) if there are several micro-batches
+    or if user code may read it. `StepScheduler.submit` passes it to a step (STEPPED), which may keep it (`retained`).
+    `zero_grad` drops it (NONE). Without `zero_grad`, the next backward adds to it, and the next step uses it again
+    (`GradientOffloader.resume_accumulation`). A gradient that user code assigns is in `assigned` until `fold` copies it
+    to `accum`.
+
     Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
     (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
     returns to the pool instead. After a step, `used` reads a parameter's gradient there, before its next copy is made.
