@@ -333,7 +333,9 @@ def _share(throughput: float) -> str:
 
 def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     options = _tracing_options()
-    options.add_argument("--out", type=Path, metavar="DIR", help="directory for lifetimes.json and three pictures")
+    options.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory for lifetimes.json and three pictures (matplotlib)"
+    )
     options.add_argument(
         "--profile",
         type=_file,
@@ -378,7 +380,10 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, 
             lifetimes = profile_lifetimes(config, hardware, args.batch)
         print(describe_lifetimes(lifetimes, hardware))
         if args.out is not None:
-            print("\n".join(str(path) for path in save_lifetimes(lifetimes, hardware, args.out)))
+            files = save_lifetimes(lifetimes, hardware, args.out)
+            print("\n".join(map(str, files)))
+            if len(files) == 1:
+                print("Pictures were not drawn, because matplotlib is not installed: `pip install matplotlib`.")
 
 
 def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any:

@@ -1,5 +1,6 @@
 """Lifetimes of tensors that `ModelProfiler` measures in a training are those of the step traced without memory."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,17 @@ def test_the_command_reads_measured_lifetimes(tmp_path: Path, capsys: pytest.Cap
         with pytest.raises(SystemExit):
             cli.main(["profile", *arguments, "--machine", str(MACHINE)])
         assert message in capsys.readouterr().err
+
+
+def test_the_command_says_that_pictures_need_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(*MODELS[0], tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what makes `import` fail
+    arguments = ["--profile", str(tmp_path / "lifetimes.json"), "--machine", str(MACHINE)]
+    assert cli.main(["profile", *arguments, "--out", str(tmp_path / "out")]) == 0
+    assert "`pip install matplotlib`" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lifetimes.json"]
 
 
 @pytest.mark.parametrize(
