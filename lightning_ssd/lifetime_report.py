@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_ssd.extras import import_extra
 from lightning_ssd.planning import (
     CLASSES,
     DIRECTIONS,
@@ -195,12 +196,11 @@ def save_traffic(path: Path, traffic: Mapping[str, Traffic]) -> None:
         traffic: transfers by their titles.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2 * len(traffic)))
-    for axes, (title, one) in zip(figure.subplots(len(traffic), squeeze=False)[:, 0], traffic.items(), strict=True):
-        draw_traffic(axes, one, title)
+    figure = import_extra("matplotlib.figure", "plot", "A picture").Figure(figsize=(9, 3.2 * len(traffic)))
+    rows = figure.subplots(len(traffic), squeeze=False)[:, 0]
+    for axes, (title, transfers) in zip(rows, traffic.items(), strict=True):
+        draw_traffic(axes, transfers, title)
     figure.tight_layout()
     figure.savefig(path, dpi=110, format="png")

@@ -313,6 +313,14 @@ class TestPlan:
         assert recorded[1].startswith("copy out 2.79 GiB (1.50 GB/s), SSD write 0 B (0.00 GB/s), copy in 0 B")
         assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
 
+    def test_a_picture_without_matplotlib_is_an_error_that_names_the_extra(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what makes `import` fail
+        argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE]
+        assert _exit([*argv, "--traffic", "traffic.png"]) == 2
+        assert "needs matplotlib, which is not installed: pip install 'lightning-ssd[plot]'" in capsys.readouterr().err
+
     def test_plan_predicts_the_memory_and_time_of_a_recipe(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
