@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ssd.garbage import ShortCollections, no_collections
+from tests.support.garbage import collect
 from tests.support.models import Model
 from tests.support.states import host, train
 
@@ -20,17 +21,10 @@ def nothing_is_frozen() -> Iterator[None]:
     """Before a test and after it, so that each training has ended its exemption."""
     assert gc.get_freeze_count() < 1000
     yield
-    gc.collect()
+    collect()
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     assert frozen < 1000
-
-
-def collect() -> None:
-    """Collects garbage. One call does nothing if another thread, of pytest or of a training, collects at the time."""
-    collections = gc.get_stats()[-1]["collections"]
-    while gc.get_stats()[-1]["collections"] == collections:
-        gc.collect()
 
 
 class Collects(pl.Callback):

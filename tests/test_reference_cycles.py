@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support.garbage import collect
 from tests.support.models import Model
 from tests.support.plans import planner
 from tests.support.states import train
@@ -44,7 +45,7 @@ class Garbage(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.first and self.found is None:
-            while gc.collect():  # finalizers of earlier tests' objects leave further garbage
+            while collect():  # finalizers of earlier tests' objects leave further garbage
                 pass
             gc.disable()
             self.older = [weakref.ref(item) for item in gc.get_objects() if issubclass(type(item), Tensor)]
@@ -53,14 +54,14 @@ class Garbage(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.first + 2 and self.found is None:
             older = {id(item) for ref in self.older if (item := ref()) is not None}
-            gc.collect()
+            collect()
             left = [
                 (weakref.ref(item.untyped_storage()), f"{item.dtype} {list(item.shape)}")
                 for item in gc.garbage
                 if issubclass(type(item), Tensor) and id(item) not in older
             ]
             self.end()
-            while gc.collect():
+            while collect():
                 pass
             self.found = [name for storage, name in left if storage() is None]
 

@@ -1,7 +1,6 @@
 """The strategy under Lightning's Trainer: all ways to run it, and the state after each."""
 
 import csv
-import gc
 import socket
 import time
 import weakref
@@ -26,6 +25,7 @@ from lightning_ssd import (
     SSDOffloadStrategy,
 )
 from tests.support.compare import assert_same
+from tests.support.garbage import collect
 from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     WIDTH,
@@ -311,7 +311,7 @@ class TestRunning:
         trainer.fit(model, batches())
         references = [weakref.ref(model), weakref.ref(trainer.strategy)]
         del model, trainer
-        gc.collect()
+        collect()
         assert [reference() for reference in references] == [None, None]
 
 

@@ -25,6 +25,7 @@ from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.forwards import (
     FORWARDS,
 )
+from tests.support.garbage import collect
 from tests.support.offloader import (
     CPU,
     KIB,
@@ -384,7 +385,7 @@ def test_graph_dropped_while_it_is_prefetched(offloader: ActivationOffloader) ->
 def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> None:
     """A node that saves its own output does not own itself: the graph is freed with its last reference."""
     with open_offloader(tmp_path, min_bytes=min_bytes) as offloader:
-        gc.collect()
+        collect()
         gc.disable()
         try:
             offloader.begin_micro_batch()
@@ -441,7 +442,7 @@ def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, t
         if tier == "ssd":
             wait_for_writes(offloader)
         change_policy(offloader, window_bytes=MIB)
-        gc.collect()
+        collect()
         gc.disable()
         try:
             losses.pop().backward()  # also prefetches the bytes of the others

@@ -17,6 +17,7 @@ from lightning_ssd.activations import ActivationOffloader, Saved
 from lightning_ssd.types import Choice
 from tests.support.compare import assert_same
 from tests.support.forwards import FORWARDS
+from tests.support.garbage import collect
 from tests.support.offloader import Directed, Forward, change_policy, gradients, open_offloader
 from tests.support.programs import STEPS, run
 
@@ -155,7 +156,7 @@ def test_each_value_is_recomputed_once_and_released(offloader: ActivationOffload
     ) == 1
     assert ran.count("aten::sin") == 1 and ran.count("aten::tanh") == 1
     del loss
-    gc.collect()
+    collect()
     assert not [one for one in gc.get_objects() if type(one).__name__ in ("RecomputeNode", "Recomputed")]
 
 

@@ -23,6 +23,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, simulate
 from tests.support.compare import assert_same
+from tests.support.garbage import collect
 from tests.support.plans import BOTH, MACHINE, draw, pinned, planner
 from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
@@ -305,7 +306,7 @@ def test_no_argument_of_a_checkpointed_unit_outlives_its_backward(tmp_path: Path
             self.checkpoints = checkpoints
 
     plan, profile = plan_and_profile(make, tmp_path)
-    gc.collect()
+    collect()
     gc.disable()
     try:
         for share in (0.0, 1.0):

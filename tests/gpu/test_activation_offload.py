@@ -1,6 +1,5 @@
 """Activation offload on a CUDA device: the same numbers at any timing, and less memory."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning_ssd.activations import OffloadConfig, config, make_offloader
 from lightning_ssd.device import make_clock, make_copy_engine
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend, SlowCopies
+from tests.support.garbage import collect
 from tests.support.offloader import change_policy
 from tests.support.parity import SharedStorages, TinyGPT, train
 from tests.support.trainings import make_trainer
@@ -155,7 +155,7 @@ def test_memory_of_a_freed_graph_is_freed(tmp_path: Path) -> None:
     )
     x = torch.randn(4096, 512, device="cuda", requires_grad=True)
     torch.autograd.grad(model(x).square().mean(), list(model.parameters()))  # which allocates workspaces permanently
-    gc.collect()  # objects of other tests
+    collect()  # objects of other tests
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
@@ -231,14 +231,14 @@ def test_a_training_that_runs_out_of_memory_fits_by_default(accumulate: int, tmp
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
     plain = fit("auto")
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             fit("auto")
-        gc.collect()
+        collect()
         torch.cuda.empty_cache()
         ours = fit("ssd_offload")
     finally:

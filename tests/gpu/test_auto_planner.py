@@ -1,6 +1,5 @@
 """`offload="auto"` on a CUDA device trains if plain Lightning can't, and disables hooks if all fits."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.callbacks import AutoPlanner, step_drift
 from lightning_ssd.model_states import StatesConfig
+from tests.support.garbage import collect
 from tests.support.plans import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
@@ -93,7 +93,7 @@ def fit(
     precision: Any = "32-true",
 ) -> tuple[list[float], See]:
     """Trains on one batch for each length, in tokens a sample; returns losses, and records of each micro-batch."""
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(1)
@@ -107,7 +107,7 @@ def fit(
 
 
 def cap(nbytes: float) -> None:
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
 
@@ -252,7 +252,7 @@ def test_trains_from_the_first_step_wherever_offloading_everything_fits(room: fl
     expected, _ = fit(tmp_path, "auto", lengths)
     window: Any = PrefetchScheduler(window_bytes=0)
     with_all_offloaded: Any = SSDOffloadStrategy(offload=1.0)
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     module = Llama()

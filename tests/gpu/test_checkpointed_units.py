@@ -1,6 +1,5 @@
 """Checkpointed units on a CUDA device: numbers of plain Lightning, and the memory that the plan predicts."""
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from tests.support.compare import assert_same
+from tests.support.garbage import collect
 from tests.support.plans import pinned, quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("deterministic")]
@@ -50,7 +50,7 @@ class HostBound(pl.LightningModule):
 
 
 def train(path: Path, strategy: Any, *callbacks: pl.Callback) -> HostBound:
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(512, (ROWS, TOKENS), generator=generator) for _ in range(STEPS)]

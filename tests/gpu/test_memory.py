@@ -1,6 +1,5 @@
 """GPU memory that a capped process may use: budgets follow the cap, and a training needs less."""
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import process_gpu_memory, usable_gpu_memory
 from lightning_ssd.device.memory import FRAGMENTS
+from tests.support.garbage import collect
 from tests.support.parity import TinyGPT
 from tests.support.plans import BOTH, planner, quiet_trainer
 
@@ -26,7 +26,7 @@ CAP = 2**30
 def capped() -> Iterator[torch.device]:
     """The GPU, of which this process may have 1 GiB."""
     device = torch.device("cuda", torch.cuda.current_device())
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(device).total_memory, device)
     yield device
@@ -94,12 +94,12 @@ def test_segments_expand_during_a_training_only(tmp_path: Path) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             kinds.extend(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     before = len(torch.cuda.memory_snapshot())
     train_a_step(tmp_path, TinyGPT("none"), Look())
     assert sum(kinds) > 0 and len(kinds) - sum(kinds) <= before
-    gc.collect()
+    collect()
     torch.cuda.empty_cache()
     later = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     address = later.data_ptr()

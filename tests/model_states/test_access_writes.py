@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from tests.support.access import ACTIONS, PLACES, Block, Toy, _graph, _init, _prune, fit, loader
 from tests.support.compare import assert_same, same
+from tests.support.garbage import collect
 from tests.support.trainings import make_trainer
 
 INDEX = torch.tensor([0, 3, 3])
@@ -146,7 +147,7 @@ def test_operators_leave_no_cycle_of_references(tmp_path: Path, precision: Any) 
     def act(module: Any) -> None:
         if module.trainer.global_step > 1:
             return
-        while gc.collect():  # finalizers of earlier tests' objects leave further garbage
+        while collect():  # finalizers of earlier tests' objects leave further garbage
             pass
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
@@ -154,7 +155,7 @@ def test_operators_leave_no_cycle_of_references(tmp_path: Path, precision: Any) 
             for operator, grad in itertools.product(operators, (True, False)):
                 with torch.set_grad_enabled(grad):
                     operator(module.blocks[1].up.weight)
-            gc.collect()
+            collect()
             found.append([type(item) for item in gc.garbage if issubclass(type(item), Tensor)])
         finally:
             gc.set_debug(0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from tests.support.garbage import collect
 from tests.support.models import Model
 from tests.support.states import host, offloading, some_stay, ssd, train
 
@@ -38,7 +39,7 @@ def count_created() -> Iterator[Callable[[], int]]:
     """Returns the number of live tensors that were created since the last call."""
 
     def count() -> int:
-        gc.collect()
+        collect()
         number = sum(issubclass(type(item), Tensor) for item in gc.get_objects())
         gc.freeze()  # objects that live now are not among those of the next call
         return number

@@ -4,7 +4,6 @@ import copy
 import csv
 import dataclasses
 import errno
-import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning_ssd.model_states.lazy import LazyTensor
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same, same
 from tests.support.faults import FaultyBackend
+from tests.support.garbage import collect
 from tests.support.models import BlocksModel, Model, adamw
 from tests.support.products import thorough
 from tests.support.states import STEPS, host, loader, ssd, train
@@ -349,7 +349,7 @@ def open_scratch_files() -> list[str]:
 
 
 def test_optimizer_states_on_ssds_are_kept_there_until_the_optimizer_is_freed(tmp_path: Path) -> None:
-    gc.collect()
+    collect()
     others = len(open_scratch_files())  # of optimizers of other tests
     trainer = fitted(tmp_path, ssd())
     (optimizer,) = trainer.optimizers
@@ -359,7 +359,7 @@ def test_optimizer_states_on_ssds_are_kept_there_until_the_optimizer_is_freed(tm
     assert len(open_scratch_files()) == others + 1 and not list(tmp_path.rglob("lightning_ssd-*"))
     assert copy.deepcopy(optimizer.state_dict())["state"] and lazy[0]._read is None
     del optimizer, tensors, lazy, trainer
-    gc.collect()
+    collect()
     assert len(open_scratch_files()) <= others
 
 

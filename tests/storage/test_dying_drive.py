@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from lightning_ssd.storage import BlobStore, ChecksumError, StorageError, StorageFullError, calibration
+from tests.support.garbage import collect
 from tests.support.storage import CPU, KIB, noise, open_files, read, write
 
 PAGE = 4096
@@ -78,7 +78,7 @@ def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_garbage() -> None:
     """Finalizers of an earlier test's objects, which remove files, do not run among the counted calls."""
-    gc.collect()
+    collect()
 
 
 @contextmanager

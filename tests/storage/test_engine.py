@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from lightning_ssd.storage import BlobStore, Piece, StorageError, Urgency
 from lightning_ssd.storage.engine import Meter
 from tests.support.faults import GatedBackend
+from tests.support.garbage import collect
 from tests.support.storage import KIB, noise, open_store
 
 PIECE = 64 * KIB
@@ -103,7 +103,7 @@ def test_a_request_keeps_its_buffer_until_it_is_done(tmp_path: Path) -> None:
         future = store.write(piece, memory)
         del memory
         gate.wait_for_arrival()
-        gc.collect()
+        collect()
         assert alive() is not None
         freed = threading.Event()
         weakref.finalize(alive(), freed.set)
