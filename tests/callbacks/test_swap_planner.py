@@ -37,6 +37,7 @@ from lightning_ssd.planning import (
     simulate,
     swap_coefficient,
 )
+from lightning_ssd.profiling import host_overhead, measure_host_overhead
 from lightning_ssd.profiling import model as profiler
 from tests.support.compare import assert_same
 from tests.support.meter import Meter
@@ -396,9 +397,15 @@ class Clock:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
+    """The time of steps and operators. The host launches each unit in 10 ms, beside which readings take no time."""
+    made, launches = Clock(), itertools.count()
     monkeypatch.setattr(clock, "perf_counter", made.perf_counter)
+    monkeypatch.setattr(profiler, "perf_counter", lambda: 0.01 * next(launches))
+    for module in (host_overhead, offloader):
+        monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
+    measure_host_overhead.cache_clear()  # an earlier test may have measured it on the host's clock
     yield made
+    measure_host_overhead.cache_clear()
 
 
 @dataclass(frozen=True)
