@@ -11,13 +11,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of `pytest -n 2` are as m
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 # Without it cuBLAS may split sums differently in each call, and the last bits differ. CUDA reads it at its start.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-from lightning_ssd.callbacks import plan_cache  # noqa: E402
+from lightning_ssd.callbacks import plan_cache, profiling_budget  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
+
+# Examples have no deadline: hypothesis measures them, and the data that it draws, in wall time, which other processes
+# lengthen.
+settings.register_profile("lightning_ssd", deadline=None)
+settings.load_profile("lightning_ssd")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +39,13 @@ def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
     """Plans are stored in a new directory for each test, which is made with the first plan, and not in the home."""
     folder = tmp_path_factory.getbasetemp() / "plans" / uuid4().hex
     monkeypatch.setattr(plan_cache, "plans_directory", lambda: folder)
+
+
+@pytest.fixture(autouse=True)
+def unlimited_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before the first plan are no fewer on a machine that other processes use. Tests of the limit of seconds
+    set a clock."""
+    monkeypatch.setattr(profiling_budget, "perf_counter", lambda: 0.0)
 
 
 @pytest.fixture

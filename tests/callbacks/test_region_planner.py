@@ -18,7 +18,7 @@ from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
-from tests.support.regions import Blocks, See, Ticks, lower_budgets, train
+from tests.support.regions import Blocks, See, Ticks, keep_code, lower_budgets, train
 from tests.support.slow_records import LONG, record_slowly
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,6 +64,7 @@ def test_validations_and_checkpoints_are_not_part_of_a_step(
                 clock.seconds += 1e6
 
     use(Meter(1e6, 980_000), monkeypatch)
+    keep_code(monkeypatch)
     monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
     how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 1, "enable_checkpointing": True}
     trainer = quiet_trainer(
@@ -87,6 +88,7 @@ def test_times_in_which_states_are_recorded_are_no_part_of_steps_and_timelines(
         return plan_storages(timeline, *args, **how)
 
     use(Meter(1e6, 980_000), monkeypatch)
+    keep_code(monkeypatch)
     monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
     monkeypatch.setattr(region_planner, "plan_storages", plan)
     times = record_slowly(clock, monkeypatch)
@@ -116,6 +118,7 @@ def test_the_window_stays_that_of_the_fastest_trial(
 
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
+    keep_code(monkeypatch)
     monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9 if planned else 1.0)
     train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 30, callbacks=[see, Windows(), Growing()])
     assert see.regions.decided and (see.regions.applied.plan is not None) == planned

@@ -20,7 +20,7 @@ from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH
 from tests.support.products import thorough
-from tests.support.regions import See, Ticks, train
+from tests.support.regions import See, Ticks, keep_code, train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -171,6 +171,7 @@ def test_steps_of_other_shapes_are_not_timed(tmp_path: Path, monkeypatch: pytest
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
             pl_module.rows = len(batch)
 
+    keep_code(monkeypatch)
     monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
     memory = Memory(by_rows(torch.Size([*LARGE, 32])) + 30_000, by_rows)
     how: dict[str, Any] = {"accumulate_grad_batches": 3, "callbacks": [Slow()]}

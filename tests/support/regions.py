@@ -120,6 +120,11 @@ def tick(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     return clock
 
 
+def keep_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has no code compiled again, however long transfers stall the training: a plan is the last trial."""
+    monkeypatch.setattr(recompilation, "MAX_BUDGETS", 0)
+
+
 def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each plan stall, and the last trial be the fastest."""
     monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
