@@ -18,7 +18,6 @@ from lightning_ssd.model_states.buffers import SSDBuffer
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.weights_first import WeightsFirst
-from lightning_ssd.storage import PriorityQueue
 from tests.support.access import loader
 from tests.support.locks import WatchedLock
 from tests.support.models import Block
@@ -121,23 +120,23 @@ class HeldSteps:
         self.ended = False
         self.first_is_over, self.forward_is_over = threading.Event(), threading.Event()
         begun = threading.Event()
-        queues: dict[Any, threading.Thread] = {}
-        make, submit, put = OptimizerStep._make, Worker.submit, PriorityQueue.put
+        make, submit, enqueue = OptimizerStep._make, Worker.submit, Worker._enqueue
+
+        def is_optimizer(worker: Worker) -> bool:
+            return worker._thread.name == "lightning_ssd-cpu-optimizer"
 
         def submitted(worker: Worker, run: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
             def job() -> Any:
                 begun.set()
                 return run()
 
-            if worker._thread.name == "lightning_ssd-cpu-optimizer":
-                queues[worker._ready] = worker._thread
-            return submit(worker, job, *arguments, **options)
+            return submit(worker, job if is_optimizer(worker) else run, *arguments, **options)
 
-        def queued(queue: Any, *arguments: Any) -> Any:
-            result = put(queue, *arguments)
-            if threading.current_thread() != queues.get(queue, threading.current_thread()):
-                assert begun.wait(timeout=60)  # the first job begins before another thread can queue a second one
-            return result
+        def enqueued(worker: Worker, job: Any) -> None:
+            enqueue(worker, job)
+            if is_optimizer(worker) and threading.current_thread() != worker._thread:
+                # The first job begins before another thread can queue a second one.
+                self.in_time.append(begun.wait(timeout=20))
 
         def held(step: OptimizerStep, staged: Any, scale: float, half: str = "whole") -> Any:
             unit = int(step.store.flat.param_views[0].name.split(".")[1])
@@ -155,7 +154,7 @@ class HeldSteps:
 
         monkeypatch.setattr(OptimizerStep, "_make", held)
         monkeypatch.setattr(Worker, "submit", submitted)
-        monkeypatch.setattr(PriorityQueue, "put", queued)
+        monkeypatch.setattr(Worker, "_enqueue", enqueued)
 
 
 class Clipped(Chain):
