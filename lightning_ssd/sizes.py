@@ -1,12 +1,14 @@
 """Byte counts, times and other arguments as people write and read them."""
 
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Rational, Real
+from numbers import Integral, Rational, Real
+from pathlib import Path
 from typing import NoReturn
 
 _UNITS = {"": 1, "b": 1}
@@ -48,6 +50,41 @@ def check_flag(argument: str, value: object) -> None:
     """Raises a TypeError that names the argument, unless `value` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{show_argument(argument, value)} is neither True nor False.")
+
+
+def check_count(argument: str, value: object, least: int) -> None:
+    """Raises a TypeError or ValueError that names the argument, unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{show_argument(argument, value)} is no whole number. Give {least} or more.")
+    if int(value) < least:
+        raise ValueError(f"{show_argument(argument, value)} must be at least {least}.")
+
+
+def check_above_zero(argument: str, value: object, example: float) -> None:
+    """Raises a TypeError or ValueError that names the argument and an example, unless `value` is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{show_argument(argument, value)} is no number. Give one above 0, such as {example}.")
+    if not float(value) > 0:
+        raise ValueError(f"{show_argument(argument, value)} must be above 0, such as {example}.")
+
+
+def parse_path(argument: str, value: object, example: str) -> Path:
+    """Returns a local path whose leading `~` is replaced by the user's home directory.
+
+    Raises:
+        TypeError: `value` is neither a string nor a path.
+        ValueError: it is empty, not local, or no path. Either message names the argument and an example.
+    """
+    shown, legal = show_argument(argument, value), f"Give a path such as {example!r}."
+    if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str):
+        raise TypeError(f"{shown} is no path. {legal}")
+    if not text.strip() or "\0" in text:
+        raise ValueError(f"{shown} is no path. {legal}")
+    if "://" in text:
+        raise ValueError(f"{shown} is not local. {legal}")
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        raise ValueError(f"{shown} begins with the name of no user. {legal}")
+    return Path(text).expanduser()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Arguments of `SSDOffloadStrategy` and `ActivationOffload`: every value has its documented meaning, or is refused."""
+"""Arguments of the strategy, the callbacks and `register_optimizer`: each value has its meaning, or is refused."""
 
 import inspect
 from dataclasses import fields
@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
+import lightning_ssd
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.activations.config import OffloadConfig
 from lightning_ssd.model_states import StatesConfig
@@ -104,6 +105,79 @@ def _has_a_meaning(made: Any, argument: str, value: Any) -> bool:
     if number is None or argument == "min_bytes":
         return True  # tests/test_sizes.py tests the meaning of each string
     return number == 0 or number >= 10**6 or (argument == "offload" and number <= 1)
+
+
+CALLBACKS = ("ModelProfiler", "OffloadMonitor", "PrefetchScheduler", "SaveFolder", "SwapPlanner", "TimelineRecorder")
+GIVEN: dict[str, Any] = {"ModelProfiler": {"path": "profile.json"}}
+"""Arguments that a callback must be given."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "count": ("warm_up", "steps", "step", "depth", "every_n_steps"),
+    "flag": ("cache", "progress_bar", "loggers"),
+    "path": ("plan", "machine", "save", "path", "lifetimes", "folder"),
+    "size": ("gpu_memory", "ssd_bytes_per_day", "window_bytes", "max_window_bytes", "endurance"),
+    "number": ("tolerance",),
+    "word": ("planner",),
+}
+LEGAL = {
+    "count": "",
+    "flag": "True",
+    "path": "Give a path such as '",
+    "size": "GiB'",
+    "number": "0.",
+    "word": "'lohan'",
+}
+"""Text of a legal value, which the message shows."""
+
+
+def _parameters(callback: str) -> list[str]:
+    return list(inspect.signature(getattr(lightning_ssd, callback)).parameters)
+
+
+def test_the_table_names_every_argument_of_callbacks() -> None:
+    others = {"ActivationOffload", "MicroBatchSwitch", "SSDOffloadStrategy", "register_optimizer", "tensor_locations"}
+    assert {*CALLBACKS} | others == {*lightning_ssd.__all__}
+    named = {name for callback in CALLBACKS for name in _parameters(callback)}
+    assert named == {name for names in KINDS.values() for name in names}
+
+
+@settings(max_examples=30, deadline=None)
+@given(VALUES)
+@example(3)
+@example(torch.tensor([1, 2]))
+@example("s3://bucket/file")
+@pytest.mark.parametrize(("callback", "argument"), [(one, name) for one in CALLBACKS for name in _parameters(one)])
+def test_a_value_of_a_callback_has_a_meaning_or_is_refused(callback: str, argument: str, value: Any) -> None:
+    kind = next(kind for kind, names in KINDS.items() if argument in names)
+    try:
+        getattr(lightning_ssd, callback)(**{**GIVEN.get(callback, {}), argument: value})
+    except (TypeError, ValueError) as error:
+        assert f"`{argument}=" in str(error) or (argument in ("plan", "machine") and _is_path(value))
+        assert LEGAL[kind] in str(error) or _is_path(value)
+    except OSError:
+        assert argument in ("plan", "machine") and _is_path(value)
+    else:
+        optional = inspect.signature(getattr(lightning_ssd, callback)).parameters[argument].default is None
+        assert (value is None and optional) or _is_legal(kind, value)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path) and bool(str(value).strip()) and "://" not in str(value)
+
+
+def _is_legal(kind: str, value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in ("count", "number"):
+        return number and value >= 0 and (kind == "number" or isinstance(value, int))
+    if kind == "size":
+        return number or isinstance(value, str)
+    legal = {"flag": isinstance(value, bool), "path": _is_path(value), "word": isinstance(value, str)}
+    return legal[kind]
+
+
+@pytest.mark.parametrize("cls", [None, 3, "AdamW", torch.nn.Linear, torch.optim.SGD([torch.ones(1)])])
+def test_a_registered_optimizer_is_a_class_of_optimizers(cls: Any) -> None:
+    with pytest.raises(TypeError, match="(?s)`cls=.*` is no subclass of torch.optim.Optimizer"):
+        lightning_ssd.register_optimizer(cls)
 
 
 def test_a_backend_may_be_an_object() -> None:

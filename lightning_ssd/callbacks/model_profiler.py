@@ -9,6 +9,7 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.planning import ModelProfile
+from lightning_ssd.sizes import parse_path
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class ModelProfiler(StepProfiling):
 
     def __init__(self, path: str | Path, warm_up: int = 3, steps: int = 3, lifetimes: str | Path | None = None) -> None:
         super().__init__(warm_up, steps)
-        self._path = Path(path)
-        self._lifetimes = None if lifetimes is None else Path(lifetimes)
+        self._path = parse_path("path", path, "profile.json")
+        self._lifetimes = None if lifetimes is None else parse_path("lifetimes", lifetimes, "lifetimes.json")
         self._done = False
 
     @override

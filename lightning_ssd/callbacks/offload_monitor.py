@@ -14,7 +14,7 @@ from lightning_ssd.callbacks.offloader import find_model_states, find_offloader,
 from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import YEAR, bytes_per_day, lifetime_seconds
-from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.sizes import check_flag, parse_bytes
 from lightning_ssd.storage import read_wear
 
 WEAR_INTERVAL = 600.0
@@ -60,6 +60,8 @@ class OffloadMonitor(pl.Callback):
     """
 
     def __init__(self, progress_bar: bool = True, endurance: int | str | None = None, *, loggers: bool = True) -> None:
+        check_flag("progress_bar", progress_bar)
+        check_flag("loggers", loggers)
         self._progress_bar = progress_bar
         self._loggers = loggers
         self._shown: dict[str, float] = {}

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
-from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.sizes import SizeArgument, check_count, parse_bytes
 
 
 class PrefetchScheduler(pl.Callback):
@@ -42,10 +42,11 @@ class PrefetchScheduler(pl.Callback):
         max_window_bytes: int | str = "8GiB",
         depth: int | None = None,
     ) -> None:
-        self._fixed = None if window_bytes == "auto" else parse_bytes(window_bytes, "window_bytes")
+        window = SizeArgument("window_bytes", ("auto",)).parse(window_bytes)
+        self._fixed = window if isinstance(window, int) else None
         self._max = parse_bytes(max_window_bytes, "max_window_bytes")
-        if depth is not None and depth < 1:
-            raise ValueError(f"`depth={depth}` must be at least 1, or None for no limit.")
+        if depth is not None:
+            check_count("depth", depth, 1)
         self._depth = depth
         self._window: int | None = self._fixed
         self._override: int | None = None

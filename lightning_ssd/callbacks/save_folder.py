@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import LazyTensor
+from lightning_ssd.sizes import check_count, parse_path
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ class SaveFolder(pl.Callback):
     """
 
     def __init__(self, folder: str | Path | None = None, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} is no number of steps: give 1 or more, or None")
-        self.folder = None if folder is None else Path(folder)
+        if every_n_steps is not None:
+            check_count("every_n_steps", every_n_steps, 1)
+        self.folder = None if folder is None else parse_path("folder", folder, "finetuned")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
 

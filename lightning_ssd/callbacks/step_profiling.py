@@ -12,6 +12,7 @@ from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
+from lightning_ssd.sizes import check_count
 
 ProfilingPhase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
@@ -26,12 +27,12 @@ class StepProfiling(pl.Callback):
         steps: timed steps, if `has_time` allows all.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError, ValueError: an argument has a wrong type or is out of range.
     """
 
     def __init__(self, warm_up: int, steps: int) -> None:
-        if warm_up < 1 or steps < 1:
-            raise ValueError(f"`warm_up={warm_up}` and `steps={steps}` must be at least 1.")
+        check_count("warm_up", warm_up, 1)
+        check_count("steps", steps, 1)
         self._warm_up = warm_up
         self._steps = steps
         self._profiler: Profiler | None = None

@@ -56,7 +56,15 @@ from lightning_ssd.profiling import (
     limit_hardware,
     measure_training_machine,
 )
-from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes
+from lightning_ssd.sizes import (
+    SizeArgument,
+    check_above_zero,
+    check_choice,
+    check_flag,
+    format_bytes,
+    parse_bytes,
+    parse_path,
+)
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +180,7 @@ class SwapPlanner(StepProfiling):
             switches it off for all trainings, also for those without this callback.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, the plan is not one for the model, or the model is compiled.
     """
 
@@ -193,16 +202,17 @@ class SwapPlanner(StepProfiling):
     ) -> None:
         super().__init__(warm_up, steps)
         check_choice("planner", planner, PLANNERS)
-        if gpu_memory not in ("auto", "least"):
-            parse_bytes(gpu_memory, "gpu_memory")
-        if not 0 < tolerance:
-            raise ValueError(f"`tolerance={tolerance}` must be above 0, such as 0.1.")
+        SizeArgument("gpu_memory", ("auto", "least")).parse(gpu_memory)
+        check_above_zero("tolerance", tolerance, TOLERANCE)
+        check_flag("cache", cache)
         self._planner = planner
-        self.user_plan = None if plan is None else Plan.load(plan)
+        self.user_plan = None if plan is None else Plan.load(parse_path("plan", plan, "plan.yaml"))
         """The plan that the user gave. With `states="auto"` it also places model states."""
         self._gpu_memory = gpu_memory
-        self._machine = None if machine is None else HardwareProfile.from_json(machine)
-        self._save = save
+        self._machine = None
+        if machine is not None:
+            self._machine = HardwareProfile.from_json(parse_path("machine", machine, "machine.json"))
+        self._save = None if save is None else parse_path("save", save, "plan.yaml")
         self._per_day = None if ssd_bytes_per_day is None else parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day")
         self._tolerance = tolerance
         self._uses_cache = cache and plan is None
@@ -591,7 +601,7 @@ class SwapPlanner(StepProfiling):
         other, present = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, runner.plan))
         how = "Set `save` to write that plan to a file, and start with it as `plan`."
         if self._save is not None:
-            path = Path(self._save).with_suffix(".states.yaml")
+            path = self._save.with_suffix(".states.yaml")
             plan.save(path)
             how = f"To place them so, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
         pl.utilities.rank_zero_info(

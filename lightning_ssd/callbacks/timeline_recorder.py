@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.sizes import check_count, parse_path
 from lightning_ssd.timeline import BETWEEN, TimelineProfile
 
 log = logging.getLogger(__name__)
@@ -47,13 +48,11 @@ class TimelineRecorder(pl.Callback):
     """
 
     def __init__(self, step: int = 20, path: str | Path | None = None, steps: int = 1) -> None:
-        if step < 0:
-            raise ValueError(f"`step={step}` must be at least 0: steps are counted as loggers count them.")
-        if steps < 1:
-            raise ValueError(f"`steps={steps}` must be at least 1.")
+        check_count("step", step, 0)
+        check_count("steps", steps, 1)
         self._step = step
         self._steps = steps
-        self._path = None if path is None else Path(path).expanduser()
+        self._path = None if path is None else parse_path("path", path, "timeline")
         self._profile: TimelineProfile | None = None
         """The recording, while steps are recorded."""
         self._done = False

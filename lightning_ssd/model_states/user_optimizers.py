@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_ssd.sizes import show_argument
+
 log = logging.getLogger(__name__)
 
 Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
@@ -39,11 +41,16 @@ def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
     Returns:
         The class, so that this is a decorator, too.
 
+    Raises:
+        TypeError: `cls` is not a class of optimizers.
+
     Example::
 
         @lightning_ssd.register_optimizer
         class Lion(torch.optim.Optimizer): ...
     """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise TypeError(f"{show_argument('cls', cls)} is no subclass of torch.optim.Optimizer. Give the class itself.")
     _REGISTERED.add(cls)
     return cls
 
