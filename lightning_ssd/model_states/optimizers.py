@@ -35,6 +35,11 @@ from lightning_ssd.model_states.user_optimizers import registered_class
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
 
+_OTHER_OPTIMIZER = (
+    "The state dict is one of another model or optimizer. Load one of these, or, to begin with new states, leave it "
+    "out: `checkpoint['optimizer_states'] = []` in `on_load_checkpoint`."
+)
+
 StepHalf = Literal["whole", "weights", "opt_state"]
 """Half of a step: the compute weights, which the next forward needs; all other values; or "whole": both halves."""
 
@@ -133,6 +138,14 @@ class FlatOptimizer(ABC):
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         """Returns the state of parameter `index` as torch's optimizer would keep it; tensors may be views."""
 
+    def check_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if `state`, of a state dict, can't be one of parameter `index`."""
+        return None
+
+    def converted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the state of a state dict as `load_state_dict` of torch's optimizer would convert it."""
+        return state
+
     @abstractmethod
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         """Loads the state of parameter `index` that torch's optimizer (or `state_of`) has made."""
@@ -159,6 +172,9 @@ class ElementwiseOptimizer(FlatOptimizer):
     are those of the user's optimizer. The fused kernels round the last elements of a parameter differently: chunks
     never span two parameters.
     """
+
+    _needed: tuple[str, ...] = ()
+    """States that torch's optimizer has of each parameter that it has stepped."""
 
     CHUNK = 2**20
     """Elements of a chunk: 4 MiB of fp32. A multiple of every vector width."""
@@ -231,6 +247,17 @@ class ElementwiseOptimizer(FlatOptimizer):
             return None
         return bool(names) and self._steps[index] > 0
 
+    def check_state(self, index: int, state: Mapping[str, Any]) -> None:
+        item = self.flat.param_views[index]
+        if missing := [name for name in self._needed if state and name not in state]:
+            raise ValueError(f"the optimizer state of {item.name} lacks {', '.join(missing)}. {_OTHER_OPTIMIZER}")
+        for name, value in state.items():
+            if name != "step" and isinstance(value, Tensor) and value.shape != item.shape:
+                raise ValueError(
+                    f"{name} of {item.name} has the shape {list(value.shape)} in the loaded state dict, and the "
+                    f"parameter has {list(item.shape)}. {_OTHER_OPTIMIZER}"
+                )
+
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         item = self.flat.param_views[index]
         for name, row in staged.states.items():
@@ -288,6 +315,8 @@ class ElementwiseOptimizer(FlatOptimizer):
 
 class AdamOptimizer(ElementwiseOptimizer):
     """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where that gives torch's bits."""
+
+    _needed = ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
         super().__init__(flat)
@@ -455,6 +484,18 @@ class GenericOptimizer(FlatOptimizer):
     def states_in_memory(self, index: int) -> Mapping[str, Any]:
         states: Mapping[str, Any] = self._optimizer.state.get(self._parameters[index], {})
         return states
+
+    def converted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        parameter = self._parameters[0]
+
+        def convert(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(dtype=parameter.dtype, device=parameter.device)
+            if isinstance(value, dict):
+                return {name: convert(one) for name, one in value.items()}
+            return type(value)(map(convert, value)) if isinstance(value, list | tuple) else value
+
+        return {name: value if name == "step" else convert(value) for name, value in state.items()}
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         self._optimizer.state[self._parameters[index]] = dict(state)

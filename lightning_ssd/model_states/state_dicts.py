@@ -66,6 +66,8 @@ class StateDicts:
         """Whether offloaded values must not be loaded before training begins: a killed run resumes with them."""
         self._loading: set[FlatParameter] = set()
         """Flat parameters whose parameters are staged master weights while `load_state_dict` loads a module."""
+        self._removed: list[tuple[FlatParameter, int, Mapping[str, Any]]] = []
+        """States of offloaded parameters in the state dict that an optimizer is loading."""
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._offloaded(owner) or self._mastered(owner):
@@ -73,8 +75,11 @@ class StateDicts:
                 self._handles.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._before_load)))
                 self._handles.append(owner.register_load_state_dict_post_hook(ModuleHook(self._after_load)))
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._load_states))
+            # Hooks of user code find the states of all parameters: of hooks that a state dict passes on its way to
+            # the user, ours are the first ones, and on its way to the optimizer, the last ones.
+            self._handles.append(optimizer.register_state_dict_post_hook(self._add_states, prepend=True))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._remove_states))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._load_states, prepend=True))
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
@@ -205,16 +210,39 @@ class StateDicts:
 
         return read
 
-    def _load_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Loads the optimizer states of offloaded parameters, and removes them from the state dict."""
+    def _remove_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Removes the states of offloaded parameters from a state dict, which torch then compares with the optimizer.
+
+        Raises:
+            RuntimeError: a hook of user code, which may change the state dict, would run after this one.
+            ValueError: a state does not fit the parameter.
+        """
+        self._removed = []
         if self._without:
             return state
+        if next(reversed(optimizer._optimizer_load_state_dict_pre_hooks.values())) != self._remove_states:
+            raise RuntimeError(
+                "`register_load_state_dict_pre_hook` was called while states of the optimizer were offloaded: the hook "
+                "would find no states of these. Register it in `configure_optimizers`, or with `prepend=True`."
+            )
         self._changing()
+        # A state dict may number its parameters in any way: its groups name them in the order of the optimizer's.
+        saved = [number for group in state["param_groups"] for number in group["params"]]
         states = dict(state["state"])
-        for number, flat, index in self._numbers(optimizer):
-            self._load_state(flat, index, states.pop(number, {}))
-        self._staged.unstage()
+        for position, flat, index in self._numbers(optimizer):
+            if position < len(saved):  # else torch refuses the state dict
+                of_parameter = states.pop(saved[position], {})
+                self._flat_optimizers[flat].check_state(index, of_parameter)
+                self._removed.append((flat, index, of_parameter))
         return {**state, "state": states}
+
+    def _load_states(self, optimizer: Optimizer) -> None:
+        """Loads the states that `_remove_states` has found, once torch has accepted the state dict."""
+        found, self._removed = self._removed, []
+        for flat, index, state in found:
+            self._load_state(flat, index, self._flat_optimizers[flat].converted(state))
+        if found:
+            self._staged.unstage()
 
     def adopt_states(self, optimizers: Iterable[Optimizer]) -> None:
         """Adopts states that optimizers already have of offloaded parameters.

@@ -1,0 +1,161 @@
+"""`load_state_dict` of optimizers: a state dict that user code has changed is loaded as by torch, or refused whole."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tests.support.compare import assert_same
+from tests.support.models import Model
+from tests.support.states import offloading, train
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+}
+"""Steps in chunks, with a state of its own, and by the class's own `step`."""
+
+StateDict = dict[str, Any]
+
+
+def mapped(state: StateDict, change: Callable[[Tensor], Tensor]) -> StateDict:
+    """Returns a state dict whose tensors of parameters' shapes are changed."""
+    states = {
+        number: {
+            name: change(value) if isinstance(value, Tensor) and value.dim() else value for name, value in one.items()
+        }
+        for number, one in state["state"].items()
+    }
+    return {**state, "state": states}
+
+
+def halved(optimizer: Optimizer, state: StateDict) -> StateDict:
+    return mapped(state, lambda value: value * 0.5)
+
+
+def renumbered(state: StateDict) -> StateDict:
+    groups = [{**group, "params": [100 - number for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {100 - number: one for number, one in state["state"].items()}, "param_groups": groups}
+
+
+def exchanged(state: StateDict) -> StateDict:
+    """Gives two parameters of one shape each other's states, by the order of their numbers in the group."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    shapes = [next(v for k, v in state["state"][n].items() if k != "step").shape for n in numbers]
+    one, other = next(
+        (a, b) for a in numbers for b in numbers if a < b and shapes[a] == shapes[b] and len(shapes[a]) > 1
+    )
+    swap = {one: other, other: one}
+    groups = [{**group, "params": [swap.get(n, n) for n in group["params"]]} for group in state["param_groups"]]
+    return {"state": state["state"], "param_groups": groups}
+
+
+LOADED: dict[str, Callable[[StateDict], StateDict]] = {
+    "other numbers": renumbered,
+    "another order": exchanged,
+    "double": lambda state: mapped(state, Tensor.double),
+    "bfloat16": lambda state: mapped(state, Tensor.bfloat16),
+    "none": lambda state: {**state, "state": {}},
+    "scaled": lambda state: mapped(state, lambda value: value * 3),
+}
+
+
+class Loads(pl.Callback):
+    """Loads a changed copy of the optimizer's state dict once, as user code might do between two steps."""
+
+    def __init__(self, load: Callable[[Optimizer, StateDict], object]) -> None:
+        self.load = load
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            self.load(trainer.optimizers[0], copy.deepcopy(trainer.optimizers[0].state_dict()))
+
+
+def trained(path: Path, strategy: Any, maker: str, load: Callable[[Optimizer, StateDict], object]) -> Any:
+    return train(path, strategy, Model(MAKERS[maker]), callbacks=[Loads(load)], max_epochs=1)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("change", LOADED)
+def test_a_changed_state_dict_is_loaded_as_by_torch(tmp_path: Path, change: str, maker: str) -> None:
+    def load(optimizer: Optimizer, state: StateDict) -> None:
+        optimizer.load_state_dict(LOADED[change](state))
+
+    plain, mine = (trained(tmp_path, strategy, maker, load) for strategy in ("auto", offloading()))
+    assert_same(mine, plain)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_state_dict_of_another_model_changes_nothing(tmp_path: Path, maker: str) -> None:
+    def load(optimizer: Optimizer, state: StateDict) -> None:
+        changed = halved(optimizer, state)
+        changed["param_groups"][0]["params"].pop()
+        with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+            optimizer.load_state_dict(changed)
+
+    plain, mine = (trained(tmp_path, strategy, maker, load) for strategy in ("auto", offloading()))
+    assert_same(mine, plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: mapped(state, lambda value: value[:1]), "the shape .*, and the parameter has"),
+        (lambda state: mapped(state, lambda value: value.sum()), "the shape .*, and the parameter has"),
+        (
+            lambda state: {**state, "state": {n: {"step": one["step"]} for n, one in state["state"].items()}},
+            "lacks exp_avg, exp_avg_sq",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    tmp_path: Path, change: Callable[[StateDict], StateDict], message: str
+) -> None:
+    def load(optimizer: Optimizer, state: StateDict) -> None:
+        with pytest.raises(ValueError, match=f"{message}.*checkpoint\\['optimizer_states'\\]"):
+            optimizer.load_state_dict(change(halved(optimizer, state)))
+
+    mine = trained(tmp_path, offloading(), "AdamW", load)
+    assert_same(mine, trained(tmp_path, "auto", "AdamW", lambda optimizer, state: None))
+
+
+class Hooked(Model):
+    """Registers hooks of state dicts in `configure_optimizers`, which see and change the states of all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        self.seen: list[Tensor] = []
+        optimizers[0].register_state_dict_post_hook(halved)
+        optimizers[0].register_load_state_dict_pre_hook(halved)
+        optimizers[0].register_load_state_dict_post_hook(self.see)
+        return optimizers, schedulers
+
+    def see(self, optimizer: Optimizer) -> None:
+        for _, state in sorted(optimizer.state_dict()["state"].items()):
+            self.seen += [state[name].clone() for name in sorted(state)]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_hooks_of_state_dicts_find_all_states(tmp_path: Path, maker: str) -> None:
+    loads = Loads(lambda optimizer, state: optimizer.load_state_dict(state))
+    plain, mine = (
+        train(tmp_path, strategy, Hooked(MAKERS[maker]), callbacks=[loads], max_epochs=1)
+        for strategy in ("auto", offloading())
+    )
+    assert_same(mine, plain)
+
+
+def test_a_hook_that_would_miss_states_is_refused(tmp_path: Path) -> None:
+    def load(optimizer: Optimizer, state: StateDict) -> None:
+        optimizer.register_load_state_dict_pre_hook(halved)
+        optimizer.load_state_dict(state)
+
+    with pytest.raises(RuntimeError, match="Register it in `configure_optimizers`, or with `prepend=True`"):
+        trained(tmp_path, offloading(), "AdamW", load)
