@@ -193,6 +193,12 @@ class OffloadedView(_RunsOperators, Tensor):
         else:
             mark_offloaded(storage_of(self), _ViewReferences(self))
 
+    def is_whole(self, parameter: nn.Parameter) -> bool:
+        """Returns whether the view has all values of `parameter`, as `parameter.detach()` has."""
+        if not isinstance(parameter, OffloadedParameter) or parameter.source is not self.source:
+            return False
+        return self.offset == 0 and self.size() == parameter.size() and self.stride() == parameter.stride()
+
     def release(self, *, keep: bool) -> None:
         """Ends the forward that has backed the view: operators of torch read the present values from now on.
 

@@ -15,6 +15,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.lazy import LazyTensors
 from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.optimizers import FlatOptimizer
+from lightning_ssd.model_states.parameter import OffloadedView
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.uncopied import ModuleHook
@@ -112,12 +113,16 @@ class StateDicts:
         return _own_parameters(owner, self._masters.by_param)
 
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Replaces compute weights in a state dict by master weights, those of offloaded ones on the CPU."""
+        """Replaces compute weights in a state dict by master weights, those of offloaded ones on the CPU.
+
+        Values that `_save_to_state_dict` or an earlier hook of user code has computed stay.
+        """
         offloaded = self._offloaded(owner)
         mastered = self._mastered(owner)
         self._masters.sync(parameter for _, parameter in mastered)
         for name, parameter in mastered:
-            if prefix + name in state:
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value.is_set_to(parameter):
                 state[prefix + name] = self._masters.by_param[parameter].detach()
         if self._without:
             for name, _ in offloaded:
@@ -125,12 +130,10 @@ class StateDicts:
             return
         flat_params = {self._where[parameter][0] for _, parameter in offloaded}
         for name, parameter in offloaded:
-            if state.get(prefix + name, parameter) is parameter:  # missing, or the parameter itself (`keep_vars=True`)
-                continue
+            value = state.get(prefix + name)
+            if not isinstance(value, OffloadedView) or not value.is_whole(parameter):
+                continue  # missing, computed by user code, the parameter itself (`keep_vars`), or `parameter` is whole
             flat, index = self._where[parameter]
-            if flat.summoned:  # the parameter is whole, and user code may have changed it
-                state[prefix + name] = parameter.detach()
-                continue
             masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)
             if self.lazy.enabled:
                 state[prefix + name] = self.lazy.make((flat, index), masters, self._reader(flat, index))
