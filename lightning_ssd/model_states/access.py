@@ -252,6 +252,12 @@ class Access:
             with references_saved():
                 return differentiate(func, args, kwargs)
         first = args[0] if args else None
+        if func is Tensor.share_memory_:
+            name = next(iter(found.values())).source.name
+            raise RuntimeError(
+                f"`share_memory_` would move {name}, which is offloaded, to memory of other processes, which would not "
+                "see its later values. Call it before `fit`, or send other processes a `.clone()`."
+            )
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
             match kind:

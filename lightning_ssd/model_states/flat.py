@@ -167,13 +167,15 @@ class FlatParameter:
     def adopt(self) -> None:
         """Makes the parameters views of the flat parameter, whose store has their values already.
 
-        Memory of the parameters that tensors of user code still reference becomes shared memory.
+        Memory of the parameters that tensors of user code still reference, or other processes, becomes shared memory.
         """
         memories = {index: SharedMemory(item.parameter) for index, item in enumerate(self.param_views)}
         before = {index: item.parameter.device for index, item in enumerate(self.param_views)}
         self.attach()
         self.shared = {
-            index: memory for index, memory in memories.items() if before[index] == self.device and memory.referenced
+            index: memory
+            for index, memory in memories.items()
+            if before[index] == self.device and (memory.referenced or memory.of_processes)
         }
 
     def memory(self, index: int) -> Tensor | None:

@@ -40,8 +40,13 @@ class SharedMemory:
     @property
     def foreign(self) -> bool:
         """Whether code other than torch's in this process may write the memory: NumPy, or another process."""
+        return not self._tensor.untyped_storage().resizable() or self.of_processes
+
+    @property
+    def of_processes(self) -> bool:
+        """Whether other processes may have the memory (`share_memory_`)."""
         storage = self._tensor.untyped_storage()
-        return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
+        return storage.device.type == "cpu" and storage.is_shared()
 
     @property
     def referenced(self) -> bool:

@@ -279,6 +279,46 @@ def test_tensors_from_before_training_share_the_memory(tmp_path: Path, states: s
 
 
 @pytest.mark.parametrize("states", PLACES)
+def test_another_process_shares_the_memory(tmp_path: Path, states: str) -> None:
+    """It maps the same file, so that no tensor of this process tells that the memory is used."""
+    runs = []
+    for where in (states, None):
+        file = str(tmp_path / f"weights-{where}")
+        Path(file).write_bytes(bytes(4 * 64))
+        of_other = torch.from_file(file, shared=True, size=64)
+        module = Toy("on_train_batch_end", lambda module, of_other=of_other: of_other.mul_(0.5).clone())
+        with torch.no_grad():
+            own = torch.from_file(file, shared=True, size=64).view(8, 8).copy_(module.blocks[0].up.weight)
+        module.blocks[0].up.weight = nn.Parameter(own)
+        module.blocks[1].share_memory()
+        del own
+        fit(tmp_path, module, where)
+        module.seen += [of_other.clone(), *(parameter.is_shared() for parameter in module.parameters())]
+        runs.append(module)
+    assert_same(*runs)
+
+
+SHARED: dict[str, Operation] = {
+    "module": lambda module, i, j: module.share_memory(),
+    "parameter": lambda module, i, j: module.weight(i).share_memory_(),
+    "alias": lambda module, i, j: module.weight(i).data.share_memory_(),
+    "gradient": lambda module, i, j: module.weight(i).grad.share_memory_(),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_memory_is_not_moved_to_other_processes_in_a_training(tmp_path: Path, shared: str) -> None:
+    """Torch would move the memory of a whole unit, which is freed and allocated again; that ended the process."""
+
+    def act(module: Any) -> None:
+        if module.global_step:
+            with pytest.raises(RuntimeError, match="`share_memory_` would move .*Call it before `fit`"):
+                SHARED[shared](module, 0, 0)
+
+    fit(tmp_path, Sharing("on_before_optimizer_step", act), "host")
+
+
+@pytest.mark.parametrize("states", PLACES)
 def test_data_that_is_set_while_weights_are_whole(tmp_path: Path, states: str) -> None:
     """In `whole_weights()`, and by a module that loads its own state: the values are used, and the memory is shared."""
 
