@@ -5,6 +5,7 @@ run directly. Every other operator on an offloaded parameter is run by its `Acce
 """
 
 import contextlib
+import multiprocessing.context
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,12 @@ class TrainedParameter(nn.Parameter):
         return cast(nn.Parameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if multiprocessing.context.get_spawning_popen() is not None:
+            raise RuntimeError(
+                "a new process, such as a worker of a DataLoader, is given a model that trains with offloaded states: "
+                "it can't share the memory of its weights, as torch's processes do. Give it a `copy.deepcopy` of the "
+                "model."
+            )
         return self._plain().__reduce_ex__(protocol)
 
     def _plain(self) -> nn.Parameter:

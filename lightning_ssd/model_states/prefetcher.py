@@ -14,6 +14,7 @@ and to `evict` after that.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,7 @@ class ParamPrefetcher:
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
+        self._process = os.getpid()
         self._loads: dict[FlatParameter, _Load] = {}
         """Loads of the resident flat parameters."""
         self._forwards = [0] * len(units)
@@ -89,7 +91,12 @@ class ParamPrefetcher:
             self._cursor = 0
 
     def pre_forward(self, unit: int) -> None:
-        """Begins a forward of `unit`. On return, the compute stream is ordered after the prefetch of its weights."""
+        """Begins a forward of `unit`. On return, the compute stream is ordered after the prefetch of its weights.
+
+        Raises:
+            RuntimeError: the process is a fork of the training one.
+        """
+        self._check_process()
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
@@ -117,8 +124,9 @@ class ParamPrefetcher:
             record: whether the use is recorded, so that the next micro-batch prefetches them.
 
         Raises:
-            RuntimeError: the step of one of them has begun.
+            RuntimeError: the step of one of them has begun, or the process is a fork of the training one.
         """
+        self._check_process()
         held: list[FlatParameter] = []
         try:
             with self._lock:
@@ -175,6 +183,14 @@ class ParamPrefetcher:
             raise RuntimeError(
                 f"the weights of {flat.name} are used after their gradient was complete and their step had begun, in "
                 "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
+            )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a forked process, such as a worker of a DataLoader, uses a model whose weights are offloaded: its "
+                "memory and threads are those of the training process. Give it a `copy.deepcopy` of the model, or set "
+                "`num_workers=0`."
             )
 
     def retire_for_step(self, flat: FlatParameter) -> None:
