@@ -17,6 +17,7 @@ from lightning_ssd.planning.validation import (
     check_positive,
     from_mapping,
     load_json,
+    write_text,
 )
 from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
 
@@ -258,7 +259,7 @@ class LifetimeProfile:
 
     def to_json(self, path: str | Path) -> None:
         """Saves the profile in the file `path`."""
-        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")) + "\n", "utf-8")
+        write_text(json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")) + "\n", path)
 
     @classmethod
     def from_json(cls, path: str | Path) -> "LifetimeProfile":

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_ssd.planning.model import ModelProfile, UnitProfile
-from lightning_ssd.planning.validation import as_mapping, read_text
+from lightning_ssd.planning.validation import as_mapping, read_text, write_text
 from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_value
 from lightning_ssd.types import (
     CHOICES,
@@ -285,7 +285,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to the file `path`, as YAML."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        write_text(self.to_yaml(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

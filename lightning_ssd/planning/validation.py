@@ -108,7 +108,13 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
 
 def save_json(record: Any, path: str | Path) -> None:
     """Writes a record to the file `path`."""
-    Path(path).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    write_text(json.dumps(asdict(record), indent=2) + "\n", path)
+
+
+def write_text(text: str, path: str | Path) -> None:
+    """Writes a file, and makes its folder: a training that has measured for minutes should not end for want of it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def load_json(path: str | Path, where: str) -> Any:
@@ -158,8 +164,8 @@ def read_text(path: str | Path, where: str) -> str:
         if found.st_size > MOST_BYTES:
             raise ValueError(f"{where} has {found.st_size} bytes, and at most {MOST_BYTES} are read.")
         return Path(path).read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{where} does not exist. Give the file that was saved.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error}. Give the file that was saved.") from error
     except OSError as error:

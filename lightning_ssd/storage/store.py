@@ -136,7 +136,9 @@ class BlobStore:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
         if capacity is not None and capacity < PAGE * len(paths):
-            raise ValueError(f"capacity must be at least {PAGE} bytes per path, not {capacity}")
+            raise ValueError(
+                f"capacity (argument `ssd_capacity`) must be at least {PAGE} bytes per path, not {capacity}"
+            )
         chosen = choose_backend(backend, device, checksum=checksum)
         self.piece_bytes = piece_bytes
         self.device_buffers = chosen.device_buffers and not checksum

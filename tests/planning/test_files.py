@@ -105,8 +105,17 @@ def test_paths_that_are_no_files(kind: Kind, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(validation, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=rf"{tmp_path}/file has \d+ bytes, and at most 100 are read"):
         kind.load(tmp_path / "file")
-    with pytest.raises(FileNotFoundError, match="absent"):
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
         kind.load(tmp_path / "absent")
+
+
+@KIND
+def test_files_are_saved_in_folders_that_do_not_exist(kind: Kind, tmp_path: Path) -> None:
+    """A training writes a plan or profile after it has measured its steps, and must not fail then."""
+    (tmp_path / "file").write_text(kind.text)
+    loaded, saved = kind.load(tmp_path / "file"), tmp_path / "new" / "folder" / "file"
+    kind.save(loaded, saved)
+    assert kind.load(saved) == loaded
 
 
 def paths(content: Any) -> Iterator[tuple[Any, ...]]:
