@@ -258,6 +258,8 @@ class Access:
                 f"`share_memory_` would move {name}, which is offloaded, to memory of other processes, which would not "
                 "see its later values. Call it before `fit`, or send other processes a `.clone()`."
             )
+        if isinstance(first, OffloadedView) and _is_kept(func, first, args[1:], kwargs):
+            return first
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
             match kind:
@@ -509,6 +511,8 @@ class Access:
 
     def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
         source = tensor.source
+        if data is tensor:
+            return
         if isinstance(tensor, OffloadedView):
             raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
         if isinstance(data, OffloadedParameter | OffloadedView):
@@ -635,6 +639,21 @@ def _check_not_compiled(tensor: OffloadedParameter | OffloadedView) -> None:
             "Compile the module whose forward calls the function (`module.compile()`), in `setup` at the latest, "
             "or give it a `.clone()`."
         )
+
+
+_KEEPING = {Tensor.cpu: torch.device("cpu"), Tensor.float: torch.float32}
+"""Conversions that have no argument."""
+
+
+def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a conversion returns `tensor` itself, which needs no values: those of a gradient may be gone."""
+    if func in _KEEPING and not args and not kwargs:
+        return _KEEPING[func] in (tensor.device, tensor.dtype)
+    copies = sum(isinstance(arg, bool) for arg in args) > 1 or not {*kwargs} <= {"device", "dtype", "non_blocking"}
+    if func is not Tensor.to or copies:  # `copy` is the second flag
+        return False
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
 
 
 def _weights(parameter: OffloadedParameter) -> Weights:

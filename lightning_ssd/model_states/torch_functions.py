@@ -123,6 +123,7 @@ KINDS: dict[Any, Kind] = {
             torch.is_complex,
             torch.numel,
             torch.is_same_size,
+            torch._has_compatible_shallow_copy_type,
         ),
         Kind.METADATA,
     ),

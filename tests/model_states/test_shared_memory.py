@@ -298,6 +298,21 @@ def test_another_process_shares_the_memory(tmp_path: Path, states: str) -> None:
     assert_same(*runs)
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda module: module.to("cpu"),
+        lambda module: module.blocks.to(device="cpu", dtype=torch.float32, non_blocking=True),
+        lambda module: module.float(),
+        lambda module: module.cpu(),
+    ],
+)
+def test_conversions_that_change_nothing(tmp_path: Path, convert: Any, hook: str) -> None:
+    """They pass gradients through, too, whose values may be gone."""
+    compare(tmp_path, lambda: Toy(hook, lambda module: convert(module) and None), "host")
+
+
 SHARED: dict[str, Operation] = {
     "module": lambda module, i, j: module.share_memory(),
     "parameter": lambda module, i, j: module.weight(i).share_memory_(),
