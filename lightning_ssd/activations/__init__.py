@@ -45,7 +45,7 @@ from lightning_ssd.activations.resident_limit import AllocatorMeter, MeasuredPea
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.transient_memory import Interval
-from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward
+from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward, wraps
 from lightning_ssd.activations.weights import (
     SavedWeight,
     is_weight,
@@ -109,5 +109,6 @@ __all__ = [
     "storage_of",
     "tensors_of",
     "unmark_offloaded",
+    "wraps",
     "written",
 ]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
@@ -61,6 +61,12 @@ _WITHOUT_HOOKS = (
     "the strategy, or remove `ActivationOffload`; or compute this gradient by `torch.autograd.grad`."
 )
 """Note on errors of functions that refuse saved-tensor hooks."""
+
+
+_num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+"""Return how many modes are active, of user code or ours, that would intercept the calls of a hook."""
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class BudgetError(RuntimeError):
@@ -315,12 +321,15 @@ class ActivationOffloader(Uncopied):
     @untraced
     def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper[Any]":
         """Returns the object that autograd saves in place of `tensor`: the pack hook."""
-        if self._mode is None:
-            if type(tensor) not in _PLAIN and is_wrapper(tensor):
-                return self._pack_wrapper(tensor)
-            return self._pack(tensor)
-        with torch._C._DisableTorchDispatch():  # operators of the hook are no part of the forward
-            return self._pack(tensor)
+        # Operators of the hook are no part of the forward: modes and classes of the user neither see nor change them.
+        if type(tensor) in _PLAIN:
+            if not (_num_dispatch_modes() or _num_function_modes()):
+                return self._pack(tensor)
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return self._pack(tensor)
+        # Without dispatch, a detached wrapper would be a tensor of no bytes.
+        with torch._C.DisableTorchFunction(), _disable_current_modes() if _num_dispatch_modes() else _NO_CONTEXT:
+            return self._pack_wrapper(tensor) if self._mode is None and is_wrapper(tensor) else self._pack(tensor)
 
     def _pack_wrapper(self, tensor: Tensor) -> "InlineSaved | SavedWrapper[Any]":
         # In a forward under a mode, wrapped tensors are not unwrapped. Tensors saved in backward are needed at once.
@@ -329,7 +338,7 @@ class ActivationOffloader(Uncopied):
         return SavedWrapper(tensor, self.pack)
 
     def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return _keep(tensor)
         storage = tensor.untyped_storage() if type(tensor) in _PLAIN else storage_of(tensor)
         if (weights := offloaded_weights(storage)) is not None:
@@ -547,7 +556,10 @@ class ActivationOffloader(Uncopied):
                 self._restore(saved.record)
                 if self._on_unpacked is not None:
                     self._on_unpacked(saved.record)
-            return saved.materialize()
+            if not (_num_dispatch_modes() or _num_function_modes()):
+                return saved.materialize()
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return saved.materialize()
 
     def _restore(self, record: SavedStorage) -> None:
         record.batch.touch(record)

@@ -258,7 +258,9 @@ class SavedHandle:
                 f"bytes between forward and backward; it had {record.nbytes} when it was saved. Don't resize storages "
                 "that backward needs, or restore them before `backward`."
             )
-        tensor = _empty(self.dtype, data.device).data.set_(storage, self.offset, self.size, self.stride)
+        # It shares the version counter, too, so that a backward that changes it in place is noticed by other readers.
+        tensor = self._probe.detach()
+        tensor.data = _empty(self.dtype, data.device).data.set_(storage, self.offset, self.size, self.stride)
         if self._last_restore != record.num_restores:
             self._last_restore = record.num_restores
             record.consumed()

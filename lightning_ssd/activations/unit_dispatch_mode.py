@@ -7,16 +7,19 @@ the model's control flow depends on data. A segment whose operations differ does
 import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
+
+_NOT_WRAPPING = (torch.Tensor, nn.Parameter)
 
 
 class Segment(NamedTuple):
@@ -100,6 +103,8 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
 
     @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
         if in_backward() or not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation
             return func(*args, **(kwargs or {}))
         return self.operation(func, args, kwargs or {})
@@ -157,3 +162,15 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
 def in_backward() -> bool:
     """Returns whether a backward runs on this thread, in which recomputed operations are not part of a forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def wraps(types: Iterable[type]) -> bool:
+    """Returns whether a dispatched function is one of tensor subclasses that run other functions in its place.
+
+    A mode that returns `NotImplemented` for it intercepts these functions instead, on the wrapped tensors. Functions of
+    the subclasses may be queries of attributes (`aten.sym_size`), and their results have no bytes.
+
+    Args:
+        types: classes of the arguments that dispatch, as a mode gets them.
+    """
+    return any(kind not in _NOT_WRAPPING and not issubclass(kind, FakeTensor) for kind in types)

@@ -154,4 +154,9 @@ def _resident(
 def _in_memory(
     row: Callable[..., TensorLocation], kind: LocationClass, name: str, tensor: Tensor, tier: Tier
 ) -> TensorLocation:
-    return row(kind=kind, name=name, tier=tier, dtype=tensor.dtype, nbytes=tensor.nbytes)
+    return row(kind=kind, name=name, tier=tier, dtype=tensor.dtype, nbytes=count_stored_bytes(tensor))
+
+
+def count_stored_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of the elements of `tensor`, and of their indices if it is sparse, as some states are."""
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes

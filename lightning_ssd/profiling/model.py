@@ -29,7 +29,7 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.device import allocator_memory, make_clock
-from lightning_ssd.model_states import ModelStates, Unit, UnitPart, states_in_memory
+from lightning_ssd.model_states import ModelStates, Unit, UnitPart, count_stored_bytes, states_in_memory
 from lightning_ssd.planning import (
     FixedPlacement,
     HostOverhead,
@@ -455,7 +455,7 @@ class Profiler(Uncopied):
                 gradients += stepped.numel() * stepped.element_size()
                 states += 0 if master is None else master.numel() * master.element_size()
                 own = (value for value in in_memory.get(stepped, {}).values() if isinstance(value, Tensor))
-                states += sum(value.nbytes for value in own if value.numel() > 1)
+                states += sum(count_stored_bytes(value) for value in own if value.numel() > 1)
         return trained, weights, gradients, states, states
 
     def _tiers(self, part: UnitPart) -> tuple[Tier, Tier]:

@@ -29,6 +29,7 @@ from lightning_ssd.activations import (
     other_random_states,
     rerun_arguments,
     tensors_of,
+    wraps,
     written,
 )
 from lightning_ssd.device import make_clock
@@ -331,6 +332,8 @@ class OptimizerTrace(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
         if func.namespace in ("prim", "profiler"):
             return func(*args, **(kwargs or {}))
         result, span = self._trace.time(func, args, kwargs or {})
@@ -349,6 +352,8 @@ class _BackwardMode(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         return self._recorder.time_backward(func, args, kwargs or {})
@@ -404,6 +409,8 @@ def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: A
     if changes_statistics(name) or "empty" in name:  # uninitialized memory has other values each time
         return False
     given = tensors_of((args, kwargs))
+    if any(value.is_nested for value in (*given, *tensors_of(result))):
+        return False
     # Without an input tensor, the result has the default dtype, which may be another one in backward.
     if not given or any(value.is_inference() for value in (*given, *tensors_of(result))):
         return False

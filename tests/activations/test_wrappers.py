@@ -1,9 +1,11 @@
 """Saved tensors of subclasses that wrap other tensors: tensor parallelism, and others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
@@ -11,9 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
+from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import ActivationOffloader
+from tests.support.compare import assert_same
 from tests.support.offloader import Hooks, open_offloader
+from tests.support.plans import BOTH, draw, pinned, planner
+from tests.support.trainings import make_trainer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -186,3 +194,114 @@ def test_jagged_tensors_are_kept(offloader: ActivationOffloader) -> None:
         assert values.grad is not None
         grads.append(values.grad)
     assert torch.equal(*grads)
+
+
+class Doubled(Tensor):
+    """A wrapper of one tensor that can't be flattened."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Doubled":
+        made = Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Doubled, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
+        return Doubled(value.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Tensor:  # type: ignore[override]
+        return gradient.inner  # type: ignore[no-any-return]
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Tensor:  # type: ignore[override]
+        return value.inner.clone()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return Doubled(gradient)
+
+
+def _unflattened(hidden: Tensor) -> Tensor:
+    wrapped = _Wrap.apply(hidden)
+    return _Unwrap.apply((wrapped.sin() * wrapped.exp()).tanh())  # type: ignore[no-any-return]
+
+
+def _jagged(hidden: Tensor) -> Tensor:
+    ragged = torch.nested.nested_tensor_from_jagged(hidden, torch.tensor([0, 3, 8]))
+    return (ragged.sin() * ragged).values() + torch.nested.to_padded_tensor(ragged.exp(), 0.0).sum()
+
+
+def _jagged_attention(hidden: Tensor) -> Tensor:
+    heads = torch.nested.nested_tensor_from_jagged(hidden, torch.tensor([0, 3, 8])).unflatten(-1, [2, 8])
+    heads = heads.transpose(1, 2)
+    mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return mixed.transpose(1, 2).flatten(-2).values()
+
+
+def _nested(hidden: Tensor) -> Tensor:
+    ragged = torch.nested.as_nested_tensor([hidden[:3], hidden[3:]], layout=torch.strided)
+    return torch.nested.to_padded_tensor(nn.functional.gelu(ragged * 2), 0.0).sin()
+
+
+def _masked(hidden: Tensor) -> Tensor:
+    some = torch.masked.masked_tensor(hidden, hidden > 0)  # type: ignore[attr-defined]
+    return hidden + (some * some.sin()).sum(1).to_tensor(0.0)[:, None]  # type: ignore[no-any-return]
+
+
+def _two(hidden: Tensor) -> Tensor:
+    pair = TwoTensor(hidden, hidden * 2).sin().exp()
+    return hidden + (pair.a * pair.b).detach()
+
+
+SUBCLASSES = [_unflattened, _jagged, _jagged_attention, _nested, _masked, _two]
+
+
+class Subclasses(pl.LightningModule):
+    """Linear layers around operators of a tensor subclass."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.use = use
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        first, second, third = self.layers
+        loss = third(second(self.use(first(batch).tanh())).sin()).square().mean()
+        self.losses.append(loss.detach())
+        return loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("use", SUBCLASSES)
+def test_trainings_with_subclasses_are_plain_lightnings(use: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """Offloaded, profiled, and under a plan, whose modes intercept the operators of the wrapped tensors."""
+
+    def fit(strategy: Any, *callbacks: pl.Callback) -> list[Tensor]:
+        module = Subclasses(use)
+        data = DataLoader(torch.randn(64, 16, generator=torch.Generator().manual_seed(1)), batch_size=8)
+        make_trainer(tmp_path, strategy, callbacks=list(callbacks)).fit(module, data)
+        return [*module.losses, *module.parameters()]
+
+    expected = fit("auto")
+    assert_same(fit(SSDOffloadStrategy(offload=1.0, min_bytes=1, states="gpu", ssd_capacity="4MiB")), expected)
+    first = planner(cache=False)
+    assert_same(fit(SSDOffloadStrategy(**BOTH), first), expected)
+    assert first.plan is not None and first.profile is not None
+    drawn = draw(first.plan, first.profile, 0, recompute=1.0)
+    assert_same(fit(SSDOffloadStrategy(**BOTH), pinned(drawn)), expected)

@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, tensor_locations
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
@@ -17,6 +18,7 @@ from lightning_ssd.profiling import model as profiler
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.states import train
+from tests.support.trainings import make_trainer
 
 MACHINE = str(Path(__file__).parent.parent.parent / "configs/machines/h100.json")
 
@@ -187,3 +189,45 @@ def test_a_host_that_waits_does_so_once_a_step(
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
     train(tmp_path, strategy, Model(), callbacks=callbacks, accumulate_grad_batches=accumulate, batches=12)
     assert ModelProfile.from_json(path).waits == drained
+
+
+class SparseGradients(pl.LightningModule):
+    """An embedding whose gradient, and with it the optimizer's momentum, is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = torch.nn.Embedding(32, 8, sparse=True)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.located: list[int] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.rows(batch)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return hidden.square().mean()
+
+    def on_train_end(self) -> None:
+        if isinstance(self.trainer.strategy, SSDOffloadStrategy):
+            self.located = [row.nbytes for row in tensor_locations(self.trainer) if row.kind == "optimizer state"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(96) % 16, batch_size=8)
+
+
+def test_sparse_optimizer_states_have_the_bytes_of_their_elements(tmp_path: Path) -> None:
+    """They are profiled and located; the training does not change."""
+    modules = []
+    for number in range(2):
+        modules.append(SparseGradients())
+        strategy = SSDOffloadStrategy(states="gpu", min_bytes=1, offload=1.0) if number else "auto"
+        callbacks = [ModelProfiler(tmp_path / "profile.json", warm_up=2, steps=2)] if number else []
+        make_trainer(tmp_path, strategy, callbacks=callbacks).fit(modules[-1])
+    assert_same(modules[1].state_dict(), modules[0].state_dict())
+    sparse, *dense = modules[1].located
+    assert dense == [8 * 8 * 4, 8 * 4] * 2
+    assert sparse >= 16 * (8 * 4 + 8)
+    assert len(ModelProfile.from_json(tmp_path / "profile.json").units) > 1
