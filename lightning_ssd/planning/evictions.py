@@ -9,13 +9,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
     ByteChanges,
@@ -104,6 +101,11 @@ class EvictionPlanner:
             self._numbers[period.tensor].append(number)
         self._across = [number for number, period in enumerate(self._periods) if period.last > self._count]
         """Numbers of the periods in which a step begins."""
+        self._available: dict[tuple[Period, ...], list[Period | None]] = {}
+        """Results of `_unless_recomputed`, which many plans share."""
+        self._segments = _segments(profile)
+        self._recomputed: dict[float, tuple[Period, ...]] = {}
+        """Results of `recomputed`, by price."""
 
     def recomputed(self, price: float) -> tuple[Period, ...]:
         """Returns the periods after which tensors are recomputed instead of migrated, the cheapest ones first.
@@ -113,6 +115,11 @@ class EvictionPlanner:
         Args:
             price: seconds of transfers that a second of recomputation has to save.
         """
+        if price not in self._recomputed:
+            self._recomputed[price] = self._find_recomputed(price)
+        return self._recomputed[price]
+
+    def _find_recomputed(self, price: float) -> tuple[Period, ...]:
         machine = self._machine
         rate = price * machine.rate("ssd" if machine.drives else "host", "in")
         ranked = []
@@ -137,7 +144,7 @@ class EvictionPlanner:
     def plan(
         self,
         step: GPUStep,
-        recomputed: Sequence[Period] = (),
+        recomputed: tuple[Period, ...] = (),
         in_flight: float = IN_FLIGHT,
         *,
         prefers_host: bool = False,
@@ -169,18 +176,25 @@ class EvictionPlanner:
         )
         return MigrationPlan(tuple(migrations), step.cpu_units)
 
-    def _candidates(self, step: GPUStep, recomputed: Sequence[Period]) -> list[Period | None]:
+    def _candidates(self, step: GPUStep, recomputed: tuple[Period, ...]) -> list[Period | None]:
         """Returns the periods of tensors that may be evicted, until they are needed to recompute others, by number."""
         if not self._machine.drives and not self._machine.host_bytes:
             return [None] * len(self._periods)
+        if recomputed not in self._available:
+            self._available[recomputed] = self._unless_recomputed(recomputed)
+        found = self._available[recomputed].copy()
+        for tensor in step.absent:
+            for number in self._numbers.get(tensor, ()):
+                found[number] = None
+        return found
+
+    def _unless_recomputed(self, recomputed: Sequence[Period]) -> list[Period | None]:
+        """Returns the periods that remain if others are recomputed, until the tensor is needed for that, by number."""
         needed: dict[int, list[int]] = defaultdict(list)
         for one in recomputed:
             for source in self._sources[one.tensor]:
                 needed[source] += one.before, one.before + self._count
         found: list[Period | None] = list(self._periods)
-        for tensor in step.absent:
-            for number in self._numbers.get(tensor, ()):
-                found[number] = None
         for one in recomputed:
             for number in self._numbers[one.tensor]:
                 if self._periods[number].after == one.after:
@@ -202,30 +216,32 @@ class EvictionPlanner:
             host: host memory, whose room limits evictions if there are no drives.
         """
         count = self._count
-        heap: list[tuple[float, int]] = []  # (-operator of the next use, candidate)
+        width = max(1, len(periods))
+        first = -3 * count * width
+        """Key of tensors that are evicted before all others."""
+        has_drives = bool(self._machine.drives)
+        heap: list[int] = []  # candidates, each with its key: -(operator of the next use) * width + number
         for number in self._across:
             if (period := periods[number]) is not None and period.last > count:
-                heap.append((count - period.last, number))
+                heap.append((count - period.last) * width + number)
         heapify(heap)
         starts: dict[int, int] = {}
         ends = [0] * (2 * count)
         absent = 0
-        for operator, beyond in enumerate(pressure):
+        for operator, (beyond, begins) in enumerate(zip(pressure, self._begins, strict=True)):
             absent -= ends[operator]
-            for number in self._begins[operator]:
+            for number in begins:
                 if (period := periods[number]) is not None:
                     # Tensors that are absent when the step begins are the first ones that are evicted before it ends.
-                    heappush(heap, (-inf if number in starts else -period.last, number))
+                    heappush(heap, (first if number in starts else -period.last * width) + number)
             while absent < beyond and heap:
-                order, number = heappop(heap)
+                order, number = divmod(heappop(heap), width)
                 if -order <= operator:
                     continue
                 period = periods[number]
                 assert period is not None
-                if number not in starts and not self._machine.drives:
-                    if not host.fits(period):
-                        continue
-                    host.add(period)
+                if not has_drives and number not in starts and not host.add(period):
+                    continue
                 is_early = -order < period.last
                 starts[number] = operator + count if is_early else operator
                 ends[period.last - count if is_early else period.last] += period.nbytes
@@ -251,22 +267,25 @@ class EvictionPlanner:
             lasts.append(last)
             begins[last].append(number)
             ends[last - (one.period.before - one.start)].append(number)
-        heap: list[tuple[int, int]] = []  # (-last operator without the tensor, number)
+        width = max(1, len(evicted))
+        heap: list[int] = []  # -(last operator without the tensor) * width + number
         early: set[int] = set()
         prefetched = 0
+        none: list[int] = []
         for operator in range(self._count - 1, -1, -1):
-            late = [number for number in ends[operator] if number in early] if operator in ends else []
-            for number in begins[operator] if operator in begins else ():
-                heappush(heap, (-operator, number))
+            late = [number for number in ends[operator] if number in early] if operator in ends else none
+            for number in begins[operator] if operator in begins else none:
+                heappush(heap, -operator * width + number)
                 early.add(number)
                 prefetched += evicted[number].period.nbytes
             if not late and prefetched + beyond[operator] <= 0:
                 continue
             # Without room for all prefetches that have begun, the ones that are needed last begin later.
+            late = late.copy()
             for number in late:
                 prefetched -= evicted[number].period.nbytes
             while heap and prefetched + beyond[operator] > 0:
-                number = heappop(heap)[1]
+                number = heappop(heap) % width
                 if number in early and number not in late:
                     late.append(number)
                     prefetched -= evicted[number].period.nbytes
@@ -291,45 +310,65 @@ class EvictionPlanner:
             return ["host"] * len(migrated)
         tiers: list[OffloadTierName] = ["ssd"] * len(migrated)
         if machine.host_bytes:
-            timeline = _SSDTimeline(self._profile, machine)
-            for number in sorted(range(len(migrated)), key=lambda number: migrated[number].period.seconds):
-                if (prefers_host or not timeline.carry(migrated[number])) and host.fits(migrated[number].period):
-                    host.add(migrated[number].period)
+            timeline = _SSDTimeline(self._profile.step_seconds, self._segments, machine)
+            seconds = [one.period.seconds for one in migrated]
+            for number in sorted(range(len(migrated)), key=seconds.__getitem__):
+                one = migrated[number]
+                if (prefers_host or not timeline.carry(one)) and host.add(one.period):
                     tiers[number] = "host"
         return tiers
 
 
-class _SSDTimeline:
-    """Bytes that drives can carry beside planned transfers, in equal parts of a step without waits."""
+def _segments(profile: LifetimeProfile) -> list[int]:
+    """Returns the part of a step in which each operator begins, for two steps: periods reach into the next one."""
+    seconds = profile.step_seconds / PARTS
+    segments = [int(one.start / seconds) for one in profile.operators]
+    return [*segments, *(PARTS + one for one in segments)]
 
-    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine) -> None:
-        seconds = profile.step_seconds / PARTS
-        self._out = np.full(PARTS, seconds * machine.rate("ssd", "out"))
-        self._into = np.full(PARTS, seconds * machine.rate("ssd", "in"))
-        segments = [int(one.start / seconds) for one in profile.operators]
-        self._segments = [*segments, *(PARTS + one for one in segments)]
-        """The part in which each operator begins, for two steps, because periods reach into the next one."""
+
+class _SSDTimeline:
+    """Bytes that drives can carry beside planned transfers, in equal parts of a step without waits.
+
+    Args:
+        step_seconds: seconds of the step.
+        segments: the part in which each operator begins, for two steps.
+        machine: the machine.
+    """
+
+    def __init__(self, step_seconds: float, segments: Sequence[int], machine: MigrationMachine) -> None:
+        self._out, self._into = (
+            [step_seconds / PARTS * machine.rate("ssd", direction)] * PARTS for direction in ("out", "in")
+        )
+        self._segments = segments
 
     def carry(self, one: _Absence) -> bool:
         """Plans offload and prefetch of a tensor, and returns True, if both have room."""
         nbytes = one.period.nbytes
-        after, start = self._segments[one.period.after + 1], self._segments[one.start]
-        stop, before = self._segments[one.stop], self._segments[one.period.before]
-        changes: list[tuple[Floats, int | NDArray[np.int64], float | Floats]] = []
-        for room, first, last, way in ((self._out, after, start, 1), (self._into, before, stop, -1)):
-            unused = room.item(first % PARTS) - nbytes
-            if unused > 1:  # most transfers need one part; another byte is more than rounding
-                changes.append((room, first % PARTS, unused))
-                continue
-            parts = np.arange(first, last + way, way)[:PARTS] % PARTS
-            left = room[parts]
-            total = left.cumsum()
-            if total.item(-1) < nbytes:
-                return False
-            changes.append((room, parts, np.minimum(np.maximum(total - nbytes, 0), left)))
-        for room, changed, rest in changes:
-            room[changed] = rest
+        after, before = self._segments[one.period.after + 1], self._segments[one.period.before]
+        first, last = after % PARTS, before % PARTS
+        if self._out[first] >= nbytes and self._into[last] >= nbytes:  # most transfers need one part
+            self._out[first] -= nbytes
+            self._into[last] -= nbytes
+            return True
+        start, stop = self._segments[one.start], self._segments[one.stop]
+        offload = self._fill(self._out, range(after, min(start + 1, after + PARTS)), nbytes)
+        prefetch = self._fill(self._into, range(before, max(stop - 1, before - PARTS), -1), nbytes)
+        if offload is None or prefetch is None:
+            return False
+        for room, parts, left in ((self._out, *offload), (self._into, *prefetch)):
+            for part in parts[:-1]:
+                room[part % PARTS] = 0.0
+            room[parts[-1] % PARTS] = left
         return True
+
+    def _fill(self, room: Sequence[float], parts: range, nbytes: int) -> tuple[range, float] | None:
+        """Returns the first parts that have room for a transfer, and the room that the last one has left, if any do."""
+        total = 0.0
+        for number, part in enumerate(parts):
+            total += room[part % PARTS]
+            if total >= nbytes:
+                return parts[: number + 1], total - nbytes
+        return None
 
 
 class _HostMemory:
@@ -344,18 +383,26 @@ class _HostMemory:
     def __init__(self, nbytes: int, limit: int, count: int) -> None:
         self._nbytes = np.full(count, nbytes)
         self._limit = limit
+        self._full_at = 0
+        """An operator at which there was no room for the last tensor that did not fit."""
 
-    def fits(self, period: Period) -> bool:
-        """Returns whether there is room for a tensor in its whole period."""
-        return period.nbytes <= self._limit and all(
-            self._nbytes[first:last].max() + period.nbytes <= self._limit
-            for first, last in wrapped(period.after + 1, period.before, len(self._nbytes))
-        )
-
-    def add(self, period: Period) -> None:
-        """Adds a tensor."""
-        for first, last in wrapped(period.after + 1, period.before, len(self._nbytes)):
-            self._nbytes[first:last] += period.nbytes
+    def add(self, period: Period) -> bool:
+        """Adds a tensor, and returns True, if there is room for it in its whole period."""
+        most = self._limit - period.nbytes
+        if most < 0:
+            return False
+        held = self._nbytes
+        start, count = (period.after + 1) % len(held), period.before - period.after - 1
+        if (self._full_at - start) % len(held) < count and held.item(self._full_at) > most:
+            return False
+        ranges = list(wrapped(start, start + count, len(held)))
+        for first, last in ranges:
+            if np.maximum.reduce(held[first:last]) > most:
+                self._full_at = first + int(held[first:last].argmax())
+                return False
+        for first, last in ranges:
+            held[first:last] += period.nbytes
+        return True
 
 
 class _Memory:
@@ -386,15 +433,14 @@ class _Memory:
         count = len(self._nbytes)
         for one in reversed(absences):
             most = limit - one.period.nbytes
-            ranges = list(wrapped(one.start, one.stop, count))
             # Most absences are necessary where they begin or end.
-            if (
-                self._nbytes.item(one.start % count) > most
-                or self._nbytes.item((one.stop - 1) % count) > most
-                or any(self._nbytes[first:last].max() > most for first, last in ranges)
-            ):
+            if self._nbytes.item(one.start % count) > most or self._nbytes.item((one.stop - 1) % count) > most:
                 kept.append(one)
-            else:
-                for first, last in ranges:
-                    self._nbytes[first:last] += one.period.nbytes
+                continue
+            ranges = list(wrapped(one.start, one.stop, count))
+            if any(self._nbytes[first:last].max() > most for first, last in ranges):
+                kept.append(one)
+                continue
+            for first, last in ranges:
+                self._nbytes[first:last] += one.period.nbytes
         return kept[::-1]

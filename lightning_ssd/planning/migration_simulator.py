@@ -3,6 +3,7 @@
 import sys
 from bisect import insort
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_ssd.planning.io_timeline import ROUNDING, Floats
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
     ByteChanges,
@@ -22,6 +24,7 @@ from lightning_ssd.planning.migration import (
     MigrationMachine,
     MigrationPlan,
 )
+from lightning_ssd.planning.transfer_bounds import least_stall_seconds
 from lightning_ssd.sizes import format_bytes, format_seconds
 from lightning_ssd.types import OffloadTierName
 
@@ -116,9 +119,9 @@ def simulate_migrations(
     between: drives do not wait while the link carries other bytes.
     """
     step = GPUSteps(profile, machine).without(plan.cpu_units)
-    found = _Simulation(profile, machine, plan, step).run()
-    assert found is not None
-    return found
+    simulation = Simulation(profile, machine, plan, step)
+    simulation.run()
+    return simulation.prediction()
 
 
 def simulate_better(
@@ -126,18 +129,112 @@ def simulate_better(
     machine: MigrationMachine,
     plan: MigrationPlan,
     step: GPUStep,
-    best: MigrationPrediction,
-) -> MigrationPrediction | None:
-    """Returns the prediction of `simulate_migrations`, or None as soon as it has no better score than `best`.
+    best: tuple[int, float],
+) -> "Simulation | None":
+    """Returns the simulation of `simulate_migrations`, or None as soon as it has no better score than `best`.
 
     Args:
         profile: lifetimes of all tensors.
         machine: the machine.
         plan: the plan.
         step: the step without the units that the CPU steps.
-        best: prediction of another plan.
+        best: score of another plan.
     """
-    return _Simulation(profile, machine, plan, step).run(best.score)
+    simulation = Simulation(profile, machine, plan, step)
+    return simulation if simulation.run(best) else None
+
+
+class _Carrier:
+    """The link, or drives, in one direction. It carries one transfer at a time, the one that is needed first.
+
+    Time passes only where the queue is looked at or changes: most events change one of four queues.
+
+    Args:
+        rate: bytes/s.
+
+    Attributes:
+        queue: [operator that needs it, number, bytes left] of each transfer, in this order.
+        busy: begin and end of each time in which there are transfers, in turn.
+        num_ended: transfers that have ended.
+    """
+
+    __slots__ = ("_now", "_rate", "busy", "num_ended", "queue")
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._now = 0.0
+        """Time up to which transfers are carried."""
+        self.queue: list[list[float]] = []
+        self.busy: list[float] = []
+        self.num_ended = 0
+
+    def add(self, now: float, due: int, number: int, nbytes: float) -> None:
+        """Queues a transfer at the time `now`."""
+        if self.queue:
+            self.advance(now)
+        if not self.queue:
+            self._now = now
+            self.busy.append(now)
+        insort(self.queue, [due, number, nbytes])
+
+    def advance(self, now: float) -> None:
+        """Carries transfers until the time `now`."""
+        queue = self.queue
+        if not queue:
+            return
+        room = self._rate * (now - self._now)
+        self._now = now
+        if queue[0][2] > room:  # most transfers take longer
+            queue[0][2] -= room
+            return
+        num_ended = 0
+        for entry in queue:
+            if entry[2] > room:
+                entry[2] -= room
+                break
+            room -= entry[2]
+            num_ended += 1
+        self._end(num_ended, now - room / self._rate)
+
+    def finish(self, due: int, now: float) -> None:
+        """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
+        self.advance(now)
+        num_ended = 0
+        for entry in self.queue:
+            if entry[0] > due:
+                break
+            num_ended += 1
+        self._end(num_ended, now)
+
+    def _end(self, num_ended: int, now: float) -> None:
+        """Ends the first transfers."""
+        if num_ended:
+            del self.queue[:num_ended]
+            self.num_ended += num_ended
+            if not self.queue:
+                self.busy.append(now)
+
+    def seconds_until(self, due: int, now: float) -> float:
+        """Returns the time from `now` until all transfers have ended that operators up to `due` wait for."""
+        self.advance(now)
+        needed = 0.0
+        for when, _, nbytes in self.queue:
+            if when > due:
+                break
+            needed += nbytes
+        return needed / self._rate if needed else 0.0
+
+    def carried(self, times: Floats) -> Floats:
+        """Returns the bytes that are carried between any two successive times, up to the last of which it advances."""
+        end = times.item(-1)
+        self.advance(end)
+        busy = np.array([-inf, -inf, *self.busy, *([end] if self.queue else [])])
+        begins, ends = busy[::2], busy[1::2]
+        # Seconds of the busy times that have begun, without the rest of the last one.
+        begun = np.searchsorted(begins, times, "right") - 1
+        worked = np.cumsum(np.append(0.0, ends[1:] - begins[1:]))[begun] - np.maximum(0.0, ends[begun] - times)
+        carried: Floats = self._rate * np.minimum(np.diff(worked), np.diff(times))
+        return carried
 
 
 class _Transfers:
@@ -152,98 +249,56 @@ class _Transfers:
         direction: from the GPU, or to it.
 
     Attributes:
-        first_due: the first operator that waits for a transfer.
+        link: the link.
+        ssd: all drives.
+        first_due: the first operator that waits for a transfer, unless that has ended since it was looked at.
     """
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
-        self._link: list[list[float]] = []
-        """[operator that needs it, number, bytes left] of each transfer that the link has to carry, in this order."""
-        self._ssd: list[list[float]] = []
-        """The same for drives."""
-        self._link_rate = machine.link_out if direction == "out" else machine.link_in
-        self._ssd_rate = machine.ssd[direction == "out"]
-        self._queues = ((self._link_rate, self._link), (self._ssd_rate, self._ssd))
-        """Bytes/s and transfers of the link and of drives."""
+        self.link = _Carrier(machine.link_out if direction == "out" else machine.link_in)
+        self.ssd = _Carrier(machine.ssd[direction == "out"])
         self._count = 0
         self.first_due: float = inf
 
-    def add(self, tier: OffloadTierName, due: int, nbytes: float) -> int:
+    def add(self, now: float, tier: OffloadTierName, due: int, nbytes: float) -> int:
         """Queues a transfer that the operator `due` waits for. Returns its number."""
         self._count += 1
-        insort(self._link, [due, self._count, nbytes])
+        self.link.add(now, due, self._count, nbytes)
         if tier == "ssd":
-            insort(self._ssd, [due, self._count, nbytes])
+            self.ssd.add(now, due, self._count, nbytes)
         if due < self.first_due:
             self.first_due = due
         return self._count
 
     def is_on_link(self, number: int) -> bool:
-        """Returns whether the link has not carried all of a transfer."""
-        return any(entry[1] == number for entry in self._link)
+        """Returns whether the link has not carried all of a transfer when its time last passed."""
+        return any(entry[1] == number for entry in self.link.queue)
 
-    def seconds_until(self, due: int) -> float:
-        """Returns the time until all transfers have ended that operators up to `due` wait for."""
-        longest = 0.0
+    def seconds_until(self, due: int, now: float) -> float:
+        """Returns the time from `now` until all transfers have ended that operators up to `due` wait for."""
         if due < self.first_due:
-            return longest
-        for rate, queue in self._queues:
-            needed = 0.0
-            for when, _, nbytes in queue:
-                if when > due:
-                    break
-                needed += nbytes
-            if needed:
-                longest = max(longest, needed / rate)
+            return 0.0
+        longest = max(self.link.seconds_until(due, now), self.ssd.seconds_until(due, now))
+        self._find_first_due()
         return longest
 
-    def advance(self, seconds: float) -> tuple[float, float]:
-        """Transfers for `seconds`. Returns the fields of `Carried`."""
-        link = ssd = 0.0
-        # Most transfers take longer than an interval.
-        if queue := self._link:
-            link = self._link_rate * seconds
-            if queue[0][2] > link:
-                queue[0][2] -= link
-            else:
-                link -= self._end_transfers(queue, link)
-        if queue := self._ssd:
-            ssd = self._ssd_rate * seconds
-            if queue[0][2] > ssd:
-                queue[0][2] -= ssd
-            else:
-                ssd -= self._end_transfers(queue, ssd)
-        return link, ssd
-
-    def _end_transfers(self, queue: list[list[float]], room: float) -> float:
-        """Carries the first transfers of a queue, of which at least one ends. Returns the bytes of unused room."""
-        num_ended = 0
-        for entry in queue:
-            if entry[2] > room:
-                entry[2] -= room
-                room = 0.0
-                break
-            room -= entry[2]
-            num_ended += 1
-        del queue[:num_ended]
-        self._find_first_due()
-        return room
-
-    def finish(self, due: int) -> None:
-        """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
-        for _, queue in self._queues:
-            while queue and queue[0][0] <= due:
-                del queue[0]
-        self._find_first_due()
+    def finish(self, due: int, now: float) -> None:
+        """Ends the transfers that operators up to `due` wait for."""
+        if due >= self.first_due:
+            self.link.finish(due, now)
+            self.ssd.finish(due, now)
+            self._find_first_due()
 
     def _find_first_due(self) -> None:
-        self.first_due = min((queue[0][0] for _, queue in self._queues if queue), default=inf)
+        link, ssd = self.link.queue, self.ssd.queue
+        self.first_due = min(link[0][0] if link else inf, ssd[0][0] if ssd else inf)
 
 
 _Begun = tuple[OffloadTierName, int, int]
 """Tier, operator that waits (possibly one of the next step), and bytes of a transfer that begins in each step."""
 
 
-class _Simulation:
+class Simulation:
     """Two steps, of which the second one is that of the steady state.
 
     Args:
@@ -251,6 +306,10 @@ class _Simulation:
         machine: the machine.
         plan: the plan.
         step: the step without the units that the CPU steps.
+
+    Attributes:
+        score: the prediction's score.
+        stalls: the prediction's stalls.
     """
 
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan, step: GPUStep) -> None:
@@ -260,13 +319,17 @@ class _Simulation:
         self.count = len(profile.operators)
         self.step = step
         self.seconds = step.seconds.copy()
+        columns = np.array([one[:5] for one in plan.migrations], np.int64).reshape(-1, 5).T
+        self.tensors, self.after, self.absent_from, self.absent_until, self.before = columns
+        """The fields of all migrations."""
+        self.sizes: Bytes = np.array([profile.tensors[one.tensor].nbytes for one in plan.migrations], np.int64)
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
-        self.now = self.begun = 0.0
-        """Time, and begin of the simulated step, since the begin of the first one."""
-        self.is_steady = False
-        """Whether the last step is simulated."""
-        self.traffic: list[IntervalTraffic] = []
-        """Transfers of the last step."""
+        self.now = 0.0
+        """Time since the begin of the first step."""
+        self.times: list[float] = []
+        """Begins of the intervals and stalls of the present step."""
+        self.score = (sys.maxsize, inf)
+        self.stalls: list[tuple[int, float]] = []
         self.prefetches: dict[int, list[_Begun]] = defaultdict(list)
         """Prefetches that begin with an operator of each step."""
         self.offloads: dict[int, list[_Begun]] = defaultdict(list)
@@ -282,88 +345,108 @@ class _Simulation:
         """CPU steps whose gradients are offloaded: number of the transfer, job, operator that needs the weights."""
         self.computed: list[tuple[float, int, int]] = []
         """New weights: when the CPU has made them, operator that needs them, bytes."""
+        self.num_arrived = 0
+        """Transfers that the link had carried from the GPU when CPU steps last began."""
         self.cpu_free_at = 0.0
         self.recomputed = 0.0
-        for migration in plan.migrations:
-            self._add(migration)
+        for migration, nbytes in zip(plan.migrations, self.sizes.tolist(), strict=True):
+            self._add(migration, nbytes)
 
-    def _add(self, migration: Migration) -> None:
-        tensor = self.profile.tensors[migration.tensor]
-        if migration.tier is None:
-            recompute_seconds = tensor.recompute_seconds or 0.0
-            self.seconds[migration.before % self.count] += recompute_seconds
+    def _add(self, migration: Migration, nbytes: int) -> None:
+        index, after, absent_from, absent_until, before, tier = migration
+        count = self.count
+        if tier is None:
+            recompute_seconds = self.profile.tensors[index].recompute_seconds or 0.0
+            self.seconds[before % count] += recompute_seconds
             self.recomputed += recompute_seconds
             return
-        count, tier, nbytes = self.count, migration.tier, tensor.nbytes
-        step, operator = divmod(migration.after + 1, count)
-        self.offloads[operator].append((tier, migration.absent_from - step * count, nbytes))
-        step, operator = divmod(migration.absent_until, count)
-        self.prefetches[operator].append((tier, migration.before - step * count, nbytes))
+        step, operator = divmod(after + 1, count)
+        self.offloads[operator].append((tier, absent_from - step * count, nbytes))
+        step, operator = divmod(absent_until, count)
+        self.prefetches[operator].append((tier, before - step * count, nbytes))
         # In the first step, the transfers run that the step before has begun and an operator of this one waits for.
-        if migration.after < count < migration.absent_from:
-            self.out.add(tier, migration.absent_from - count, nbytes)
-        if migration.absent_until < count <= migration.before:
-            self.into.add(tier, migration.before - count, nbytes)
+        if after < count < absent_from:
+            self.out.add(0.0, tier, absent_from - count, nbytes)
+        if absent_until < count <= before:
+            self.into.add(0.0, tier, before - count, nbytes)
 
-    def run(self, best: tuple[int, float] = (sys.maxsize, inf)) -> MigrationPrediction | None:
-        """Returns the prediction, or None as soon as its score can't be better than `best`."""
-        gpu_bytes, host_peak, written = self._memory()
-        excess = max(0, int(gpu_bytes.max()) - self.machine.gpu_bytes)
+    def run(self, best: tuple[int, float] = (sys.maxsize, inf)) -> bool:
+        """Simulates both steps, or returns False as soon as the score can't be better than `best`."""
+        excess = max(0, int(self._gpu_bytes().max()) - self.machine.gpu_bytes)
         times = list(accumulate(self.seconds, initial=0.0))
         if (excess, times[-1]) >= best:
-            return None
+            return False
+        later = None
+        if excess == best[0]:
+            later = least_stall_seconds(self.machine, self.seconds, self.plan, self.sizes).tolist()
+            if times[-1] + later[0] >= best[1] * (1 + ROUNDING):
+                return False
         out, into = self.out, self.into
         intervals = self._intervals(times)
         for cycle in range(STEPS):
             base = cycle * self.count
-            stalls: list[tuple[int, float]] = []
+            self.stalls = []
             waited = 0.0
-            self.begun = self.now
-            self.is_steady = cycle == STEPS - 1
+            is_steady = cycle == STEPS - 1
+            self.times = []
             for operator, seconds, offloads, prefetches in intervals:
                 index = base + operator
                 for tier, due, nbytes in offloads if index else ():
-                    out.add(tier, base + due, nbytes)
+                    out.add(self.now, tier, base + due, nbytes)
                 while self.jobs and self.jobs[0][0] < index:
                     self._offload_gradients(*self.jobs.popleft())
                 for tier, due, nbytes in prefetches:
-                    into.add(tier, base + due, nbytes)
+                    into.add(self.now, tier, base + due, nbytes)
                 if self.waiting:
                     self._start_jobs()
                 if self.computed:
                     self._return_weights()
-                if index >= out.first_due or index >= into.first_due or self._late_weights(index):
+                if index >= out.first_due or index >= into.first_due or (self.computed and self._late_weights(index)):
                     wait = self._wait(index)
                     if wait > 0:
-                        stalls.append((operator, wait))
+                        self.stalls.append((operator, wait))
                         waited += wait
-                        if self.is_steady and (excess, times[-1] + waited) >= best:
-                            return None
-                self._advance(seconds)
+                        if is_steady and (excess, times[-1] + waited) >= best:
+                            return False
+                        if is_steady and later and times[-1] + waited + later[operator] >= best[1] * (1 + ROUNDING):
+                            return False
+                self.times.append(self.now)
+                self.now += seconds
+        self.score = excess, times[-1] + waited
+        return True
+
+    def prediction(self) -> MigrationPrediction:
+        """Returns the prediction of a simulation that has run."""
+        tiers = [one.tier for one in self.plan.migrations]
+        in_host, on_ssd = (np.array([one == tier for one in tiers], bool) for tier in ("host", "ssd"))
+        host = ByteChanges(self.count)
+        host.add(self.after[in_host] + 1, self.before[in_host], self.sizes[in_host])
         return MigrationPrediction(
-            times[-1] + waited,
-            tuple(stalls),
+            self.score[1],
+            tuple(self.stalls),
             self.recomputed,
-            tuple(gpu_bytes.tolist()),
-            excess,
-            host_peak,
-            written,
-            tuple(self.traffic),
+            tuple(self._gpu_bytes().tolist()),
+            self.score[0],
+            self.step.host_bytes + int(host.sums().max()),
+            int(self.sizes[on_ssd].sum()),
+            tuple(self._traffic()),
         )
 
-    def _memory(self) -> tuple[Bytes, int, int]:
-        """Returns the bytes in GPU memory while each operator runs, the peak of host memory, and the bytes written."""
-        migrations = self.plan.migrations
-        sizes = [self.profile.tensors[one.tensor].nbytes for one in migrations]
-        gpu, host = ByteChanges(self.count), ByteChanges(self.count)
-        gpu.add([one.absent_from for one in migrations], [one.absent_until for one in migrations], sizes)
-        in_host = [
-            (one.after + 1, one.before, size) for one, size in zip(migrations, sizes, strict=True) if one.tier == "host"
-        ]
-        if in_host:
-            host.add(*zip(*in_host, strict=True))
-        written = sum(size for one, size in zip(migrations, sizes, strict=True) if one.tier == "ssd")
-        return self.step.nbytes - gpu.sums(), self.step.host_bytes + int(host.sums().max()), written
+    def _traffic(self) -> Iterator[IntervalTraffic]:
+        """Yields the transfers of the last step."""
+        times = np.array([*self.times, self.now])
+        starts, seconds = times[:-1] - times[0], np.diff(times)
+        carriers = self.out.link, self.out.ssd, self.into.link, self.into.ssd
+        carried = [one.carried(times) for one in carriers]
+        columns = [starts, seconds, *carried]
+        for start, duration, out, out_ssd, into, into_ssd in np.stack(columns)[:, np.any(carried, axis=0)].T.tolist():
+            yield IntervalTraffic(start, duration, Carried(out, out_ssd), Carried(into, into_ssd))
+
+    def _gpu_bytes(self) -> Bytes:
+        """Returns the bytes in GPU memory while each operator runs."""
+        changes = ByteChanges(self.count)
+        changes.add(self.absent_from, self.absent_until, self.sizes)
+        return self.step.nbytes - changes.sums()
 
     def _intervals(self, times: list[float]) -> list[tuple[int, float, list[_Begun], list[_Begun]]]:
         """Returns the first operator of each part of a step, the part's seconds, and the transfers that begin with it.
@@ -373,15 +456,13 @@ class _Simulation:
         Args:
             times: begin of each operator, and the end of the step, if the GPU never waits.
         """
-        migrations = self.plan.migrations
-        events = [part * self.count // RESOLUTION for part in range(RESOLUTION)]
-        events += self.offloads
-        events += self.prefetches
-        events += [one.absent_from for one in migrations]
-        events += [one.before for one in migrations]
+        is_event = np.zeros(self.count, bool)
+        is_event[[part * self.count // RESOLUTION for part in range(RESOLUTION)]] = True
+        for operators in ([*self.offloads], [*self.prefetches], self.absent_from, self.before):
+            is_event[np.array(operators, np.int64) % self.count] = True
         for job in self.step.jobs:
-            events += job.ready + 1, job.absent_from, job.before
-        inside: list[int] = np.unique(np.array(events) % self.count).tolist()
+            is_event[np.array((job.ready + 1, job.absent_from, job.before)) % self.count] = True
+        inside: list[int] = np.flatnonzero(is_event).tolist()
         return [
             (one, times[following] - times[one], self.offloads.get(one, []), self.prefetches.get(one, []))
             for one, following in pairwise([*inside, self.count])
@@ -390,7 +471,7 @@ class _Simulation:
     def _offload_gradients(self, ready: int, job: CPUStep) -> None:
         """Begins the offload of the gradients of a CPU step, which the operator `ready` has used last."""
         base = ready - job.ready
-        number = self.out.add("host", base + job.absent_from, job.gradients)
+        number = self.out.add(self.now, "host", base + job.absent_from, job.gradients)
         self.waiting.append((number, job, base + self.count + job.before))
 
     def _late_weights(self, index: int) -> list[float]:
@@ -399,27 +480,35 @@ class _Simulation:
 
     def _wait(self, index: int) -> float:
         """Lets operator `index` wait for transfers and the CPU. Returns the seconds."""
+        begin = self.now
         wait = 0.0
         while True:
-            seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
-            late = self._late_weights(index)
+            seconds = max(self.out.seconds_until(index, self.now), self.into.seconds_until(index, self.now))
+            late = self._late_weights(index) if self.computed else ()
             if seconds:
-                self._advance(seconds)
-                self.out.finish(index)
-                self.into.finish(index)
+                self.now += seconds
+                self.out.finish(index, self.now)
+                self.into.finish(index, self.now)
             elif late:
                 seconds = max(0.0, late[0] - self.now)
-                self._advance(seconds)
                 self.now = max(self.now, late[0])
             else:
                 break
             wait += seconds
+            if not (self.waiting or self.computed):
+                break
             self._start_jobs()
             self._return_weights()
+        if wait > 0:
+            self.times.append(begin)
         return wait
 
     def _start_jobs(self) -> None:
         """Starts the CPU steps whose gradients have arrived."""
+        self.out.link.advance(self.now)
+        if self.num_arrived == self.out.link.num_ended:
+            return
+        self.num_arrived = self.out.link.num_ended
         for entry in [one for one in self.waiting if not self.out.is_on_link(one[0])]:
             self.waiting.remove(entry)
             self.cpu_free_at = max(self.cpu_free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
@@ -429,10 +518,4 @@ class _Simulation:
         """Begins the copies of the weights that the CPU has computed by now."""
         while self.computed and self.computed[0][0] <= self.now:
             _, due, nbytes = self.computed.pop(0)
-            self.into.add("host", due, nbytes)
-
-    def _advance(self, seconds: float) -> None:
-        out, into = self.out.advance(seconds), self.into.advance(seconds)
-        if self.is_steady and (any(out) or any(into)):
-            self.traffic.append(IntervalTraffic(self.now - self.begun, seconds, Carried(*out), Carried(*into)))
-        self.now += seconds
+            self.into.add(self.now, "host", due, nbytes)

@@ -8,7 +8,7 @@ transfers as possible fit into the step as it is.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -18,11 +18,11 @@ import numpy as np
 
 from lightning_ssd.garbage import no_collections
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
-from lightning_ssd.planning.io_timeline import Floats, IOTimeline
+from lightning_ssd.planning.io_timeline import ROUNDING, Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
-from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
-from lightning_ssd.planning.transfer_bounds import least_score
+from lightning_ssd.planning.migration import GPUStep, GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration_simulator import MigrationPrediction, Simulation, simulate_better
+from lightning_ssd.planning.transfer_bounds import ANY, IN_HOST, ON_SSD, TransferBounds
 from lightning_ssd.types import OffloadTierName
 
 SATURATED = 2.0
@@ -49,6 +49,9 @@ SHARES = (0.75, 0.5)
 LESS_IN_FLIGHT = 0.02
 """Smaller share of the GPU's capacity for prefetches that have begun, which is tried for the best plan."""
 
+EXAMINED = 128
+"""Chosen migrations of Teraio's search between two estimates of whether its plan can be the best one."""
+
 MIN_GAIN = 0.002
 """Least gain, as a share of the step, for which a plan is simulated."""
 
@@ -66,23 +69,9 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
         machine: the machine.
         min_bytes: bytes of the smallest tensor that is migrated.
     """
-    search = _Search(profile, machine, min_bytes)
-    # All bytes beyond the capacity have to leave in a step.
-    least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
-    factor, before = min(LONGEST, max(1.0, least)), inf
-    search.io.lengthen(factor)
-    while True:
-        search.choose(in_time=True)
-        left = float(search.pressure.sum())
-        if left >= STUCK * before or (left and factor >= LONGEST):
-            # Operators right before or after the use of a tensor need its memory, however long the step is.
-            search.choose(in_time=False)
-            left = 0.0
-        if not left:
-            return MigrationPlan(tuple(search.necessary()))
-        before = left
-        factor *= LONGER
-        search.io.lengthen(LONGER)
+    found = _Search(profile, machine, min_bytes).find()
+    assert found is not None
+    return found
 
 
 @no_collections()
@@ -116,13 +105,12 @@ def plan_migrations(
     """
     search = _BestPlan(profile, machine, min_bytes)
     found = search.find()
-    excess, seconds = least_score(profile, machine)
-    if found[1].score > (excess, seconds * (1 + 1e-9)):  # additions round
-        plan = plan_teraio(profile, machine, min_bytes)
-        better = simulate_better(profile, machine, plan, search.steps.without(), found[1])
-        if better is not None:
-            found = plan, better
-    return found
+    excess, seconds = search.bounds.least_score(search.steps.without())
+    if found.score > (excess, seconds * (1 + ROUNDING)):
+        plan = _Search(profile, machine, min_bytes).find(_Limit(search.bounds, found.score))
+        better = None if plan is None else simulate_better(profile, machine, plan, search.steps.without(), found.score)
+        found = better or found
+    return found.plan, found.prediction()
 
 
 @dataclass(frozen=True)
@@ -148,6 +136,7 @@ class _BestPlan:
         self.profile = profile
         self.machine = machine
         self.planner = EvictionPlanner(profile, machine, min_bytes)
+        self.bounds = TransferBounds(profile, machine)
         self.steps = GPUSteps(profile, machine)
         # Units whose gradients are complete first have the most time for a CPU step.
         jobs = sorted(self.steps.without(frozenset(profile.by_unit)).jobs, key=lambda job: job.ready)
@@ -160,34 +149,60 @@ class _BestPlan:
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
             self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
-        self.best: tuple[MigrationPlan, MigrationPrediction]
+        self._steps: dict[int, GPUStep] = {}
+        """Steps by the number of units that the CPU steps."""
+        self.best: Simulation
         self._start(_Choice())
 
-    def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
-        """Returns the best plan, and its prediction."""
-        if not (self.best[1].stalls or self.best[1].excess_bytes):
+    def find(self) -> Simulation:
+        """Returns the simulation of the best plan."""
+        if not (self.best.stalls or self.best.score[0]):
             return self.best
         # The CPU steps as many units as it can without making the GPU wait; then more or fewer are tried.
         hidden = _Choice(bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1)
         is_better = self._try(hidden)
         self._improve(len(self.units) // (8 if is_better else 4))
-        if not is_better and hidden.cpu_units and self.best[1].stalls:
+        if not is_better and hidden.cpu_units and self.best.stalls:
             # CPU steps need host memory, but also leave fewer migrations: they may be worth it with recomputation only.
             found = self.best
-            self._start(hidden)
-            self._improve(0)
-            self.best = min(found, self.best, key=lambda one: one[1].score)
+            every = frozenset(period for price in PRICES for period in self.planner.recomputed(price))
+            counts = hidden.cpu_units, hidden.cpu_units - 1
+            if any(self._may_be_better(count, every) for count in counts):
+                self._start(hidden)
+                self._improve(0)
+                self.best = min(found, self.best, key=lambda one: one.score)
         return self.best
+
+    def _may_be_better(self, cpu_units: int, recomputed: Iterable[Period]) -> bool:
+        """Returns whether a plan with as many CPU steps may be better than the best one, by its transfers.
+
+        Args:
+            cpu_units: number of units that the CPU steps.
+            recomputed: all periods after which it may recompute tensors.
+        """
+        periods = ((one.tensor, one.after) for one in recomputed)
+        excess, seconds = self.bounds.least_score(self._step(cpu_units), periods)
+        return (excess, seconds) < (self.best.score[0], self.best.score[1] * (1 + ROUNDING))
+
+    def _step(self, cpu_units: int) -> GPUStep:
+        """Returns the step without the first units, as many as the CPU steps."""
+        if cpu_units not in self._steps:
+            self._steps[cpu_units] = self.steps.without(frozenset(self.units[:cpu_units]))
+        return self._steps[cpu_units]
 
     def _start(self, choice: _Choice) -> None:
         """Begins the search, or begins it again, with a choice."""
         self.chosen = choice
         self.tried = {choice}
-        step = self.steps.without(frozenset(self.units[: choice.cpu_units]))
-        plan = self.planner.plan(step, choice.recomputed, choice.in_flight, prefers_host=choice.prefers_host)
+        plan = self._plan(choice)
         self.plans: set[MigrationPlan] = {plan}
         """All plans that were simulated since then."""
-        self.best = plan, simulate_migrations(self.profile, self.machine, plan)
+        self.best = Simulation(self.profile, self.machine, plan, self._step(choice.cpu_units))
+        self.best.run()
+
+    def _plan(self, choice: _Choice) -> MigrationPlan:
+        step = self._step(choice.cpu_units)
+        return self.planner.plan(step, choice.recomputed, choice.in_flight, prefers_host=choice.prefers_host)
 
     def _improve(self, amount: int) -> None:
         """Changes the choice as long as plans become better.
@@ -215,21 +230,22 @@ class _BestPlan:
 
     def _try(self, choice: _Choice) -> bool:
         """Simulates a plan, if it can be better than the best one, and returns whether it is."""
-        best = self.best[1]
+        excess, seconds = self.best.score
         if choice in self.tried or not 0 <= choice.cpu_units <= len(self.units):
             return False
-        if not best.excess_bytes and self.cpu_seconds[choice.cpu_units] > (1 - MIN_GAIN) * best.step_seconds:
+        if not excess and self.cpu_seconds[choice.cpu_units] > (1 - MIN_GAIN) * seconds:
             return False
         self.tried.add(choice)
-        step = self.steps.without(frozenset(self.units[: choice.cpu_units]))
-        plan = self.planner.plan(step, choice.recomputed, choice.in_flight, prefers_host=choice.prefers_host)
+        if not self._may_be_better(choice.cpu_units, choice.recomputed):
+            return False
+        plan = self._plan(choice)
         if plan in self.plans:
             return False
         self.plans.add(plan)
-        found = simulate_better(self.profile, self.machine, plan, step, best)
+        found = simulate_better(self.profile, self.machine, plan, self._step(choice.cpu_units), self.best.score)
         if found is None:
             return False
-        self.best, self.chosen = (plan, found), choice
+        self.best, self.chosen = found, choice
         return True
 
 
@@ -275,6 +291,39 @@ class _Rated(NamedTuple):
     tier: OffloadTierName
 
 
+class _Limit:
+    """Ends the search for a plan that can't be better than another one.
+
+    Migrations that were chosen keep their tier, or are removed in the end, and then the tensor stays in GPU memory.
+
+    Args:
+        bounds: bounds of a step by its transfers.
+        best: score of the other plan.
+    """
+
+    def __init__(self, bounds: TransferBounds, best: tuple[int, float]) -> None:
+        self._bounds = bounds
+        self._best = best
+        self._examined = 0
+        """Number of chosen migrations that were last examined."""
+
+    def is_reached(self, chosen: Mapping[int, Migration], host: Floats) -> bool:
+        """Returns whether no search can be better that has chosen these migrations, if there are enough new ones.
+
+        Args:
+            chosen: migrations.
+            host: bytes in host memory while each operator of two steps runs.
+        """
+        if len(chosen) < self._examined + EXAMINED or self._best[0]:
+            return False
+        self._examined = len(chosen)
+        tiers = np.full(len(self._bounds.periods) + 1, ANY)
+        for one in chosen.values():
+            tiers[self._bounds.periods[one.tensor, one.after]] = IN_HOST if one.tier == "host" else ON_SSD
+        least = self._bounds.least_seconds(tiers, host[: len(host) // 2].astype(np.int64))
+        return least >= self._best[1] * (1 + ROUNDING)
+
+
 class _Search:
     """The search, over the operators of one step that repeats.
 
@@ -310,17 +359,42 @@ class _Search:
         self.chosen: dict[int, Migration] = {}
         """The migrations of candidates, by their numbers, in the order of choice."""
 
-    def choose(self, *, in_time: bool) -> None:
+    def find(self, limit: "_Limit | None" = None) -> MigrationPlan | None:
+        """Returns the plan of `plan_teraio`, or None as soon as `limit` shows that another one is better."""
+        # All bytes beyond the capacity have to leave in a step.
+        least = float(self.pressure.max()) / self.most_out if self.most_out else LONGEST
+        factor, before = min(LONGEST, max(1.0, least)), inf
+        self.io.lengthen(factor)
+        while self.choose(in_time=True, limit=limit):
+            left = float(self.pressure.sum())
+            if left >= STUCK * before or (left and factor >= LONGEST):
+                # Operators right before or after the use of a tensor need its memory, however long the step is.
+                self.choose(in_time=False)
+                left = 0.0
+            if not left:
+                return MigrationPlan(tuple(self.necessary()))
+            before = left
+            factor *= LONGER
+            self.io.lengthen(LONGER)
+        return None
+
+    def choose(self, *, in_time: bool, limit: "_Limit | None" = None) -> bool:
         """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
 
         Tensors that migrate already may be absent for longer.
 
         Args:
             in_time: whether transfers have to fit into the I/O timeline; else operators may wait for them.
+            limit: another plan; None: there is none.
+
+        Returns:
+            False as soon as `limit` shows that the other plan is better.
         """
         heap = self._bounds()
         heapify(heap)
         while heap and self._is_pressed():
+            if limit is not None and limit.is_reached(self.chosen, self.host):
+                return False
             _, number = heappop(heap)
             found = self._migrate(number, in_time=in_time)
             if found is None:
@@ -330,6 +404,7 @@ class _Search:
                 self._add_migration(number, found, in_time=in_time)
             else:
                 heappush(heap, (-found.ratio, number))
+        return True
 
     def _is_pressed(self) -> bool:
         if not self.pressure.item(self.pressed_at):

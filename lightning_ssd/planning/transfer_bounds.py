@@ -1,74 +1,221 @@
-"""Bounds of a step by its transfers: no plan that recomputes nothing and steps no unit on the CPU is faster."""
+"""`TransferBounds`: seconds that a step takes at least, by the bytes that it transfers between any two operators.
+
+The search for a plan makes and simulates no plan whose bound shows that it can't be the best one.
+"""
+
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import MigrationMachine
+from lightning_ssd.planning.migration import ByteChanges, Bytes, Direction, GPUStep, MigrationMachine, MigrationPlan
 
 PARTS = 96
 """Parts of a step, between whose begins transfers are added up."""
 
+ANY, IN_HOST, ON_SSD, NOWHERE = range(4)
+"""Tier of a tensor in a period, beside GPU memory: either one; host memory; drives; neither one."""
 
-def least_score(profile: LifetimeProfile, machine: MigrationMachine) -> tuple[int, float]:
-    """Returns the least `MigrationPrediction.score`: bytes that do not fit, and the seconds of a step."""
-    excess = 0 if machine.drives else max(0, max(profile.total) - machine.gpu_bytes - machine.host_bytes)
-    return (excess, profile.step_seconds) if excess else (0, least_step_seconds(profile, machine))
+Integers = NDArray[np.int64]
 
 
-def least_step_seconds(profile: LifetimeProfile, machine: MigrationMachine) -> float:
-    """Returns the seconds that a step takes at least if memory fits.
+class TransferBounds:
+    """Bounds for one profile and machine.
 
-    Operators of an interval use tensors that exist at its begin. Those beyond the GPU's capacity are prefetched in the
-    interval, and those beyond the capacities of GPU and host memory are read from drives. The same holds for offloads
-    of tensors that exist at its end. The step is divided into intervals for the largest sum of such bounds.
+    The step is divided into intervals, from the begin of an operator to the begin of another one, for the largest sum
+    of their bounds.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
     """
-    uses = _uses(profile)
-    if not uses:
-        return profile.step_seconds
-    count = len(profile.operators)
-    operators = profile.operators
-    # The optimizer needs the most bytes per second, with many operators: parts have equal numbers of operators.
-    phases = [index for index in range(1, count) if operators[index].phase != operators[index - 1].phase]
-    bounds = np.array(sorted({part * count // PARTS for part in range(PARTS)}.union(phases, (0, count))))
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine) -> None:
+        self._machine = machine
+        self._profile = profile
+        count = len(profile.operators)
+        self._seconds = [one.end - one.start for one in profile.operators]
+        # The optimizer needs the most bytes per second, with many operators: parts have equal numbers of operators.
+        phases = [one.phase for one in profile.operators]
+        begins = [index for index in range(1, count) if phases[index] != phases[index - 1]]
+        self._bounds = np.array(sorted({part * count // PARTS for part in range(PARTS)}.union(begins, (0, count))))
+        """Operators with which intervals begin and end."""
+        tensors = profile.tensors
+        counts = np.array([len(one.uses) for one in tensors], np.int64)
+        tensor = np.repeat(np.arange(len(tensors)), counts)
+        use = np.array([use for one in tensors for use in one.uses], np.int64)
+        self._nbytes = np.array([one.nbytes for one in tensors], np.float64)[tensor]
+        """Bytes of the tensor of each use."""
+        is_first = np.concatenate([[True], tensor[1:] != tensor[:-1]])[: len(use)]
+        is_last = np.concatenate([tensor[1:] != tensor[:-1], [True]])[: len(use)]
+        allocated = np.array([-1 if one.allocated is None else one.allocated for one in tensors], np.int64)[tensor]
+        # The last use of a tensor that is freed then has itself as the next one.
+        after = np.where([one.freed is None for one in tensors], count, -1)[tensor]
+        before = np.where(is_first, allocated, np.roll(use, 1))
+        after = np.where(is_last, np.where(after < 0, use, after), np.roll(use, -1))
+        self._earlier, self._begin, end = (np.searchsorted(self._bounds, one, "right") for one in (before, use, after))
+        # Offloads at the end of a step may take time of the next one: intervals until the end have no bound by them.
+        self._end = np.minimum(end, len(self._bounds) - 1)
+        self._period_tensors = np.array([one.tensor for one in profile.periods], np.int64)
+        numbers = {(one.tensor, one.after): number for number, one in enumerate(profile.periods)}
+        none = len(numbers)
+        following = np.array([numbers.get(one, none) for one in zip(tensor.tolist(), use.tolist(), strict=True)], int)
+        self._following: Integers = following
+        """The inactive period after each use; the number of periods: there is none."""
+        starts = np.cumsum(counts) - counts
+        is_global = np.array([one.is_global for one in tensors], bool)[tensor]
+        previous = np.where(is_first, np.where(is_global, following[(starts + counts - 1)[tensor]], none), 0)
+        self._previous: Integers = np.where(is_first, previous, np.roll(following, 1))
+        """The inactive period before each use."""
+        self.periods = numbers
+        """Number of the period of a tensor after an operator, by (tensor, `after`)."""
+
+    def least_score(self, step: GPUStep, recomputed: Iterable[tuple[int, int]] = ()) -> tuple[int, float]:
+        """Returns the least `MigrationPrediction.score`: bytes that do not fit, and the seconds of a step.
+
+        Args:
+            step: the step without the units that the CPU steps.
+            recomputed: (tensor, `after`) of the periods after which tensors may be recomputed, as in `Migration`.
+        """
+        profile, machine = self._profile, self._machine
+        tiers = np.full(len(self.periods) + 1, ANY)
+        tiers[:-1][np.isin(self._period_tensors, [*step.absent])] = NOWHERE
+        dropped = [self.periods[one] for one in recomputed]
+        tiers[dropped] = NOWHERE
+        in_host = min(step.host_bytes, machine.host_bytes)
+        if not machine.drives:
+            count = len(step.seconds)
+            changes = ByteChanges(count)
+            absent = [profile.periods[number] for number in dropped]
+            changes.add(
+                [one.after + 1 for one in absent],
+                [one.before if one.before > one.after else one.before + count for one in absent],
+                [profile.tensors[one.tensor].nbytes for one in absent],
+            )
+            nbytes = int((step.nbytes - changes.sums()).max())
+            excess = nbytes - machine.gpu_bytes - (machine.host_bytes - in_host)
+            if excess > 0:
+                return excess, sum(step.seconds)
+        return 0, self.least_seconds(tiers, np.full(len(step.seconds), in_host), step.seconds)
+
+    def least_seconds(
+        self, tiers: Integers | None = None, host: Bytes | None = None, seconds: list[float] | None = None
+    ) -> float:
+        """Returns the seconds that a step takes at least if memory fits, and inf if it can't.
+
+        Operators of an interval use tensors that exist at its begin. Those beyond the GPU's capacity are prefetched in
+        the interval, and those beyond the capacities of GPU and host memory are read from drives. The same holds for
+        offloads of tensors that exist at its end.
+
+        Args:
+            tiers: tier of the tensor in each period of the profile, and, as the last one, `ANY`; None: `ANY` in all.
+            host: bytes that host memory, or GPU memory instead, has for other periods than those of `ANY` while each
+                operator runs; None: none.
+            seconds: GPU seconds of each operator; None: those of the profile.
+        """
+        machine, bounds = self._machine, self._bounds
+        size = len(bounds)
+        times = np.concatenate([[0.0], np.cumsum(self._seconds if seconds is None else seconds)])[bounds]
+        least = times - times[:, None]
+        if not len(self._nbytes):
+            return _longest(least).item(0)
+        # Host memory is used from the end of an operator on: the one before the bound, or the one after it.
+        held = np.zeros(size) if host is None else np.minimum(host[bounds - 1], host[bounds % len(host)])
+        ways: tuple[tuple[Direction, float, Integers, Floats], ...] = (
+            ("in", machine.link_in, self._previous, held[:, None]),
+            ("out", machine.link_out, self._following, held),
+        )
+        for direction, link, periods, other in ways:
+            of_use = np.full(len(periods), ANY) if tiers is None else tiers[periods]
+            free, in_host, on_ssd = (
+                self._transferred(np.where(of_use == tier, self._nbytes, 0.0), is_read=direction == "in")
+                if tier == ANY or (of_use == tier).any()
+                else np.zeros((size, size))
+                for tier in (ANY, IN_HOST, ON_SSD)
+            )
+            beyond = np.maximum(0.0, free + in_host + on_ssd - machine.gpu_bytes)
+            # Host memory has no tensors that migrate to drives, and each tensor in host memory leaves less room.
+            room = machine.gpu_bytes + np.minimum(np.minimum(free, machine.host_bytes), machine.host_bytes - other)
+            on_drives = np.maximum(0.0, free + on_ssd - room)
+            rate = machine.rate("ssd", direction)
+            least = np.maximum(least, beyond / link)
+            least = np.maximum(least, on_drives / rate if rate else np.where(on_drives > 0, np.inf, 0.0))
+        return _longest(least).item(0)
+
+    def _transferred(self, nbytes: Floats, *, is_read: bool) -> Floats:
+        """Returns the bytes used between the bounds of a row and a column, of tensors that exist at the row's bound.
+
+        Args:
+            nbytes: bytes of the tensor of each use.
+            is_read: whether they are read; else they are written, and exist at the column's bound.
+        """
+        size = len(self._bounds)
+        used = np.zeros((size + 1) ** 2)
+
+        def add(rows: Integers, columns: Integers, sign: int) -> None:
+            used[:] += sign * np.bincount(rows * (size + 1) + columns, nbytes, len(used))
+
+        if is_read:
+            add(self._earlier, self._begin, 1)
+            add(self._begin, self._begin, -1)
+        else:
+            add(self._begin - 1, self._begin, 1)
+            add(self._begin - 1, self._end, -1)
+        found = used.reshape(size + 1, size + 1)
+        found = found.cumsum(0) if is_read else found[::-1].cumsum(0)[::-1]
+        return found.cumsum(1)[:size, :size]
+
+
+def least_stall_seconds(machine: MigrationMachine, seconds: list[float], plan: MigrationPlan, sizes: Bytes) -> Floats:
+    """Returns the seconds that a planned step waits at least after the begin of each operator.
+
+    The transfers that begin and are due in an interval run within it.
+
+    Args:
+        machine: the machine.
+        seconds: GPU seconds of each operator, with recomputation.
+        plan: the plan.
+        sizes: bytes of the tensor of each migration.
+    """
+    count = len(seconds)
+    bounds = np.unique(np.arange(PARTS + 1) * count // PARTS)
     size = len(bounds)
-    before, use, after, nbytes = (np.array(column) for column in zip(*uses, strict=True))
-    earlier, begin, end = (np.searchsorted(bounds, one, "right") for one in (before, use, after))
-    used, left = np.zeros((2, size + 1, size + 1))
-    """Bytes used between the bounds of a row and a column, of tensors that exist at its begin, or at its end."""
-    np.add.at(used, (earlier, begin), nbytes)
-    np.add.at(used, (begin, begin), -nbytes)
-    # Offloads at the end of a step may take time of the next one: intervals until the end have no bound by them.
-    end = np.minimum(end, size - 1)
-    np.add.at(left, (begin - 1, begin), nbytes)
-    np.add.at(left, (begin - 1, end), -nbytes)
-    used = used.cumsum(0).cumsum(1)[:size, :size]
-    left = left[::-1].cumsum(0)[::-1].cumsum(1)[:size, :size]
-    times = np.array([*(one.start for one in operators), profile.step_seconds])[bounds]
-    seconds = times - times[:, None]
-    for rate, link, transferred in (
-        (machine.rate("ssd", "in"), machine.link_in, used),
-        (machine.rate("ssd", "out"), machine.link_out, left),
+    times = np.concatenate([[0.0], np.cumsum(seconds)])[bounds]
+    least = times - times[:, None]
+    columns = np.array([one[1:5] for one in plan.migrations], np.int64).reshape(-1, 4).T
+    after, absent_from, absent_until, before = columns
+    tiers = [one.tier for one in plan.migrations]
+    migrated = np.array([tier is not None for tier in tiers], bool)
+    on_ssd = np.array([tier == "ssd" for tier in tiers], bool)
+    for begins, ends, link, ssd in (
+        (after + 1, absent_from, machine.link_out, machine.ssd[1]),
+        (absent_until, before, machine.link_in, machine.ssd[0]),
     ):
-        beyond = np.maximum(0.0, transferred - machine.gpu_bytes)
-        on_drives = np.maximum(0.0, beyond - machine.host_bytes)
-        seconds = np.maximum(seconds, beyond / link)
-        seconds = np.maximum(seconds, on_drives / rate if rate else np.where(on_drives > 0, np.inf, 0.0))
-    least = np.zeros(size)
-    for index in range(1, size):
-        least[index] = (least[:index] + seconds[:index, index]).max()
-    return float(least[-1])
+        # A transfer that begins with the operator of a bound may run while that operator still waits for another one.
+        first = np.searchsorted(bounds, begins % count, "left") - 1
+        due = ends - begins + begins % count
+        last = np.searchsorted(bounds, due, "left")
+        within = (first >= 0) & (due < count)  # the first operator of the next step waits in that step
+        for carried, rate in ((migrated, link), (on_ssd, ssd)):
+            chosen = within & carried
+            if chosen.any():
+                cells = first[chosen] * size + last[chosen]
+                nbytes = np.bincount(cells, sizes[chosen], size * size).reshape(size, size)
+                least = np.maximum(least, nbytes[::-1].cumsum(0)[::-1].cumsum(1) / rate)
+    # Operators wait at least as long as after the next bound.
+    stalls = _longest(least) - (times[-1] - times)
+    return np.asarray(stalls[np.searchsorted(bounds, np.arange(count))])
 
 
-def _uses(profile: LifetimeProfile) -> list[tuple[int, int, int, int]]:
-    """Returns the operator before a use of a tensor that uses or allocates it, the use, the next one, and the bytes.
+def _longest(seconds: Floats) -> Floats:
+    """Returns the largest sum of the seconds of successive intervals from each bound until the last one.
 
-    The last use of a tensor that is freed then has itself as the next one.
+    Args:
+        seconds: seconds of the interval from the bound of the row to that of the column.
     """
-    found: list[tuple[int, int, int, int]] = []
-    for tensor in profile.tensors:
-        before = -1 if tensor.allocated is None else tensor.allocated
-        after = tensor.uses[-1:] if tensor.freed is not None else (len(profile.operators),)
-        for use, following in zip(tensor.uses, (*tensor.uses[1:], *after), strict=False):
-            found.append((before, use, following, tensor.nbytes))
-            before = use
-    return found
+    longest = np.zeros(len(seconds))
+    for index in range(len(longest) - 2, -1, -1):
+        longest[index] = (seconds[index, index + 1 :] + longest[index + 1 :]).max()
+    return longest

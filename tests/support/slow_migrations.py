@@ -221,7 +221,7 @@ class SlowSearch:
                     recomputed.append(one)
                 left -= one.nbytes
         step = GPUSteps(self.profile, self.machine).without(frozenset(self.units[:units]))
-        plan = self.planner.plan(step, recomputed, in_flight, prefers_host=prefers_host)
+        plan = self.planner.plan(step, tuple(recomputed), in_flight, prefers_host=prefers_host)
         return plan, simulate_migrations(self.profile, self.machine, plan)
 
     def attempt(self, *choice: int | float | None) -> bool:
