@@ -415,6 +415,11 @@ class Simulation:
         self.score = excess, times[-1] + waited
         return True
 
+    @property
+    def is_ideal(self) -> bool:
+        """Whether the GPU neither waits nor recomputes, and memory fits."""
+        return not (self.stalls or self.recomputed or self.score[0])
+
     def prediction(self) -> MigrationPrediction:
         """Returns the prediction of a simulation that has run."""
         tiers = [one.tier for one in self.plan.migrations]

@@ -95,8 +95,8 @@ def plan_migrations(
 ) -> tuple[MigrationPlan, MigrationPrediction]:
     """Returns the best plan that also recomputes saved tensors, and steps units on the CPU, and its prediction.
 
-    The plan of `plan_teraio` is made, too, unless no plan without recomputation and CPU steps can be better. So the
-    result is never predicted to be slower.
+    The plan of `plan_teraio` is made, too, unless no plan without recomputation and CPU steps can be better, and so is
+    the best plan without drives. So the result is never predicted to be slower than either.
 
     Args:
         profile: as in `plan_teraio`.
@@ -110,6 +110,11 @@ def plan_migrations(
         plan = _Search(profile, machine, min_bytes).find(_Limit(search.bounds, found.score))
         better = None if plan is None else simulate_better(profile, machine, plan, search.steps.without(), found.score)
         found = better or found
+    if machine.drives and machine.host_bytes:
+        # Drives free more memory for prefetches, but the search may fill them with too much.
+        in_host = _BestPlan(profile, replace(machine, drives=()), min_bytes)
+        if in_host.may_improve(found.score):
+            found = min(found, in_host.find(), key=lambda one: one.score)
     return found.plan, found.prediction()
 
 
@@ -152,12 +157,10 @@ class _BestPlan:
         self._steps: dict[int, GPUStep] = {}
         """Steps by the number of units that the CPU steps."""
         self.best: Simulation
-        self._start(_Choice())
 
     def find(self) -> Simulation:
         """Returns the simulation of the best plan."""
-        if not (self.best.stalls or self.best.score[0]):
-            return self.best
+        self._start(_Choice())
         # The CPU steps as many units as it can without making the GPU wait; then more or fewer are tried.
         hidden = _Choice(bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1)
         is_better = self._try(hidden)
@@ -165,13 +168,22 @@ class _BestPlan:
         if not is_better and hidden.cpu_units and self.best.stalls:
             # CPU steps need host memory, but also leave fewer migrations: they may be worth it with recomputation only.
             found = self.best
-            every = frozenset(period for price in PRICES for period in self.planner.recomputed(price))
             counts = hidden.cpu_units, hidden.cpu_units - 1
-            if any(self._may_be_better(count, every) for count in counts):
+            if any(self._may_be_better(count, self._every_recomputed()) for count in counts):
                 self._start(hidden)
                 self._improve(0)
                 self.best = min(found, self.best, key=lambda one: one.score)
         return self.best
+
+    def may_improve(self, score: tuple[int, float]) -> bool:
+        """Returns whether the best plan without drives may have a better score, if the GPU never waits."""
+        # States of CPU steps are in host memory, too: they free no more bytes of the GPU than they need there.
+        periods = [(one.tensor, one.after) for one in self._every_recomputed()]
+        least = self.bounds.excess(self._step(0), periods), sum(self._step(len(self.units)).seconds)
+        return least < (score[0], score[1] * (1 - ROUNDING))
+
+    def _every_recomputed(self) -> frozenset[Period]:
+        return frozenset(period for price in PRICES for period in self.planner.recomputed(price))
 
     def _may_be_better(self, cpu_units: int, recomputed: Iterable[Period]) -> bool:
         """Returns whether a plan with as many CPU steps may be better than the best one, by its transfers.
@@ -180,7 +192,7 @@ class _BestPlan:
             cpu_units: number of units that the CPU steps.
             recomputed: all periods after which it may recompute tensors.
         """
-        periods = ((one.tensor, one.after) for one in recomputed)
+        periods = [(one.tensor, one.after) for one in recomputed]
         excess, seconds = self.bounds.least_score(self._step(cpu_units), periods)
         return (excess, seconds) < (self.best.score[0], self.best.score[1] * (1 + ROUNDING))
 
@@ -210,7 +222,7 @@ class _BestPlan:
         Args:
             amount: the most units by which their number is changed at once.
         """
-        for price in PRICES:
+        for price in PRICES if not self.best.is_ideal else ():
             recomputed = self.planner.recomputed(price)
             if not self._try(replace(self.chosen, recomputed=recomputed)) and self.chosen.recomputed:
                 break
@@ -218,6 +230,8 @@ class _BestPlan:
             counts = self.chosen.cpu_units + amount, self.chosen.cpu_units - amount
             if not any(self._try(replace(self.chosen, cpu_units=count)) for count in counts):
                 amount //= 2
+        if self.best.is_ideal:
+            return
         at_price = self.chosen.recomputed
         for share in SHARES if at_price else ():
             if not self._try(replace(self.chosen, recomputed=_cheapest(at_price, share))):
@@ -227,6 +241,9 @@ class _BestPlan:
         if self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT)):
             # The step waits less for transfers, and may wait for the CPU now.
             self._try(replace(self.chosen, cpu_units=self.chosen.cpu_units - 1))
+        # A few recomputations may be worth it even if all at the best price are not.
+        for share in SHARES if not self.chosen.recomputed else ():
+            self._try(replace(self.chosen, recomputed=_cheapest(self.planner.recomputed(PRICES[0]), share)))
 
     def _try(self, choice: _Choice) -> bool:
         """Simulates a plan, if it can be better than the best one, and returns whether it is."""
@@ -242,7 +259,8 @@ class _BestPlan:
         if plan in self.plans:
             return False
         self.plans.add(plan)
-        found = simulate_better(self.profile, self.machine, plan, self._step(choice.cpu_units), self.best.score)
+        best = excess, seconds * (1 - ROUNDING)
+        found = simulate_better(self.profile, self.machine, plan, self._step(choice.cpu_units), best)
         if found is None:
             return False
         self.best, self.chosen = found, choice

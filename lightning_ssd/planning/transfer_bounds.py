@@ -3,7 +3,7 @@
 The search for a plan makes and simulates no plan whose bound shows that it can't be the best one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,33 +72,38 @@ class TransferBounds:
         self.periods = numbers
         """Number of the period of a tensor after an operator, by (tensor, `after`)."""
 
-    def least_score(self, step: GPUStep, recomputed: Iterable[tuple[int, int]] = ()) -> tuple[int, float]:
+    def least_score(self, step: GPUStep, recomputed: Sequence[tuple[int, int]] = ()) -> tuple[int, float]:
         """Returns the least `MigrationPrediction.score`: bytes that do not fit, and the seconds of a step.
 
         Args:
             step: the step without the units that the CPU steps.
             recomputed: (tensor, `after`) of the periods after which tensors may be recomputed, as in `Migration`.
         """
-        profile, machine = self._profile, self._machine
+        if not self._machine.drives and (excess := self.excess(step, recomputed)):
+            return excess, sum(step.seconds)
         tiers = np.full(len(self.periods) + 1, ANY)
         tiers[:-1][np.isin(self._period_tensors, [*step.absent])] = NOWHERE
-        dropped = [self.periods[one] for one in recomputed]
-        tiers[dropped] = NOWHERE
-        in_host = min(step.host_bytes, machine.host_bytes)
-        if not machine.drives:
-            count = len(step.seconds)
-            changes = ByteChanges(count)
-            absent = [profile.periods[number] for number in dropped]
-            changes.add(
-                [one.after + 1 for one in absent],
-                [one.before if one.before > one.after else one.before + count for one in absent],
-                [profile.tensors[one.tensor].nbytes for one in absent],
-            )
-            nbytes = int((step.nbytes - changes.sums()).max())
-            excess = nbytes - machine.gpu_bytes - (machine.host_bytes - in_host)
-            if excess > 0:
-                return excess, sum(step.seconds)
-        return 0, self.least_seconds(tiers, np.full(len(step.seconds), in_host), step.seconds)
+        tiers[[self.periods[one] for one in recomputed]] = NOWHERE
+        host: Bytes = np.full(len(step.seconds), min(step.host_bytes, self._machine.host_bytes))
+        return 0, self.least_seconds(tiers, host, step.seconds)
+
+    def excess(self, step: GPUStep, recomputed: Sequence[tuple[int, int]] = ()) -> int:
+        """Returns the bytes that have room neither on the GPU nor in host memory, whatever is offloaded.
+
+        Args:
+            step: as in `least_score`.
+            recomputed: as in `least_score`.
+        """
+        machine, profile, count = self._machine, self._profile, len(step.seconds)
+        absent = [profile.periods[self.periods[one]] for one in recomputed]
+        changes = ByteChanges(count)
+        changes.add(
+            [one.after + 1 for one in absent],
+            [one.before if one.before > one.after else one.before + count for one in absent],
+            [profile.tensors[one.tensor].nbytes for one in absent],
+        )
+        room = machine.gpu_bytes + max(0, machine.host_bytes - step.host_bytes)
+        return max(0, int((step.nbytes - changes.sums()).max()) - room)
 
     def least_seconds(
         self, tiers: Integers | None = None, host: Bytes | None = None, seconds: list[float] | None = None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.roofline import Prices, best_throughput, by_hardware, cost_table, roofline
-from lightning_ssd.planning.teraio import MIN_BYTES
+from lightning_ssd.planning.teraio import MIN_BYTES, plan_migrations
 from tests.support.lifetimes import profiles
 
 GB = 10**9
@@ -75,6 +75,19 @@ def test_the_best_plan_is_never_slower_with_another_drive(host_bytes: int) -> No
         machines = [replace(MACHINE, host_bytes=host_bytes, drives=MACHINE.drives * count) for count in range(1, 9)]
         found = [best_throughput(step(layers), one) for one in machines]
         assert all(one <= other * (1 + 1e-9) for one, other in pairwise(found))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_the_cpu_steps_units_also_where_the_gpu_waits_for_nothing(data: st.DataObject) -> None:
+    """So a GPU with room for everything has no slower plan than one that has to migrate, if the CPU takes no time."""
+    profile = data.draw(profiles())
+    most = max(profile.total)
+    speed = data.draw(st.floats(0.5, 50.0))
+    machine = MigrationMachine(max(profile.active), most, 1e9, 1e9, ((speed, speed),), cpu_step_rate=1e9)
+    less = plan_migrations(profile, machine, min_bytes=1)[1]
+    more = plan_migrations(profile, replace(machine, gpu_bytes=most), min_bytes=1)[1]
+    assert more.score <= (less.excess_bytes, less.step_seconds * (1 + 1e-6))
 
 
 def test_the_cost_table_has_prices_from_a_file(tmp_path: Path) -> None:

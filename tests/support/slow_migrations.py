@@ -1,10 +1,11 @@
 """Slow and simple versions of the planners' and the simulator's algorithms, whose results have to be the same."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
+from lightning_ssd.planning.io_timeline import ROUNDING
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import Direction, GPUStep, GPUSteps, MigrationMachine, MigrationPlan
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
@@ -232,24 +233,29 @@ class SlowSearch:
         if not best.excess_bytes and self.cpu_seconds[units] > (1 - MIN_GAIN) * best.step_seconds:
             return False
         found = self.simulate(*choice)
-        if found[1].score >= best.score:
+        if found[1].score >= (best.excess_bytes, best.step_seconds * (1 - ROUNDING)):
             return False
         self.best, self.choice = found, choice
         return True
 
     def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
-        found = []
-        if self.best[1].stalls or self.best[1].excess_bytes:
-            hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
-            is_better = self.attempt(hidden, *self.choice[1:])
-            self.improve(len(self.units) // (8 if is_better else 4))
-            if not is_better and self.best[1].stalls:
-                found.append(self.best)
-                self.start(hidden)
-                self.improve(0)
+        found = self.found()
         teraio = plan_teraio(self.profile, self.machine, self.min_bytes)
-        found += self.best, (teraio, simulate_migrations(self.profile, self.machine, teraio))
+        found.append((teraio, simulate_migrations(self.profile, self.machine, teraio)))
+        if self.machine.drives and self.machine.host_bytes:
+            found += SlowSearch(self.profile, replace(self.machine, drives=()), self.min_bytes).found()
         return min(found, key=lambda one: one[1].score)
+
+    def found(self) -> list[tuple[MigrationPlan, MigrationPrediction]]:
+        found = []
+        hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
+        is_better = self.attempt(hidden, *self.choice[1:])
+        self.improve(len(self.units) // (8 if is_better else 4))
+        if not is_better and self.best[1].stalls:
+            found.append(self.best)
+            self.start(hidden)
+            self.improve(0)
+        return [*found, self.best]
 
     def improve(self, amount: int) -> None:
         for price in PRICES:
@@ -271,3 +277,6 @@ class SlowSearch:
         if self.attempt(*self.choice[:-1], LESS_IN_FLIGHT):
             units, *others = self.choice
             self.attempt(units - 1, *others)
+        for share in SHARES if self.choice[1] is None else ():
+            units, _, _, *others = self.choice
+            self.attempt(units, PRICES[0], share, *others)
