@@ -8,11 +8,12 @@ The modules, by subject, in the order in which they are best read:
   compiled code), `config` (the user's arguments).
 - tiers: `tier` (the interface), `host`, `ssd_base`, `ssd` (staged), `direct` (GPUDirect Storage).
 - special tensors: `weights`, `wrappers` (such as DTensor).
-- plans of operators: `unit_dispatch_mode`, `plan_mode`, `graph` (a recorded forward), `transient_memory`, `recompute`,
-  `checkpointed_call` and `rerun_state` (checkpointed units).
+- plans of operators: `unit_dispatch_mode`, `autocast` (within a mode), `plan_mode`, `graph` (a recorded forward),
+  `transient_memory`, `recompute`, `checkpointed_call` and `rerun_state` (checkpointed units).
 - compiled code: `compiled_code`, `memory_budget`, `untraced`, and `backward_graph` (nodes of a loss).
 """
 
+from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.checkpointed_call import EmptyCaches, rerun_arguments
 from lightning_ssd.activations.compiled_code import (
@@ -89,6 +90,7 @@ __all__ = [
     "UnitCall",
     "UnitDispatchMode",
     "backward_nodes",
+    "calls_operators",
     "changes_statistics",
     "check_version",
     "check_no_cuda_graphs",
@@ -104,6 +106,7 @@ __all__ = [
     "mark_weights",
     "offloaded_weights",
     "other_random_states",
+    "outer_autocast",
     "records_cuda_graphs",
     "rerun_arguments",
     "storage_of",

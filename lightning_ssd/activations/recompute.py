@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
+from lightning_ssd.activations.autocast import autocast_dtypes, autocast_of
 from lightning_ssd.activations.graph import is_random, tensors_of
 from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, forget_original
 from lightning_ssd.storage_tags import RECOMPUTE_NODES, RECOMPUTED
@@ -54,6 +55,7 @@ class RecomputeNode:
         self._returned = [_describe(tensor) for tensor in returned]
         self._grad_enabled = torch.is_grad_enabled()
         """Grad mode of the operation: some kernels return workspaces for backward only if it is on (oneDNN's LSTM)."""
+        self._autocast = autocast_dtypes()
         self._results: list[weakref.ref[Recomputed]] = []
         self._reads: list[Recomputed] = []
 
@@ -109,7 +111,7 @@ class RecomputeNode:
         with (
             torch._C._AutoDispatchBelowAutograd(),
             torch.set_grad_enabled(self._grad_enabled),
-            torch._C._DisableAutocast(),
+            autocast_of(self._autocast),
             _restored_generator(self._random),
         ):
             tensors = tensors_of(self._func(*args, **kwargs))

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
@@ -105,9 +106,15 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
-        if in_backward() or not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation
+        if not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation
             return func(*args, **(kwargs or {}))
-        return self.operation(func, args, kwargs or {})
+        if not calls_operators(func):
+            return self._run(func, args, kwargs or {})
+        with outer_autocast():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs) if in_backward() else self.operation(func, args, kwargs)
 
     @abstractmethod
     def begin_segment(self, segment: Segment) -> None:

@@ -21,12 +21,14 @@ from lightning_ssd.activations import (
     Segment,
     UnitCall,
     UnitDispatchMode,
+    calls_operators,
     changes_statistics,
     in_backward,
     is_random,
     is_weight,
     offloaded_weights,
     other_random_states,
+    outer_autocast,
     rerun_arguments,
     tensors_of,
     wraps,
@@ -356,7 +358,8 @@ class _BackwardMode(TorchDispatchMode):
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
-        return self._recorder.time_backward(func, args, kwargs or {})
+        with outer_autocast() if calls_operators(func) else contextlib.nullcontext():
+            return self._recorder.time_backward(func, args, kwargs or {})
 
 
 @functools.cache

@@ -1,0 +1,58 @@
+"""Autocast within a dispatch mode: kernels that call operators have it, as without the mode.
+
+While a mode handles an operator, torch has autocast disabled, because the operator's arguments were cast before. Most
+kernels call no operators that autocast knows. A few do, such as that of `affine_grid`, which calls a product: without a
+mode it is computed in 16 bits.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+@functools.cache
+def calls_operators(func: torch._ops.OpOverload) -> bool:
+    """Returns whether the kernel of an operator is the same for all devices, so that it computes by other operators.
+
+    Views have such kernels, too, and compute nothing.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = any(has_kernel(func.name(), key) for key in ("CPU", "CUDA"))
+    return not own and not any(argument.alias_info for argument in func._schema.arguments)
+
+
+@contextlib.contextmanager
+def outer_autocast() -> Iterator[None]:
+    """Enables autocast within the context as it is around the operator that a mode handles."""
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        enabled = [key for device, key in _KEYS.items() if torch.is_autocast_enabled(device)]
+    for key in enabled:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in enabled:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+
+
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """Returns the dtype of autocast for each type of device for which it is enabled."""
+    return {device: torch.get_autocast_dtype(device) for device in _KEYS if torch.is_autocast_enabled(device)}
+
+
+def autocast_of(dtypes: Mapping[str, torch.dtype]) -> AbstractContextManager[object]:
+    """Returns a context in which autocast is as `autocast_dtypes` has found it."""
+    return _enabled_autocast(dtypes) if dtypes else torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def _enabled_autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    with torch._C._DisableAutocast(), contextlib.ExitStack() as stack:
+        for device, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+        yield
