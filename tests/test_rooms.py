@@ -74,3 +74,16 @@ def test_package_and_benchmarks_import_no_tests() -> None:
     for file in (*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
         wrong = {name for name in modules_imported(file) if name.split(".")[0] == "tests"}
         assert not wrong, f"{file} imports {wrong}"
+
+
+def test_large_folders_list_their_modules() -> None:
+    """Each by its name in the docstring of the folder, beside the others of its subject."""
+    listed = []
+    for init in PACKAGE.glob("*/__init__.py"):
+        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        if "The modules, by subject" in docstring:
+            listed.append(init.parent.name)
+            modules = {file.stem for file in init.parent.glob("*.py")} - {"__init__"}
+            missing = {name for name in modules if f"`{name}`" not in docstring}
+            assert not missing, f"{init} does not list {missing}"
+    assert {"activations", "callbacks", "model_states", "planning"} <= set(listed)
