@@ -46,7 +46,7 @@ from lightning_ssd.activations.record import (
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy
 from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
-from lightning_ssd.activations.weights import is_weight, offloaded_weights, storage_of
+from lightning_ssd.activations.weights import OffloadedWeights, is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import CopyEngine, make_clock
 from lightning_ssd.sizes import format_bytes
@@ -327,6 +327,9 @@ class ActivationOffloader(Uncopied):
                 return self._pack(tensor)
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return self._pack(tensor)
+        if (weights := _weights_of(tensor)) is not None:
+            with torch._C._DisableTorchDispatch():
+                return weights.save(tensor)  # its class answers for its dtype, unless a caller has disabled functions
         # Without dispatch, a detached wrapper would be a tensor of no bytes.
         with torch._C.DisableTorchFunction(), _disable_current_modes() if _num_dispatch_modes() else _NO_CONTEXT:
             return self._pack_wrapper(tensor) if self._mode is None and is_wrapper(tensor) else self._pack(tensor)
@@ -340,7 +343,7 @@ class ActivationOffloader(Uncopied):
     def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
         if tensor.layout is not torch.strided or tensor.is_nested:
             return _keep(tensor)
-        storage = tensor.untyped_storage() if type(tensor) in _PLAIN else storage_of(tensor)
+        storage = tensor.untyped_storage()
         if (weights := offloaded_weights(storage)) is not None:
             return weights.save(tensor)
         nbytes = storage.nbytes()
@@ -613,6 +616,12 @@ class ActivationOffloader(Uncopied):
 
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that bytes, shape and strides describe completely."""
+
+
+def _weights_of(tensor: Tensor) -> OffloadedWeights | None:
+    """Returns the offloaded weights of which a tensor of any class is a part, or None."""
+    with torch._C.DisableTorchFunction():
+        return offloaded_weights(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _innermost() -> tuple[object, object]:
