@@ -1,7 +1,7 @@
 """Processes that are started during a training, such as workers of a DataLoader, and use its model."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.support.garbage import collect
 from tests.support.models import BlocksModel
 from tests.support.states import offloading
 from tests.support.trainings import make_trainer
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Iterators of loaders wait for 5 s by default for workers that have failed, when they are freed."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    collect()
 
 
 def read(model: nn.Module, row: Tensor) -> Tensor:
