@@ -19,11 +19,12 @@ _KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.A
 def calls_operators(func: torch._ops.OpOverload) -> bool:
     """Returns whether the kernel of an operator is the same for all devices, so that it computes by other operators.
 
-    Views have such kernels, too, and compute nothing.
+    Views have such kernels, too, and compute nothing. Queries of attributes (`prim::device`) have no kernels.
     """
+    if not torch._C._dispatch_has_kernel(func.name()) or any(one.alias_info for one in func._schema.arguments):
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    own = any(has_kernel(func.name(), key) for key in ("CPU", "CUDA"))
-    return not own and not any(argument.alias_info for argument in func._schema.arguments)
+    return not any(has_kernel(func.name(), key) for key in ("CPU", "CUDA"))
 
 
 @contextlib.contextmanager
