@@ -559,9 +559,9 @@ class ActivationOffloader(Uncopied):
                 self._restore(saved.record)
                 if self._on_unpacked is not None:
                     self._on_unpacked(saved.record)
-            if not (_num_dispatch_modes() or _num_function_modes()):
+            if not _num_function_modes():
                 return saved.materialize()
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            with torch._C.DisableTorchFunction():
                 return saved.materialize()
 
     def _restore(self, record: SavedStorage) -> None:

@@ -177,9 +177,10 @@ class _BestPlan:
 
     def may_improve(self, score: tuple[int, float]) -> bool:
         """Returns whether the best plan without drives may have a better score, if the GPU never waits."""
-        # States of CPU steps are in host memory, too: they free no more bytes of the GPU than they need there.
+        # The host memory of the states of CPU steps is not limited.
+        step = self._step(len(self.units))
         periods = [(one.tensor, one.after) for one in self._every_recomputed()]
-        least = self.bounds.excess(self._step(0), periods), sum(self._step(len(self.units)).seconds)
+        least = self.bounds.excess(replace(step, host_bytes=0), periods), sum(step.seconds)
         return least < (score[0], score[1] * (1 - ROUNDING))
 
     def _every_recomputed(self) -> frozenset[Period]:

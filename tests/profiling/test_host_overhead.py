@@ -38,7 +38,10 @@ def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
     ("operators", "charged"),
     [
         ({"aten::gelu", "aten::addmm", "aten::native_layer_norm"}, {"repeat"}),  # those of the forward
-        ({"aten::detach"}, {"save", "checkpoint"}),  # of kept tensors; modes do not see how restored ones are made
+        (
+            {"aten::detach"},
+            {"save", "fetch", "repeat", "checkpoint"},
+        ),  # tensors made for autograd, of kept or restored bytes
         ({"aten::empty"}, {"fetch", "repeat"}),  # memory that saved tensors are restored to
     ],
 )
