@@ -39,6 +39,7 @@ class Program(Toy):
         self.blocks[0].down.bias.requires_grad_(False)
         self.blocks[1].unused = nn.Parameter(torch.ones(8))
         self.large = 1.0
+        self.assigned: set[nn.Parameter] = set()
 
     def configure_optimizers(self) -> Any:
         optimizers = [
@@ -130,12 +131,17 @@ class Program(Toy):
     def assign(self, number: int, name: str = "bias") -> None:
         parameter = getattr(self.blocks[number].up, name)
         parameter.grad = torch.full_like(parameter, 0.5)
+        self.assigned.add(parameter)
 
     def drop(self, number: int) -> None:
         self.blocks[number].up.weight.grad = None
 
     def keep(self, number: int) -> None:
-        self.kept = [one.grad for one in self.blocks[number].parameters()]
+        # A later backward adds to an assigned tensor in plain torch alone (docs/limits.md).
+        self.kept = [
+            one.grad.clone() if one in self.assigned and one.grad is not None else one.grad
+            for one in self.blocks[number].parameters()
+        ]
 
     def read_kept(self) -> None:
         self.seen += [None if one is None else one.clone() for one in getattr(self, "kept", [])]
@@ -156,6 +162,7 @@ class Program(Toy):
 
     def on_train_end(self) -> None:
         self.kept = []
+        self.assigned.clear()
 
 
 NUMBERS = st.sampled_from([0, 1])
