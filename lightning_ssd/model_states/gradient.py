@@ -265,6 +265,7 @@ class Gradient:
         """Drops copied and accumulated gradients whose step has not begun."""
         self.assigned.clear()
         self.followed.clear()
+        self.num_arrived = 0  # user code may have called `loss.backward` before, whose end was not announced
         self.states = [GradientState.NONE] * len(self.states)
         self._used = None
         if self.accumulating or any(self.arrived):

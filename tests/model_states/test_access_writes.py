@@ -282,6 +282,13 @@ def test_sequences(tmp_path: Path, precision: str, sequences: Any) -> None:
     compare(tmp_path, "host", precision, sequences)
 
 
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
+def test_a_backward_before_that_of_a_micro_batch(tmp_path: Path, states: str, hook: str) -> None:
+    """It reaches some of the parameters, and its gradients are not counted among those of the micro-batch."""
+    compare(tmp_path, states, "32-true", [(hook, [backward_through_aliases])])
+
+
 @pytest.mark.thorough
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(PLACES), st.sampled_from(["32-true", "bf16-mixed"]), SEQUENCES)

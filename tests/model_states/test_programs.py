@@ -432,5 +432,6 @@ def test_more_parts_of_units_in_random_tiers(tmp_path: Path) -> None:
     def check_all(parts: Any, training: Any, seed: int) -> None:
         movers.append(check_parts(tmp_path, parts, training, seed))
 
-    check_all()
+    while not any(mover.divided for mover in movers) and len(movers) < 60:  # few random trainings divide a unit
+        check_all()
     assert any(mover.divided for mover in movers)
