@@ -173,6 +173,11 @@ class LifetimeProfile:
         return self.operators[-1].end
 
     @property
+    def operator_seconds(self) -> list[float]:
+        """Seconds of each operator."""
+        return [one.end - one.start for one in self.operators]
+
+    @property
     def parameters(self) -> int:
         """Number of trained parameters: elements of the weights that the optimizer uses."""
         return sum(

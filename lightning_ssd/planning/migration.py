@@ -215,7 +215,7 @@ class GPUSteps:
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine) -> None:
         self._profile = profile
         self._machine = machine
-        self._seconds = [one.end - one.start for one in profile.operators]
+        self._seconds = profile.operator_seconds
         self._nbytes: Bytes = np.array(profile.total, np.int64)
         self._optimizer_bytes = defaultdict[int, int](int)
         """Bytes of the tensors of all units that an operator of the optimizer uses."""

@@ -355,7 +355,7 @@ class _Search:
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
         self.machine = machine
         self.count = len(profile.operators)
-        seconds = [one.end - one.start for one in profile.operators]
+        seconds = profile.operator_seconds
         self.beyond = np.array(profile.total, dtype=np.float64) - machine.gpu_bytes
         """Bytes beyond the GPU's capacity while each operator runs (negative: room)."""
         self.pressure: Floats = np.maximum(0.0, self.beyond)

@@ -36,7 +36,7 @@ class TransferBounds:
         self._machine = machine
         self._profile = profile
         count = len(profile.operators)
-        self._seconds = [one.end - one.start for one in profile.operators]
+        self._seconds = profile.operator_seconds
         # The optimizer needs the most bytes per second, with many operators: parts have equal numbers of operators.
         phases = [one.phase for one in profile.operators]
         begins = [index for index in range(1, count) if phases[index] != phases[index - 1]]
