@@ -4,6 +4,7 @@ import math
 import os
 import re
 import reprlib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,11 +62,11 @@ def check_count(argument: str, value: object, least: int) -> None:
 
 
 def check_above_zero(argument: str, value: object, example: float) -> None:
-    """Raises a TypeError or ValueError that names the argument and an example, unless `value` is a number above 0."""
+    """Raises a TypeError or ValueError that names the argument and an example, unless `value` is above 0 and finite."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{show_argument(argument, value)} is no number. Give one above 0, such as {example}.")
-    if not float(value) > 0:
-        raise ValueError(f"{show_argument(argument, value)} must be above 0, such as {example}.")
+    if not 0 < value <= sys.float_info.max:  # an integer may be larger than any float
+        raise ValueError(f"{show_argument(argument, value)} must be above 0 and finite, such as {example}.")
 
 
 def parse_path(argument: str, value: object, example: str) -> Path:

@@ -21,8 +21,10 @@ from lightning_ssd.callbacks import plan_cache, profiling_budget  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
 
 # Examples have no deadline: hypothesis measures them, and the data that it draws, in wall time, which other processes
-# lengthen.
-settings.register_profile("lightning_ssd", deadline=None)
+# lengthen. They are the same in each run, so that a test that fails after a change fails because of it;
+# `pytest --hypothesis-profile=random` draws others.
+settings.register_profile("lightning_ssd", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None)
 settings.load_profile("lightning_ssd")
 
 

@@ -143,6 +143,8 @@ def test_the_table_names_every_argument_of_callbacks() -> None:
 @settings(max_examples=30, deadline=None)
 @given(VALUES)
 @example(3)
+@example(10**400)
+@example(10**5000)  # of more digits than `str` shows
 @example(torch.tensor([1, 2]))
 @example("s3://bucket/file")
 @pytest.mark.parametrize(("callback", "argument"), [(one, name) for one in CALLBACKS for name in _parameters(one)])

@@ -173,7 +173,17 @@ def test_an_alias_of_a_weight_is_no_leaf(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "none"])
-def test_gradients_that_lightning_drops_before_its_backward_are_not_stepped(tmp_path: Path, overlap: str) -> None:
+@pytest.mark.parametrize(
+    ("in_loss", "zeroes", "error"),
+    [
+        pytest.param(False, False, None, id="dropped only"),
+        pytest.param(True, False, "is added to the one that the last step has used", id="in the loss, too"),
+        pytest.param(True, True, "`zero_grad` drops gradients of head", id="after another zero_grad"),
+    ],
+)
+def test_gradients_that_lightning_drops_before_its_backward_are_not_stepped(
+    tmp_path: Path, overlap: str, in_loss: bool, zeroes: bool, error: str | None
+) -> None:
     """Gradients of a backward in `training_step`, after which Lightning calls `zero_grad`."""
 
     class Backward(Toy):
@@ -181,12 +191,18 @@ def test_gradients_that_lightning_drops_before_its_backward_are_not_stepped(tmp_
             super().__init__()
             self.head = nn.Linear(8, 8)
 
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            self.head(batch[0]).sum().backward()
-            return super().training_step(batch, batch_idx)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.head(x) if in_loss else x)
 
-    if overlap == "none":
-        compare(tmp_path, Backward, "host", strategy={"overlap": "none"})
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if zeroes:
+                self.trainer.optimizers[0].zero_grad()
+            self.head(batch[0]).sum().backward()
+            return loss
+
+    if error is None or (zeroes and overlap == "none"):
+        compare(tmp_path, Backward, "host", strategy={"overlap": overlap})
         return
-    with pytest.raises(RuntimeError, match="`zero_grad` drops gradients of head"):
+    with pytest.raises(RuntimeError, match=error):
         fit(tmp_path, Backward(), "host")
