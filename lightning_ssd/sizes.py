@@ -65,7 +65,7 @@ def check_above_zero(argument: str, value: object, example: float) -> None:
     """Raises a TypeError or ValueError that names the argument and an example, unless `value` is above 0 and finite."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{show_argument(argument, value)} is no number. Give one above 0, such as {example}.")
-    if not 0 < value <= sys.float_info.max:  # an integer may be larger than any float
+    if value <= 0 or not value <= sys.float_info.max:  # an integer may be larger than any float
         raise ValueError(f"{show_argument(argument, value)} must be above 0 and finite, such as {example}.")
 
 
