@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
@@ -75,6 +76,7 @@ class Access:
         grad_dtype: sums gradients of 16-bit weights in fp32.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
         grad_of: returns a parameter's gradient as `Tensor.grad` in plain training.
+        without_graph: returns the name of a gradient that autograd could differentiate in plain training, or None.
         set_grad: stores a gradient that user code assigns, or None.
         add_grad: adds a gradient in fp32.
         watched: called when user code registers a hook that may read gradients.
@@ -89,6 +91,7 @@ class Access:
         *,
         begin_change: Callable[[FlatParameter], None],
         grad_of: Callable[[FlatParameter, int], Tensor | None],
+        without_graph: Callable[[], str | None],
         set_grad: Callable[[FlatParameter, int, Tensor | None], None],
         add_grad: Callable[[FlatParameter, int, Tensor], None],
         watched: Callable[[], None],
@@ -98,6 +101,7 @@ class Access:
         self.grad_dtype = grad_dtype
         self.begin_change = begin_change
         self._grad_of = grad_of
+        self._without_graph = without_graph
         self._set_grad = set_grad
         self.add_grad = add_grad
         self._watched = watched
@@ -241,6 +245,8 @@ class Access:
         """
         found = offloaded_in(args, kwargs)
         if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
+            if func is torch.autograd.grad:
+                self._check_graph(args[0] if args else kwargs.get("outputs"))
             return func(*args, **kwargs)
         _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
@@ -302,6 +308,12 @@ class Access:
                         copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
                         return export(func, copy, args[1:], kwargs)
         return self._operate(kind, func, args, kwargs, found)
+
+    def _check_graph(self, outputs: Any) -> None:
+        """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
+        lost = any(isinstance(output, Tensor) and not output.requires_grad for output in tree_leaves(outputs))
+        if lost and (name := self._without_graph()) is not None:
+            raise _not_followed(name)
 
     def _operate(
         self,

@@ -170,6 +170,15 @@ class GradientAccess:
         if values.requires_grad:
             self._gradients[flat].followed.add(index)
 
+    def without_graph(self) -> str | None:
+        """Returns the name of a gradient that autograd could differentiate in plain training, if there is one."""
+        names = (
+            f"the gradient of {flat.param_views[index].name}"
+            for flat, gradient in self._gradients.items()
+            for index in gradient.followed
+        )
+        return next(names, None)
+
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights.
 

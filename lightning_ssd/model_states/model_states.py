@@ -204,6 +204,7 @@ class ModelStates(Uncopied):
             self._grad_dtype,
             begin_change=self._begin_change,
             grad_of=self._grads.get,
+            without_graph=self._grads.without_graph,
             set_grad=self._grads.set,
             add_grad=self._add_gradient,
             watched=self._steps.defer_next,

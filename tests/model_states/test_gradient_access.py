@@ -1,6 +1,7 @@
 """User code that reads and writes gradients of offloaded parameters, against plain Lightning, bit for bit."""
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -894,6 +895,55 @@ def test_gradients_that_have_lost_their_graph_are_not_differentiated(tmp_path: P
     fit(tmp_path, model, None, precision=precision)
     with pytest.raises(RuntimeError, match="the gradient of blocks.*`torch.autograd.grad.*create_graph=True"):
         fit(tmp_path, model, "host", precision=precision)
+
+
+def _of_gradients(parameters: list[Tensor], gradients: list[Tensor]) -> Any:
+    return torch.autograd.grad(gradients, parameters, [torch.ones_like(one) for one in gradients])
+
+
+def _of_their_product(parameters: list[Tensor], gradients: list[Tensor]) -> Any:
+    return torch.autograd.grad(outputs=sum(one.sum() for one in gradients), inputs=parameters, allow_unused=True)
+
+
+class SecondOrder(torch.optim.Optimizer):
+    """Differentiates gradients in its step, as AdaHessian does.
+
+    Args:
+        derivatives: returns the derivatives of gradients.
+    """
+
+    def __init__(self, parameters: Any, derivatives: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.derivatives = derivatives
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        parameters = [one for one in self.param_groups[0]["params"] if one.grad is not None]
+        derivatives = self.derivatives(parameters, [one.grad for one in parameters])
+        with torch.no_grad():
+            for parameter, derivative in zip(parameters, derivatives, strict=True):
+                parameter.sub_(parameter.grad / (derivative.abs() + 1), alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("derivatives", [_of_gradients, _of_their_product])
+@pytest.mark.parametrize("automatic", [False, True])
+def test_an_optimizer_that_differentiates_gradients_is_refused_by_name(
+    tmp_path: Path, derivatives: Any, automatic: bool
+) -> None:
+    class Automatic(Toy):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward(create_graph=True)
+
+    def make() -> Toy:
+        optimizer = functools.partial(SecondOrder, derivatives=derivatives)
+        if automatic:
+            return Automatic(optimizer=optimizer)
+        return GradientsWithGraph(use=lambda *_: None, optimizer=optimizer)
+
+    fit(tmp_path, make(), None)
+    with pytest.raises(RuntimeError, match="the gradient of blocks.*`create_graph=True`.*`states='gpu'`"):
+        fit(tmp_path, make(), "host")
 
 
 @pytest.mark.parametrize("use", [_read, _change])
