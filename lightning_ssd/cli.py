@@ -148,7 +148,13 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="FILE.json",
         help="profile of the model that the callback ModelProfiler has measured, instead of a trace",
     )
-    options.add_argument("--planner", default="holistic", help=f"{', '.join(PLANNERS)} (default: %(default)s)")
+    options.add_argument(
+        "--planner",
+        choices=list(PLANNERS),
+        default="holistic",
+        metavar="PLANNER",
+        help=f"{', '.join(PLANNERS)} (default: %(default)s)",
+    )
     options.add_argument("--save", type=_new_file, metavar="PLAN.yaml", help="file to write the plan to")
     options.add_argument("--tbw", type=_positive, metavar="TB", help="rated endurance of all drives together, TB")
     options.add_argument(
@@ -199,13 +205,22 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    from lightning_ssd.planning import LifetimeProfile, ModelProfile, Prices, make_plan, make_report, render_report
-    from lightning_ssd.planning import large_write_endurance as large_writes
-
     overrides = _parse_options(parser, options, args)
     if args.recipe == "show":
         _show_plan(parser, overrides)
         return
+    from lightning_ssd.dry_run import parse_batch, profile_recipe
+    from lightning_ssd.planning import (
+        LifetimeProfile,
+        ModelProfile,
+        Prices,
+        make_plan,
+        make_report,
+        recorded_traffic,
+        render_report,
+    )
+    from lightning_ssd.planning import large_write_endurance as large_writes
+
     with _reporting(parser):
         check_recipe(args.recipe, overrides)
         for option in ("lifetimes", "prices"):
@@ -213,6 +228,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
                 parser.error(f"--{option} is for --replay: give both, or leave it out")
         prices = None if args.prices is None else Prices.load(args.prices)
         lifetimes = None if args.lifetimes is None else LifetimeProfile.from_json(args.lifetimes)
+        measured = None if args.profile is None else ModelProfile.from_json(args.profile)
+        recorded = None if args.timeline is None else recorded_traffic(args.timeline)
+        parse_batch(args.batch)
         if args.machine is not None and args.measure is not None:
             parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
         needs_config = args.profile is None or (args.machine is None and args.measure is None)
@@ -223,12 +241,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             hardware.to_json(args.save_machine)
         if args.ssd_per_day is not None:
             hardware = replace(hardware, ssd_bytes_per_day=args.ssd_per_day)
-        if args.profile is not None:
-            model = ModelProfile.from_json(args.profile)
-        else:
-            from lightning_ssd.dry_run import profile_recipe
-
-            model = profile_recipe(config, hardware, args.batch)
+        model = profile_recipe(config, hardware, args.batch) if measured is None else measured
         if lifetimes is not None:
             lifetimes.check(model)
         plan = make_plan(model, hardware, args.planner)
@@ -236,7 +249,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
         if args.save is not None:
             plan.save(args.save)
-        traffic = _traffic(model, hardware, plan, args.traffic, args.timeline)
+        traffic = _traffic(model, hardware, plan, args.traffic, recorded)
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if config is not None:
@@ -257,8 +270,10 @@ def _show_plan(parser: argparse.ArgumentParser, paths: Sequence[str]) -> None:
     from lightning_ssd.planning import Plan
 
     with _reporting(parser):
-        if len(paths) != 1 or not Path(paths[0]).is_file():
+        if len(paths) != 1:
             parser.error("`plan show` takes one file, a plan that was saved")
+        if not Path(paths[0]).is_file():
+            parser.error(f"`plan show` takes one file, a plan that was saved: there is no file {paths[0]!r}")
         print(Plan.load(paths[0]).describe())
 
 
@@ -281,15 +296,15 @@ def _print_application(config: Any, model: Any, hardware: Any, *, measured: bool
     )
 
 
-def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, timeline: Path | None) -> dict[str, Any]:
+def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, recorded: Any) -> dict[str, Any]:
     """Returns the transfers of a simulated step, and of a recorded one, by their titles, and draws them."""
-    from lightning_ssd.planning import planned_traffic, recorded_traffic
+    from lightning_ssd.planning import planned_traffic
 
-    if picture is None and timeline is None:
+    if picture is None and recorded is None:
         return {}
     traffic = {"simulated": planned_traffic(model, hardware, plan)}
-    if timeline is not None:
-        traffic["recorded"] = recorded_traffic(timeline)
+    if recorded is not None:
+        traffic["recorded"] = recorded
     if picture is not None:
         from lightning_ssd.lifetime_report import save_traffic
 
@@ -357,7 +372,9 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from lightning_ssd.dry_run import parse_batch, profile_lifetimes
     from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
+    from lightning_ssd.planning import LifetimeProfile
 
     overrides = _parse_options(parser, options, args)
     if (args.recipe is None) == (args.profile is None):
@@ -369,15 +386,10 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, 
         if args.recipe is not None:
             check_recipe(args.recipe, overrides)
             config = read_recipe(args.recipe, overrides, run=False)
+        measured = None if args.profile is None else LifetimeProfile.from_json(args.profile)
+        parse_batch(args.batch)
         hardware = _machine(args.machine, None, config)
-        if config is None:
-            from lightning_ssd.planning import LifetimeProfile
-
-            lifetimes = LifetimeProfile.from_json(args.profile)
-        else:
-            from lightning_ssd.dry_run import profile_lifetimes
-
-            lifetimes = profile_lifetimes(config, hardware, args.batch)
+        lifetimes = profile_lifetimes(config, hardware, args.batch) if measured is None else measured
         print(describe_lifetimes(lifetimes, hardware))
         if args.out is not None:
             files = save_lifetimes(lifetimes, hardware, args.out)
@@ -525,6 +537,8 @@ def _new_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for the file {text!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory: name a file")
     return path
 
 

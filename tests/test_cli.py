@@ -351,7 +351,7 @@ class TestPlan:
             (["plan", "missing.yaml"], "there is no recipe file 'missing.yaml'"),
             (["plan", RECIPE, "--machine", MACHINE, "--measure", "."], "exclude each other"),
             (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
-            (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
+            (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "--planner: invalid choice: 'guess'"),
             (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
             (["plan", RECIPE, "--machine", MACHINE, "--lifetimes", MACHINE], "--lifetimes is for --replay"),
             (["plan", RECIPE, "--machine", MACHINE, "--prices", MACHINE], "--prices is for --replay"),
@@ -359,7 +359,7 @@ class TestPlan:
             (["plan", RECIPE, "--machine", MACHINE, "--timeline", MACHINE], "no transfers with their bytes. Record it"),
             (["plan", RECIPE, "--machine", MACHINE, "--timeline", "missing.json"], "there is no file 'missing.json'"),
             (["plan", "binary", "--traffic", "no/such.png"], "argument --traffic: there is no folder 'no'"),
-            (["plan", "show", "missing.yaml"], "`plan show` takes one file"),
+            (["plan", "show", "missing.yaml"], "`plan show` takes one file.*: there is no file 'missing.yaml'"),
             (["plan", "show", RECIPE], "unknown entry|lacks the entry"),
         ],
     )
@@ -398,7 +398,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "plan: plan saved nowhere": (
         ["plan", GPT, "--machine", MACHINE, "--save", "none/plan.yaml"], "--save: there is no folder 'none' for"
     ),
-    "plan: saved as a directory": (["plan", GPT, "--machine", MACHINE, "--save", "folder"], "folder.*: Is a directory"),
+    "plan: saved as a directory": (["plan", GPT, "--machine", MACHINE, "--save", "folder"], "'folder' is a directory"),
     "plan: tbw is no number": (["plan", GPT, "--machine", MACHINE, "--tbw", "lots"], "--tbw"),
     "plan: tbw is NaN": (["plan", GPT, "--machine", MACHINE, "--tbw", "nan"], "--tbw.*finite number"),
     "plan: tbw is 0": (["plan", GPT, "--machine", MACHINE, "--tbw", "0"], "--tbw.*finite number greater than 0"),
@@ -471,6 +471,32 @@ def test_bad_inputs_are_one_line(name: str, tmp_path: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert re.search(f"(?s)error: .*{message}", error), error[-600:]
     assert {path.name for path in tmp_path.iterdir()} - {"out"} == before
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", GPT, "--profile", "binary"],
+        ["plan", GPT, "--timeline", "binary"],
+        ["plan", GPT, "--batch", "wide"],
+        ["plan", GPT, "--planner", "guess"],
+        ["plan", GPT, "--save", "."],
+        ["plan", GPT, "--save-machine", "."],
+        ["plan", GPT, "--traffic", "."],
+        ["profile", "--profile", "binary"],
+        ["profile", GPT, "--batch", "wide"],
+    ],
+    ids=lambda argv: f"{argv[0]} {argv[-2]}",
+)
+def test_a_bad_input_is_found_before_this_machine_is_measured(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr("lightning_ssd.profiling.measure_machine", measured.append)
+    Path("binary").write_bytes(bytes(range(128, 256)))
+    assert _exit(argv) == 2
+    assert argv[-1] in capsys.readouterr().err
+    assert not measured
 
 
 def test_help_is_quick(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
