@@ -983,6 +983,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         Offloaded parameters are on the CPU, in fp32. Entering waits for optimizer steps that have begun, and needs
         host memory for all offloaded weights. With `recover=True`, weights may only be read.
 
+        Tensors that share memory with an offloaded weight, such as `p.data`, are for the context only: later steps do
+        not change them as in plain training, and may overwrite them. Keep a `.clone()`.
+
         Raises:
             RuntimeError: on exit, if weights were changed with `recover=True`.
         """

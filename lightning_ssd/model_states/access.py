@@ -295,7 +295,8 @@ class Access:
                     if parameter is None and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
                         raise RuntimeError(
                             f"autograd can't follow a view of {first.source.name}, which is offloaded. "
-                            "Take a `.clone()` of it first."
+                            "Take a `.clone()` of it first, or make a parameter of it before `fit`, in "
+                            "`configure_model`."
                         )
                     return func(*args, **kwargs)
                 case Kind.OFFSET:
@@ -535,9 +536,11 @@ class Access:
         item = source.item
         plain = (item.shape, item.dtype, source.flat.device)
         if (data.shape, data.dtype, data.device) != plain or data.layout is not torch.strided:
+            whole = data.shape == item.shape and data.dtype in (torch.float32, item.dtype)
             raise RuntimeError(
                 f"`.data` of {source.name}, which is offloaded, can't become {data.dtype} {list(data.shape)} on "
-                f"{data.device} while it trains: it is {plain[1]} {list(plain[0])} on {plain[2]}. {_REMEDY}"
+                f"{data.device} while it trains: it is {plain[1]} {list(plain[0])} on {plain[2]}. "
+                + (_REMEDY if whole else "Set it before `fit`, in `configure_model`.")
             )
         if not same_stride(data, item.stride):
             raise RuntimeError(

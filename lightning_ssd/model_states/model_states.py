@@ -481,16 +481,17 @@ class ModelStates(Uncopied):
         """
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
+        parameters = (parameter for parameter in parameters_of(optimizer))  # torch warns of an empty generator
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
-            clip(parameters_of(optimizer), limit)
+            clip(parameters, limit)
         elif optimizer in self._optimizers and self._steps.may_clip(optimizer, algorithm, limit):
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             with self._grads.hidden():
                 self._steps.clip(optimizer, algorithm, limit)
         else:
             with self.full_grads(optimizer):
-                clip(parameters_of(optimizer), limit)
+                clip(parameters, limit)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""

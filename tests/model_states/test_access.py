@@ -185,7 +185,7 @@ def test_methods_that_would_replace_a_parameters_memory_are_refused_by_its_name(
             if name != "squeeze_":  # it changes nothing for this shape
                 with pytest.raises(RuntimeError, match="which is offloaded"), torch.no_grad():
                     getattr(weight, name)(*args)
-        with pytest.raises(RuntimeError, match=r"blocks.0.up.weight.*whole_weights"):
+        with pytest.raises(RuntimeError, match=r"blocks.0.up.weight.*before `fit`, in `configure_model`"):
             weight.data = torch.zeros(3)
         with pytest.raises(RuntimeError, match=r"blocks.0.up.weight.*strides"):
             weight.data = weight.data.clone().t()
@@ -505,3 +505,25 @@ def test_an_alias_reads_present_values_and_writes_through(tmp_path: Path) -> Non
 
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "host")
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "ssd")
+
+
+def _of_a_parameter(module: Any) -> None:
+    nn.Parameter(module.blocks[0].up.weight)
+
+
+def _of_its_alias(module: Any) -> None:
+    nn.Parameter(module.blocks[0].up.weight.detach())
+
+
+def _with_weight_norm(module: Any) -> None:
+    nn.utils.parametrizations.weight_norm(module.blocks[0].up)
+
+
+def _of_another_dtype(module: Any) -> None:
+    module.blocks[0].up.weight.data = torch.zeros(8, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [_of_a_parameter, _of_its_alias, _with_weight_norm, _of_another_dtype])
+def test_a_change_that_no_training_allows_names_the_time_before_it(tmp_path: Path, change: Any) -> None:
+    with pytest.raises(RuntimeError, match="blocks.0.up.weight.*before `fit`, in `configure_model`"):
+        fit(tmp_path, Toy("on_train_epoch_start", change), "host")

@@ -455,3 +455,32 @@ def test_a_step_with_infinite_gradients_after_one_that_has_registered_a_hook_is_
 
     found = train(tmp_path, Registers, "host", "16-mixed", 2.0**60, max_epochs=2, **clip)
     assert_same(found, train(tmp_path, Registers, None, "16-mixed", 2.0**60, max_epochs=2, **clip))
+
+
+class Emptied(Toy):
+    """Clips an optimizer without parameters, alone or beside one whose parameters are offloaded."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.beside = beside
+
+    def configure_optimizers(self) -> Any:
+        empty = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        empty.param_groups[0]["params"].clear()
+        return [empty, torch.optim.SGD(self.blocks.parameters(), lr=0.1)] if self.beside else [empty]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        empty = optimizers[0] if self.beside else optimizers
+        self.manual_backward(self.loss(batch[0]))
+        self.clip_gradients(empty, 0.1, "norm")
+        empty.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("states", [None, "host"])
+def test_clipping_of_an_optimizer_without_parameters_warns(tmp_path: Path, states: Any, beside: bool) -> None:
+    with pytest.warns(UserWarning, match="empty generator, no gradient clipping"):
+        fit(tmp_path, Emptied(beside), states)
