@@ -96,6 +96,8 @@ class LazyTensors:
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
+        """Those of `_alive` that are copies in plain training."""
         self._made: dict[object, LazyTensor] = {}
         self.enabled = False
         """Whether state dicts have lazy tensors."""
@@ -110,7 +112,7 @@ class LazyTensors:
             self.enabled = False
             self._made.clear()
 
-    def make(self, key: object, like: Tensor, read: Callable[[], Tensor]) -> LazyTensor:
+    def make(self, key: object, like: Tensor, read: Callable[[], Tensor], *, copied: bool) -> LazyTensor:
         """Returns a lazy tensor.
 
         Args:
@@ -118,19 +120,29 @@ class LazyTensors:
                 are in a file once.
             like: a dense tensor of the same shape, strides and dtype.
             read: returns the values, until `load` has read them.
+            copied: whether user code that changes the stored values does not change the tensor.
         """
         if (made := self._made.get(key)) is not None:
             return made
         tensor = LazyTensor.make(like, read)
         self._alive.add(tensor)
+        if copied:
+            self._copies.add(tensor)
         self._made[key] = tensor
         return tensor
 
     def load_all(self) -> None:
-        """Reads the values of all lazy tensors, before the stored values change."""
+        """Reads the values of all lazy tensors, before a step changes the stored values."""
+        self.load_copies()
         for tensor in list(self._alive):
             tensor.load()
         self._alive.clear()
+
+    def load_copies(self) -> None:
+        """Reads the values of lazy tensors that are copies, before user code changes the stored values."""
+        for tensor in list(self._copies):
+            tensor.load()
+        self._copies.clear()
 
 
 def load_lazy(checkpoint: Any) -> Any:

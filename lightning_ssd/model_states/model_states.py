@@ -416,7 +416,7 @@ class ModelStates(Uncopied):
         """Begins a step of `optimizer`, unless one has begun. Backward then submits steps of complete gradients."""
         if not self.stepping:
             check_state(optimizer)
-            self.state_dicts.before_change()
+            self.state_dicts.before_step()
             self._steps.begin(optimizer)
 
     @uninterrupted
@@ -534,7 +534,7 @@ class ModelStates(Uncopied):
             yield
             return
         self._staged.pull_all()
-        self.state_dicts.before_change()
+        self._staged.unstage()
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()
@@ -559,7 +559,7 @@ class ModelStates(Uncopied):
                 "a kill. Change them before `fit`, or set `recover=False`."
             )
         self._prefetcher.check(flat)
-        self.state_dicts.before_change()
+        self._staged.unstage()
         self._changed = True
 
     # ---- counters and sizes ----
@@ -722,7 +722,7 @@ class ModelStates(Uncopied):
         assert not self.recorded, "flat parameters of a recorded run don't change"
         self._staged.pull_all()
         self.drain()
-        self.state_dicts.before_change()
+        self.state_dicts.before_step()
         self._prefetcher.evict_all()
         self._masters.sync()
         for store in self.stores.values():

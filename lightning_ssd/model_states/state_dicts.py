@@ -27,8 +27,9 @@ class StateDicts:
     Threads: the training thread.
 
     Ownership: weights in a module's state dict share memory with the parameters as long as user code references them,
-    as in plain training; states of an optimizer are copies. Both are lazy tensors while `lazy` makes them. Loaded
-    values belong to `StagedFlats` until they are stored.
+    as in plain training; states of an optimizer are copies. Both are lazy tensors while `lazy` makes them: weights have
+    the values of the first read, or those before the next step. Loaded values belong to `StagedFlats` until they are
+    stored.
 
     Args:
         module: the model.
@@ -91,15 +92,15 @@ class StateDicts:
         finally:
             self._without = False
 
-    def before_change(self) -> None:
-        """Prepares a change of values: lazy tensors read theirs, and staged values are unstaged."""
+    def before_step(self) -> None:
+        """Prepares a step: lazy tensors read their values, and staged values are unstaged."""
         self.lazy.load_all()
         self._staged.unstage()
 
     def remove(self) -> None:
         """Removes the hooks."""
         try:
-            self.before_change()
+            self.before_step()
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -136,7 +137,7 @@ class StateDicts:
             flat, index = self._where[parameter]
             masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)
             if self.lazy.enabled:
-                state[prefix + name] = self.lazy.make((flat, index), masters, self._reader(flat, index))
+                state[prefix + name] = self.lazy.make((flat, index), masters, self._reader(flat, index), copied=False)
             else:
                 state[prefix + name] = flat.share(index, masters)
 
@@ -198,13 +199,15 @@ class StateDicts:
         if not isinstance(value, Tensor):
             return value
         if self.lazy.enabled and value.dim():
-            return self.lazy.make((flat, index, name), value, self._reader(flat, index, name))
+            return self.lazy.make((flat, index, name), value, self._reader(flat, index, name), copied=True)
         return value.clone()
 
     def _reader(self, flat: FlatParameter, index: int, state: str | None = None) -> Callable[[], Tensor]:
         """Returns a function that reads the master weights of a parameter, or one of its states."""
 
         def read() -> Tensor:
+            if state is None and flat.summoned:
+                return flat.param_views[index].parameter.detach()
             values = self._staged.stage(flat)
             if state is None:
                 return flat.param_views[index].of(values.masters)
@@ -242,6 +245,7 @@ class StateDicts:
     def _load_states(self, optimizer: Optimizer) -> None:
         """Loads the states that `_remove_states` has found, once torch has accepted the state dict."""
         found, self._removed = self._removed, []
+        self.lazy.load_copies()
         for flat, index, state in found:
             self._load_state(flat, index, self._flat_optimizers[flat].converted(state))
         if found:

@@ -1,5 +1,6 @@
 """Checkpoints of offloaded states: ordinary files, written and read without memory for all states."""
 
+import contextlib
 import copy
 import json
 import os
@@ -60,6 +61,53 @@ def test_hooks_see_values_and_may_change_them(tmp_path: Path) -> None:
     ours = saved(tmp_path / "ours", ssd(), Editing())
     for part in ("state_dict", "mean", "optimizer_states"):
         assert same(ours[part], plain[part]), part
+
+
+def _change_data(module: Any, checkpoint: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(0.5)
+
+
+def _change_in_place(module: Any, checkpoint: Any) -> None:
+    with torch.no_grad():
+        module.blocks[0].up.weight.add_(1.0)
+
+
+def _load_weights(module: Any, checkpoint: Any) -> None:
+    module.load_state_dict({name: value * 0.5 for name, value in module.state_dict().items()})
+
+
+def _load_states(module: Any, checkpoint: Any) -> None:
+    (optimizer,) = module.trainer.optimizers
+    state = optimizer.state_dict()
+    halved = {
+        number: {name: value * 0.5 if value.dim() else value for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": halved})
+
+
+def _change_whole_weights(module: Any, checkpoint: Any) -> None:
+    whole = getattr(module.trainer.strategy, "whole_weights", contextlib.nullcontext)
+    with whole(), torch.no_grad():
+        module.blocks[0].up.weight.add_(1.0)
+        checkpoint["sum"] = checkpoint["state_dict"]["blocks.0.up.weight"].sum()
+        module.blocks[1].up.weight.add_(1.0)
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("change", [_change_data, _change_in_place, _load_weights, _load_states, _change_whole_weights])
+def test_values_that_change_while_a_checkpoint_is_made(tmp_path: Path, change: Any, states: str) -> None:
+    """Weights in a checkpoint are the module's until the file is written, and states of an optimizer are copies."""
+
+    class Changing(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            change(self, checkpoint)
+
+    plain = saved(tmp_path / "plain", "auto", Changing())
+    ours = saved(tmp_path / "ours", ssd(states=states), Changing())
+    for part in ("state_dict", "optimizer_states", "sum"):
+        assert same(ours.get(part), plain.get(part)), part
 
 
 def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
@@ -358,7 +406,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
             reads.append(index)
             return values[index]
 
-        return tensors.make(index, values[index], read)
+        return tensors.make(index, values[index], read, copied=False)
 
     with tensors.making():
         lazy = [make(index) for index in range(len(values))]
