@@ -353,6 +353,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self.model_states is not None:
+            raise RuntimeError(
+                f"a run of this {self.strategy_name} strategy, whose model states are offloaded, has not ended. Call "
+                "`validate`, `test` and `predict` in `on_fit_end` or after `fit`, or give the other Trainer a strategy "
+                "of its own."
+            )
         fitting = _is_fitting(trainer)
         assert self.model is not None
         self._storage = self.config.resolve(trainer.default_root_dir)

@@ -420,3 +420,44 @@ def test_states_of_a_step_that_failed_are_not_saved_as_if_they_were_whole(tmp_pa
     with pytest.raises(RuntimeError, match="optimizer states of .* are not available"):
         trainer.save_checkpoint(tmp_path / "after.ckpt")
     assert not (tmp_path / "after.ckpt").exists()
+
+
+def _evaluate(module: Any, trainer: Any) -> None:
+    trainer.validate(module, loader(), verbose=False)
+
+
+def _evaluate_by_same_strategy(module: Any, trainer: Any) -> None:
+    other = pl.Trainer(strategy=trainer.strategy, logger=False, enable_progress_bar=False)
+    other.validate(module, loader(), verbose=False)
+
+
+@pytest.mark.parametrize("act", [_evaluate, _evaluate_by_same_strategy])
+def test_a_run_within_a_run_of_the_same_strategy_is_refused(tmp_path: Path, act: Any) -> None:
+    """Model states of the outer run are restored; in `on_fit_end`, as the message says, they are already."""
+    trained: list[Any] = []
+
+    class Nested(Model):
+        def __init__(self, hook: str) -> None:
+            super().__init__()
+            self.hook = hook
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.loss(batch[0])
+
+        def on_train_end(self) -> None:
+            trained.append(self)
+            if self.hook == "on_train_end":
+                act(self, self.trainer)
+
+        def on_fit_end(self) -> None:
+            if self.hook == "on_fit_end":
+                act(self, self.trainer)
+
+    train(tmp_path, "auto", Nested(""))
+    with pytest.raises(RuntimeError, match="ssd_offload strategy.* has not ended.*`on_fit_end`"):
+        train(tmp_path, ssd(), Nested("on_train_end"))
+    train(tmp_path, ssd(), Nested("on_fit_end"))
+    plain, *ours = trained
+    for module in ours:
+        assert same(module.state_dict(), plain.state_dict())
+        assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
