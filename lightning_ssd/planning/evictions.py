@@ -158,7 +158,7 @@ class EvictionPlanner:
             prefers_host: whether tensors migrate to drives only where host memory has no room for them.
         """
         memory = _Memory(step.nbytes)
-        host = _HostMemory(step.host_bytes, self._machine.host_bytes, self._count)
+        host = _HostMemory(step.host_bytes, self._machine.host_bytes)
         dropped = [_Absence(one, one.after + 1, one.before, recomputed=True) for one in recomputed]
         memory.add([(one.start, one.stop, -one.period.nbytes) for one in dropped])
         capacity = self._machine.gpu_bytes
@@ -186,6 +186,10 @@ class EvictionPlanner:
         for tensor in step.absent:
             for number in self._numbers.get(tensor, ()):
                 found[number] = None
+        for tensor, after in step.kept:
+            for number in self._numbers.get(tensor, ()):
+                if self._periods[number].after == after:
+                    found[number] = None
         return found
 
     def _unless_recomputed(self, recomputed: Sequence[Period]) -> list[Period | None]:
@@ -375,24 +379,23 @@ class _HostMemory:
     """Bytes in host memory while each operator of a step runs.
 
     Args:
-        nbytes: bytes that are always there.
+        nbytes: bytes before the first tensor.
         limit: most bytes.
-        count: operators.
     """
 
-    def __init__(self, nbytes: int, limit: int, count: int) -> None:
-        self._nbytes = np.full(count, nbytes)
+    def __init__(self, nbytes: Bytes, limit: int) -> None:
+        self._nbytes = nbytes.copy()
         self._limit = limit
         self._full_at = 0
         """An operator at which there was no room for the last tensor that did not fit."""
 
     def add(self, period: Period) -> bool:
-        """Adds a tensor, and returns True, if there is room for it in its whole period."""
+        """Adds a tensor, and returns True, if there is room for it until the operator has ended that needs it."""
         most = self._limit - period.nbytes
         if most < 0:
             return False
         held = self._nbytes
-        start, count = (period.after + 1) % len(held), period.before - period.after - 1
+        start, count = (period.after + 1) % len(held), period.before - period.after
         if (self._full_at - start) % len(held) < count and held.item(self._full_at) > most:
             return False
         ranges = list(wrapped(start, start + count, len(held)))

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -29,7 +29,7 @@ class MigrationMachine:
 
     Attributes:
         gpu_bytes: capacity of the GPU.
-        host_bytes: host memory for migrated tensors.
+        host_bytes: host memory for migrated tensors and for optimizer steps on the CPU.
         link_out: bytes/s from the GPU over PCIe, to host memory and drives together.
         link_in: bytes/s to the GPU over PCIe.
         drives: (read, write) bytes/s of each drive. Both directions run at once.
@@ -95,7 +95,9 @@ class MigrationMachine:
 class Migration(NamedTuple):
     """A tensor that is out of GPU memory in an inactive period, or is dropped and recomputed.
 
-    Operators are indices in the step; those of the next step are larger than the last index of this one.
+    Operators are indices in the step; those of the next step are larger than the last index of this one. An operator
+    begins when it no longer waits. A tensor that migrates to host memory has room there from the end of `after` until
+    `before` has ended, because `before` may wait for its prefetch.
 
     Attributes:
         tensor: index of the tensor in the profile.
@@ -120,8 +122,10 @@ class MigrationPlan:
 
     Attributes:
         migrations: migrations, in the order in which they were chosen.
-        cpu_units: units whose optimizer steps on the CPU: their states are in host memory, their gradients are
-            offloaded when backward has computed them, and their new weights are copied to the GPU.
+        cpu_units: units whose optimizer steps on the CPU. Their optimizer states and master weights are always in host
+            memory, none on drives. Their gradients are offloaded to host memory when backward has computed them, and
+            are there until the next operator that uses the unit's weights, for which the new weights are copied to
+            the GPU.
     """
 
     migrations: tuple[Migration, ...]
@@ -191,17 +195,19 @@ class GPUStep:
         seconds: GPU seconds of each operator.
         nbytes: bytes of all tensors in GPU memory while each operator runs.
         cpu_units: units that the CPU steps.
-        host_bytes: optimizer states and gradients in host memory.
+        host_bytes: bytes in host memory for CPU steps while each operator waits and runs.
         jobs: optimizer steps on the CPU.
         absent: indices of tensors that are not migrated on their own.
+        kept: (tensor, `after`) of the periods of other tensors in which they are not migrated, as in `Migration`.
     """
 
     seconds: list[float]
     nbytes: Bytes
     cpu_units: frozenset[str]
-    host_bytes: int = 0
+    host_bytes: Bytes
     jobs: list[CPUStep] = field(default_factory=list)
     absent: set[int] = field(default_factory=set)
+    kept: set[tuple[int, int]] = field(default_factory=set)
 
 
 class GPUSteps:
@@ -227,29 +233,54 @@ class GPUSteps:
 
     def without(self, cpu_units: frozenset[str] = frozenset()) -> GPUStep:
         """Returns the step in which the CPU steps `cpu_units`."""
-        step = GPUStep(self._seconds.copy(), self._nbytes.copy(), cpu_units)
+        count = len(self._seconds)
+        step = GPUStep(self._seconds.copy(), self._nbytes.copy(), cpu_units, np.zeros(count, np.int64))
         stepped = defaultdict[int, int](int)
         freed: list[tuple[int, int, int]] = []
+        in_host: list[tuple[int, int, int]] = []
         for unit in self._profile.by_unit if cpu_units else ():
             if unit not in cpu_units:
                 continue
-            if unit not in self._moved:
-                self._moved[unit] = self._move(unit)
-            moved = self._moved[unit]
+            moved = self._unit(unit)
             for use, nbytes in self._profile.optimizer_bytes[unit].items():
                 stepped[use] += nbytes
             freed += moved.freed
+            in_host += moved.in_host
             step.absent.update(moved.absent)
-            step.host_bytes += moved.host_bytes
+            step.kept.update(moved.kept)
             if moved.job is not None:
                 step.jobs.append(moved.job)
         for use, nbytes in stepped.items():
             step.seconds[use] *= 1 - nbytes / self._optimizer_bytes[use]
-        if freed:
-            changes = ByteChanges(len(step.seconds))
-            changes.add(*zip(*freed, strict=True))
-            step.nbytes -= changes.sums()
+        for nbytes_of, changed, sign in ((step.nbytes, freed, -1), (step.host_bytes, in_host, 1)):
+            if changed:
+                changes = ByteChanges(count)
+                changes.add(*zip(*changed, strict=True))
+                nbytes_of += sign * changes.sums()
         return step
+
+    def with_room(self, units: Iterable[str]) -> list[str]:
+        """Returns the units that the CPU can step beside those before them, in order.
+
+        Host memory has room for what their steps need, and the GPU for weights that can't be offloaded.
+        """
+        found = []
+        in_host, on_gpu = (np.zeros(len(self._seconds), np.int64) for _ in range(2))
+        for unit in units:
+            moved = self._unit(unit)
+            host, gpu = (ByteChanges(len(self._seconds)) for _ in range(2))
+            host.add(*zip(*moved.in_host, strict=True))
+            gpu.add(*zip(*moved.on_gpu, strict=True))
+            host_bytes, gpu_bytes = in_host + host.sums(), on_gpu + gpu.sums()
+            if host_bytes.max() <= self._machine.host_bytes and gpu_bytes.max() <= self._machine.gpu_bytes:
+                found.append(unit)
+                in_host, on_gpu = host_bytes, gpu_bytes
+        return found
+
+    def _unit(self, unit: str) -> "_MovedUnit":
+        if unit not in self._moved:
+            self._moved[unit] = self._move(unit)
+        return self._moved[unit]
 
     def _move(self, unit: str) -> "_MovedUnit":
         profile = self._profile
@@ -263,7 +294,7 @@ class GPUSteps:
             uses = [use for use in tensor.uses if use not in stepped]
             if tensor.kind == "optimizer state":
                 moved.absent.append(index)
-                moved.host_bytes += tensor.nbytes
+                moved.in_host.append((0, count, tensor.nbytes))
                 moved.freed.append((0, count, tensor.nbytes))
             elif tensor.kind == "gradient" and uses:
                 gradients.append(tensor)
@@ -274,9 +305,15 @@ class GPUSteps:
                 job.weights += tensor.nbytes
                 job.parameters += tensor.nbytes // tensor.itemsize
                 job.before = min(job.before, uses[0])
-        moved.host_bytes += job.gradients
+                # The new weights are copied to memory that the tensor has from backward until it is used again.
+                last = uses[-1]
+                moved.kept += [(index, use) for use in tensor.uses if use >= last]
+                moved.on_gpu.append((last, min(uses[0] + count + 1, last + count), tensor.nbytes))
+        moved.in_host.append((0, count, job.weights))
         if gradients:
             moved.job = job
+            held_until = min(job.before + count + 1, job.ready + 1 + count)
+            moved.in_host.append((job.ready + 1, held_until, job.gradients))
             # The copy has twice the time that it takes on an idle link, before an operator waits for it.
             done = profile.operators[job.ready].end + 2 * job.gradients / self._machine.link_out
             job.absent_from = max(job.ready + 1, bisect_left(profile.operators, done, key=lambda one: one.start))
@@ -292,12 +329,16 @@ class _MovedUnit:
 
     Attributes:
         job: its optimizer step on the CPU; None: no gradient is computed.
-        host_bytes: optimizer states and gradients in host memory.
         absent: as in `GPUStep`.
+        kept: as in `GPUStep`.
+        in_host: (start, stop, bytes) in host memory.
+        on_gpu: (start, stop, bytes) of weights that can't be offloaded.
         freed: (start, stop, bytes) of tensors that are not in GPU memory; operators as in `Migration`.
     """
 
     job: CPUStep | None = None
-    host_bytes: int = 0
     absent: list[int] = field(default_factory=list)
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    in_host: list[tuple[int, int, int]] = field(default_factory=list)
+    on_gpu: list[tuple[int, int, int]] = field(default_factory=list)
     freed: list[tuple[int, int, int]] = field(default_factory=list)

@@ -72,7 +72,7 @@ class MigrationPrediction:
         stalls: (operator, seconds) of each wait of the GPU before an operator, for memory or for a tensor.
         recompute_seconds: GPU seconds of recomputation.
         gpu_bytes: bytes in GPU memory while each operator runs, with tensors that are in flight.
-        excess_bytes: bytes by which the peak exceeds the GPU's capacity.
+        excess_bytes: bytes by which the peaks exceed the capacities of the GPU and of host memory.
         host_peak_bytes: peak of host memory.
         ssd_written_bytes: bytes written to drives in a step.
         traffic: bytes that link and drives carry over the step.
@@ -99,11 +99,11 @@ class MigrationPrediction:
 
     def describe(self) -> str:
         """Returns a summary of two lines."""
-        over = f", {format_bytes(self.excess_bytes)} more than there is" if self.excess_bytes else ""
+        over = f" ({format_bytes(self.excess_bytes)} more than there is)" if self.excess_bytes else ""
         return (
             f"step {format_seconds(self.step_seconds)}, of which the GPU waits {format_seconds(self.stall_seconds)} "
             f"before {len(self.stalls)} operators and recomputes {format_seconds(self.recompute_seconds)}\n"
-            f"peak GPU {format_bytes(max(self.gpu_bytes))}{over}, host {format_bytes(self.host_peak_bytes)}; "
+            f"peak GPU {format_bytes(max(self.gpu_bytes))}, host {format_bytes(self.host_peak_bytes)}{over}; "
             f"{format_bytes(self.ssd_written_bytes)} written to drives"
         )
 
@@ -113,10 +113,10 @@ def simulate_migrations(
 ) -> MigrationPrediction:
     """Returns the prediction for `plan`.
 
-    The GPU runs the operators in order. Before an operator it waits for tensors that the operator needs, and for
-    offloads that make room for it. In each direction, the link carries one transfer at a time, and drives another one,
-    those that an operator needs first. Both work on different pieces of a transfer at once, with staging memory in
-    between: drives do not wait while the link carries other bytes.
+    The GPU runs the operators in order. Before an operator it waits for offloads that make room for it, and then for
+    tensors that the operator needs: prefetches into that room begin between the two. In each direction, the link
+    carries one transfer at a time, and drives another one, those that an operator needs first. Both work on different
+    pieces of a transfer at once, with staging memory in between: drives do not wait while the link carries other bytes.
     """
     step = GPUSteps(profile, machine).without(plan.cpu_units)
     simulation = Simulation(profile, machine, plan, step)
@@ -170,7 +170,7 @@ class _Carrier:
 
     def add(self, now: float, due: int, number: int, nbytes: float) -> None:
         """Queues a transfer at the time `now`."""
-        if self.queue:
+        if self.queue and now > self._now:
             self.advance(now)
         if not self.queue:
             self._now = now
@@ -373,6 +373,7 @@ class Simulation:
     def run(self, best: tuple[int, float] = (sys.maxsize, inf)) -> bool:
         """Simulates both steps, or returns False as soon as the score can't be better than `best`."""
         excess = max(0, int(self._gpu_bytes().max()) - self.machine.gpu_bytes)
+        excess += max(0, int(self._host_bytes().max()) - self.machine.host_bytes)
         times = list(accumulate(self.seconds, initial=0.0))
         if (excess, times[-1]) >= best:
             return False
@@ -395,21 +396,22 @@ class Simulation:
                     out.add(self.now, tier, base + due, nbytes)
                 while self.jobs and self.jobs[0][0] < index:
                     self._offload_gradients(*self.jobs.popleft())
+                wait = self._wait_for_room(index) if index >= out.first_due else 0.0
                 for tier, due, nbytes in prefetches:
                     into.add(self.now, tier, base + due, nbytes)
                 if self.waiting:
                     self._start_jobs()
                 if self.computed:
                     self._return_weights()
-                if index >= out.first_due or index >= into.first_due or (self.computed and self._late_weights(index)):
-                    wait = self._wait(index)
-                    if wait > 0:
-                        self.stalls.append((operator, wait))
-                        waited += wait
-                        if is_steady and (excess, times[-1] + waited) >= best:
-                            return False
-                        if is_steady and later and times[-1] + waited + later[operator] >= best[1] * (1 + ROUNDING):
-                            return False
+                if index >= into.first_due or (self.computed and self._late_weights(index)):
+                    wait += self._wait_for_tensors(index)
+                if wait > 0:
+                    self.stalls.append((operator, wait))
+                    waited += wait
+                    if is_steady and (excess, times[-1] + waited) >= best:
+                        return False
+                    if is_steady and later and times[-1] + waited + later[operator] >= best[1] * (1 + ROUNDING):
+                        return False
                 self.times.append(self.now)
                 self.now += seconds
         self.score = excess, times[-1] + waited
@@ -422,17 +424,14 @@ class Simulation:
 
     def prediction(self) -> MigrationPrediction:
         """Returns the prediction of a simulation that has run."""
-        tiers = [one.tier for one in self.plan.migrations]
-        in_host, on_ssd = (np.array([one == tier for one in tiers], bool) for tier in ("host", "ssd"))
-        host = ByteChanges(self.count)
-        host.add(self.after[in_host] + 1, self.before[in_host], self.sizes[in_host])
+        on_ssd = np.array([one.tier == "ssd" for one in self.plan.migrations], bool)
         return MigrationPrediction(
             self.score[1],
             tuple(self.stalls),
             self.recomputed,
             tuple(self._gpu_bytes().tolist()),
             self.score[0],
-            self.step.host_bytes + int(host.sums().max()),
+            int(self._host_bytes().max()),
             int(self.sizes[on_ssd].sum()),
             tuple(self._traffic()),
         )
@@ -452,6 +451,13 @@ class Simulation:
         changes = ByteChanges(self.count)
         changes.add(self.absent_from, self.absent_until, self.sizes)
         return self.step.nbytes - changes.sums()
+
+    def _host_bytes(self) -> Bytes:
+        """Returns the bytes in host memory while each operator waits and runs."""
+        in_host = np.array([one.tier == "host" for one in self.plan.migrations], bool)
+        changes = ByteChanges(self.count)
+        changes.add(self.after[in_host] + 1, self.before[in_host] + 1, self.sizes[in_host])
+        return self.step.host_bytes + changes.sums()
 
     def _intervals(self, times: list[float]) -> list[tuple[int, float, list[_Begun], list[_Begun]]]:
         """Returns the first operator of each part of a step, the part's seconds, and the transfers that begin with it.
@@ -483,16 +489,24 @@ class Simulation:
         """Returns when the CPU has computed the weights that operator `index` lacks."""
         return [ready for ready, due, _ in self.computed if due <= index]
 
-    def _wait(self, index: int) -> float:
-        """Lets operator `index` wait for transfers and the CPU. Returns the seconds."""
+    def _wait_for_room(self, index: int) -> float:
+        """Lets operator `index` wait for offloads. Returns the seconds."""
+        wait = self.out.seconds_until(index, self.now)
+        if wait:
+            self.times.append(self.now)
+            self.now += wait
+            self.out.finish(index, self.now)
+        return wait
+
+    def _wait_for_tensors(self, index: int) -> float:
+        """Lets operator `index` wait for prefetches and the CPU. Returns the seconds."""
         begin = self.now
         wait = 0.0
         while True:
-            seconds = max(self.out.seconds_until(index, self.now), self.into.seconds_until(index, self.now))
+            seconds = self.into.seconds_until(index, self.now)
             late = self._late_weights(index) if self.computed else ()
             if seconds:
                 self.now += seconds
-                self.out.finish(index, self.now)
                 self.into.finish(index, self.now)
             elif late:
                 seconds = max(0.0, late[0] - self.now)

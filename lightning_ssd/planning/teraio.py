@@ -145,11 +145,13 @@ class _BestPlan:
         self.steps = GPUSteps(profile, machine)
         # Units whose gradients are complete first have the most time for a CPU step.
         jobs = sorted(self.steps.without(frozenset(profile.by_unit)).jobs, key=lambda job: job.ready)
-        self.units = [job.unit for job in jobs]
+        self.units = self.steps.with_room(job.unit for job in jobs)
+        """Units that the CPU may step: host memory has room for all of them."""
         self.cpu_seconds = [0.0]
         """Seconds of a step by the work of the CPU, by the number of units that it steps."""
         free_at = 0.0
-        for job in jobs:
+        fitting = set(self.units)
+        for job in (one for one in jobs if one.unit in fitting):
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
@@ -160,27 +162,24 @@ class _BestPlan:
 
     def find(self) -> Simulation:
         """Returns the simulation of the best plan."""
-        self._start(_Choice())
+        self.chosen = _Choice()
+        self.tried = {self.chosen}
+        plan = self._plan(self.chosen)
+        self.plans: set[MigrationPlan] = {plan}
+        """All plans that were simulated."""
+        self.best = Simulation(self.profile, self.machine, plan, self._step(0))
+        self.best.run()
         # The CPU steps as many units as it can without making the GPU wait; then more or fewer are tried.
         hidden = _Choice(bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1)
         is_better = self._try(hidden)
-        self._improve(len(self.units) // (8 if is_better else 4))
-        if not is_better and hidden.cpu_units and self.best.stalls:
-            # CPU steps need host memory, but also leave fewer migrations: they may be worth it with recomputation only.
-            found = self.best
-            counts = hidden.cpu_units, hidden.cpu_units - 1
-            if any(self._may_be_better(count, self._every_recomputed()) for count in counts):
-                self._start(hidden)
-                self._improve(0)
-                self.best = min(found, self.best, key=lambda one: one.score)
+        self._improve(max(1, len(self.units) // (8 if is_better else 4)))
         return self.best
 
     def may_improve(self, score: tuple[int, float]) -> bool:
         """Returns whether the best plan without drives may have a better score, if the GPU never waits."""
-        # The host memory of the states of CPU steps is not limited.
-        step = self._step(len(self.units))
         periods = [(one.tensor, one.after) for one in self._every_recomputed()]
-        least = self.bounds.excess(replace(step, host_bytes=0), periods), sum(step.seconds)
+        # A CPU step uses as many bytes of host memory as it frees on the GPU, or more.
+        least = self.bounds.excess(self._step(0), periods), sum(self._step(len(self.units)).seconds)
         return least < (score[0], score[1] * (1 - ROUNDING))
 
     def _every_recomputed(self) -> frozenset[Period]:
@@ -191,7 +190,7 @@ class _BestPlan:
 
         Args:
             cpu_units: number of units that the CPU steps.
-            recomputed: all periods after which it may recompute tensors.
+            recomputed: periods after which it may recompute tensors.
         """
         periods = [(one.tensor, one.after) for one in recomputed]
         excess, seconds = self.bounds.least_score(self._step(cpu_units), periods)
@@ -202,16 +201,6 @@ class _BestPlan:
         if cpu_units not in self._steps:
             self._steps[cpu_units] = self.steps.without(frozenset(self.units[:cpu_units]))
         return self._steps[cpu_units]
-
-    def _start(self, choice: _Choice) -> None:
-        """Begins the search, or begins it again, with a choice."""
-        self.chosen = choice
-        self.tried = {choice}
-        plan = self._plan(choice)
-        self.plans: set[MigrationPlan] = {plan}
-        """All plans that were simulated since then."""
-        self.best = Simulation(self.profile, self.machine, plan, self._step(choice.cpu_units))
-        self.best.run()
 
     def _plan(self, choice: _Choice) -> MigrationPlan:
         step = self._step(choice.cpu_units)
@@ -463,10 +452,10 @@ class _Search:
             span = self._pressed(after + 1, before)
             if span is None:
                 return None
-            tier = "host" if self._fits_host(after + 1, before, nbytes) else tier
+            tier = "host" if self._fits_host(after + 1, before + 1, nbytes) else tier
             return None if tier is None else self._rated(nbytes, span, tier)
         span, factor = (None, inf) if tier is None else self.io.lay(after, before, nbytes, tier)
-        if factor >= SATURATED and self._fits_host(after + 1, before, nbytes):
+        if factor >= SATURATED and self._fits_host(after + 1, before + 1, nbytes):
             tier, span = "host", self.io.lay(after, before, nbytes, "host")[0]
         return None if tier is None or span is None else self._rated(nbytes, span, tier)
 
@@ -508,7 +497,7 @@ class _Search:
             return
         self._free(start, stop, nbytes)
         if tier == "host":
-            for first, last in wrapped(after + 1, before, self.count):
+            for first, last in wrapped(after + 1, before + 1, self.count):
                 self.host.reshape(2, -1)[:, first:last] += nbytes
             self.host_peak_at = int(self.host[: self.count].argmax())
         self.io.carry(after, before, nbytes, tier, in_time=in_time)

@@ -84,7 +84,7 @@ class TransferBounds:
         tiers = np.full(len(self.periods) + 1, ANY)
         tiers[:-1][np.isin(self._period_tensors, [*step.absent])] = NOWHERE
         tiers[[self.periods[one] for one in recomputed]] = NOWHERE
-        host: Bytes = np.full(len(step.seconds), min(step.host_bytes, self._machine.host_bytes))
+        host: Bytes = np.minimum(step.host_bytes, self._machine.host_bytes)
         return 0, self.least_seconds(tiers, host, step.seconds)
 
     def excess(self, step: GPUStep, recomputed: Sequence[tuple[int, int]] = ()) -> int:
@@ -102,8 +102,8 @@ class TransferBounds:
             [one.before if one.before > one.after else one.before + count for one in absent],
             [profile.tensors[one.tensor].nbytes for one in absent],
         )
-        room = machine.gpu_bytes + max(0, machine.host_bytes - step.host_bytes)
-        return max(0, int((step.nbytes - changes.sums()).max()) - room)
+        room = machine.gpu_bytes + np.maximum(0, machine.host_bytes - step.host_bytes)
+        return max(0, int((step.nbytes - changes.sums() - room).max()))
 
     def least_seconds(
         self, tiers: Integers | None = None, host: Bytes | None = None, seconds: list[float] | None = None

@@ -2,7 +2,7 @@
 
 import gc
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from unittest import mock
 
 import numpy as np
@@ -15,20 +15,26 @@ from lightning_ssd.planning.evictions import EvictionPlanner
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import (
     ByteChanges,
+    Direction,
     GPUSteps,
     Migration,
     MigrationMachine,
     MigrationPlan,
     wrapped,
 )
-from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_better, simulate_migrations
+from lightning_ssd.planning.migration_simulator import (
+    Carried,
+    MigrationPrediction,
+    simulate_better,
+    simulate_migrations,
+)
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
 from lightning_ssd.planning.transfer_bounds import ANY, IN_HOST, ON_SSD, TransferBounds
 from tests.support.garbage import collect
 from tests.support.lifetimes import profiles
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any
-from tests.support.slow_migrations import SlowSearch, slow_bytes, slow_evictions, slow_step_seconds
+from tests.support.slow_migrations import SlowSearch, slow_bytes, slow_evictions, slow_host_bytes, slow_step
 from tests.support.transformer import transformer_profile
 
 
@@ -37,12 +43,63 @@ def machines(draw: st.DrawFn, profile: LifetimeProfile) -> MigrationMachine:
     speed = st.floats(0.5, 50.0)
     drives = draw(st.lists(st.tuples(speed, speed), max_size=3))
     capacity = draw(st.integers(max(profile.active), max(max(profile.total), max(profile.active))))
-    host = draw(st.sampled_from([0, 20, 1000]))
+    host = draw(st.sampled_from([0, 20, 60, 1000]))
     return MigrationMachine(capacity, host, draw(speed), draw(speed), tuple(drives), draw(speed))
 
 
-def check_physics(machine: MigrationMachine, found: MigrationPrediction) -> None:
-    """In each part of the step, neither drives nor link carry more than their bandwidth."""
+@st.composite
+def planned(draw: st.DrawFn, profile: LifetimeProfile) -> tuple[MigrationMachine, MigrationPlan]:
+    """Any plan, with a machine whose memories have room for it and no more: no search needs to find the plan."""
+    speed = st.floats(0.5, 50.0)
+    drives = draw(st.lists(st.tuples(speed, speed), max_size=2))
+    roomy = MigrationMachine(0, 0, draw(speed), draw(speed), tuple(drives), draw(speed))
+    cpu_units = frozenset(draw(st.sets(st.sampled_from(sorted(profile.by_unit))))) if profile.by_unit else frozenset()
+    step = GPUSteps(profile, roomy).without(cpu_units)
+    tier = draw(st.sampled_from([None, *roomy.tiers]))  # of most tensors
+    migrations = []
+    for tensor, after, before, _ in profile.periods:
+        before += len(profile.operators) if before <= after else 0
+        if tensor in step.absent or (tensor, after) in step.kept or after + 1 == before or draw(st.booleans()):
+            continue
+        start = draw(st.integers(after + 1, before - 1))
+        stop = draw(st.integers(start + 1, before))
+        migrations.append(Migration(tensor, after, start, stop, before, tier or draw(st.sampled_from(roomy.tiers))))
+    plan = MigrationPlan(tuple(migrations), cpu_units)
+    found = simulate_migrations(profile, roomy, plan)
+    return replace(roomy, gpu_bytes=max(found.gpu_bytes), host_bytes=found.host_peak_bytes), plan
+
+
+def check_physics(
+    profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan, found: MigrationPrediction
+) -> None:
+    """In each part of the step, neither drives nor link carry more than their bandwidth.
+
+    In all, they carry the bytes of the plan's migrations and CPU steps, as those of a step that follows each tensor,
+    and no memory has more than its capacity at any time.
+    """
+    slow = slow_step(profile, machine, plan)
+    assert found.step_seconds == pytest.approx(slow.seconds)
+    assert not found.excess_bytes or not machine.drives
+    if not found.excess_bytes:
+        assert slow.gpu_peak <= machine.gpu_bytes
+    assert slow.host_peak <= found.host_peak_bytes <= machine.host_bytes
+    for one, other in pairwise(found.traffic):
+        assert other.start >= (one.start + one.seconds) * (1 - 1e-9)
+    assert all(0 <= one.start <= one.start + one.seconds <= found.step_seconds * (1 + 1e-9) for one in found.traffic)
+    moved = [(profile.tensors[one.tensor].nbytes, one.tier) for one in plan.migrations]
+    jobs = GPUSteps(profile, machine).without(plan.cpu_units).jobs
+    on_ssd = sum(nbytes for nbytes, tier in moved if tier == "ssd")
+    on_link = on_ssd + sum(nbytes for nbytes, tier in moved if tier == "host")
+    assert found.ssd_written_bytes == on_ssd
+    ways: tuple[tuple[Direction, list[Carried], int], ...] = (
+        ("out", [part.out for part in found.traffic], on_link + sum(job.gradients for job in jobs)),
+        ("in", [part.into for part in found.traffic], on_link + sum(job.weights for job in jobs)),
+    )
+    for direction, carried, on_link in ways:
+        for name, planned_bytes in (("link", on_link), ("ssd", on_ssd)):
+            total = sum(getattr(one, name) for one in carried)
+            assert total == pytest.approx(slow.carried[direction, name], abs=1e-6)
+            assert total == pytest.approx(planned_bytes - slow.queued[direction, name], abs=1e-6)
     for part in found.traffic:
         for carried, direction, link in ((part.out, "out", machine.link_out), (part.into, "in", machine.link_in)):
             assert carried.link <= link * part.seconds * (1 + 1e-9) + 1e-6
@@ -56,8 +113,7 @@ def test_memory_fits_or_the_plan_says_so(data: st.DataObject) -> None:
     machine = data.draw(machines(profile))
     plan = plan_teraio(profile, machine, min_bytes=1)
     found = simulate_migrations(profile, machine, plan)
-    check_physics(machine, found)
-    assert found.host_peak_bytes <= machine.host_bytes
+    check_physics(profile, machine, plan, found)
     assert found.excess_bytes == max(0, max(found.gpu_bytes) - machine.gpu_bytes)
     if machine.drives:  # each period of a tensor is long enough for a step that waits
         assert not found.excess_bytes
@@ -99,7 +155,7 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
     machine = data.draw(machines(profile))
     teraio = simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1))
     plan, found = plan_migrations(profile, machine, min_bytes=1)
-    check_physics(machine, found)
+    check_physics(profile, machine, plan, found)
     assert found.score <= (teraio.excess_bytes, teraio.step_seconds * (1 + 1e-9))
     assert found == simulate_migrations(profile, machine, plan)
     # GPU memory fits while each operator runs, or the prediction says so, and all time beyond the GPU's is in it.
@@ -133,10 +189,36 @@ def test_no_plan_is_faster_than_the_bound_of_its_transfers(data: st.DataObject) 
     whole = GPUSteps(profile, machine).without()
     for plan in (plan_teraio(profile, machine, 1), EvictionPlanner(profile, machine, 1).plan(whole)):
         found = simulate_migrations(profile, machine, plan)
-        check_physics(machine, found)
+        check_physics(profile, machine, plan, found)
         assert found.excess_bytes or found.step_seconds >= least * (1 - 1e-9)
         excess, seconds = TransferBounds(profile, machine).least_score(whole)
         assert found.score >= (excess, seconds * (1 - 1e-9))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_no_plan_at_all_is_faster_than_its_bound_or_physics(data: st.DataObject) -> None:
+    """Not even a plan that no search makes, on a machine with no more memory than the plan needs."""
+    profile = data.draw(profiles())
+    machine, plan = data.draw(planned(profile))
+    found = simulate_migrations(profile, machine, plan)
+    assert not found.excess_bytes
+    check_physics(profile, machine, plan, found)
+    bounds = TransferBounds(profile, machine)
+    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    assert found.score >= (0, bounds.least_score(step)[1] * (1 - 1e-9))
+    if not plan.cpu_units:
+        tiers = np.full(len(bounds.periods) + 1, ANY)
+        for one in plan.migrations:
+            if data.draw(st.booleans()):
+                tiers[bounds.periods[one.tensor, one.after]] = IN_HOST if one.tier == "host" else ON_SSD
+        host = [
+            (one.after + 1, one.before + 1, profile.tensors[one.tensor].nbytes)
+            for one in plan.migrations
+            if tiers[bounds.periods[one.tensor, one.after]] == IN_HOST
+        ]
+        in_host = np.array(slow_bytes(host, len(profile.operators)))
+        assert found.step_seconds >= bounds.least_seconds(tiers, in_host) * (1 - 1e-9)
 
 
 @given(st.data())
@@ -154,7 +236,7 @@ def test_choices_of_teraio_bound_the_step_of_its_plan(data: st.DataObject) -> No
         if data.draw(st.booleans()):
             tiers[bounds.periods[one.tensor, one.after]] = IN_HOST if one.tier == "host" else ON_SSD
             if one.tier == "host":
-                host.append((one.after + 1, one.before, profile.tensors[one.tensor].nbytes))
+                host.append((one.after + 1, one.before + 1, profile.tensors[one.tensor].nbytes))
     in_host = np.array(slow_bytes(host, len(profile.operators)))
     assert found.excess_bytes or found.step_seconds >= bounds.least_seconds(tiers, in_host) * (1 - 1e-9)
 
@@ -199,7 +281,7 @@ def test_a_step_takes_as_long_as_in_a_simulation_of_each_operator(data: st.DataO
     plans = plan_teraio(profile, machine, 1), planner.plan(step), planner.plan(step, planner.recomputed(1.0))
     predictions = [simulate_migrations(profile, machine, plan) for plan in plans]
     for plan, found in zip(plans, predictions, strict=True):
-        assert found.step_seconds == pytest.approx(slow_step_seconds(profile, machine, plan))
+        assert found.step_seconds == pytest.approx(slow_step(profile, machine, plan).seconds)
         for best in predictions:
             better = simulate_better(profile, machine, plan, step, best.score)
             assert (better and better.prediction()) == (found if found.score < best.score else None)
@@ -214,8 +296,9 @@ def test_steps_of_the_cpu_do_not_depend_on_those_made_before(data: st.DataObject
     for cpu_units in data.draw(st.lists(units, max_size=4)):
         step, alone = steps.without(cpu_units), GPUSteps(profile, machine).without(cpu_units)
         assert step.nbytes.tolist() == alone.nbytes.tolist()
-        assert (step.seconds, step.host_bytes, step.jobs) == (alone.seconds, alone.host_bytes, alone.jobs)
-        assert step.absent == alone.absent
+        assert step.host_bytes.tolist() == alone.host_bytes.tolist() == slow_host_bytes(profile, (), cpu_units)
+        assert (step.seconds, step.jobs) == (alone.seconds, alone.jobs)
+        assert (step.absent, step.kept) == (alone.absent, alone.kept)
         present = [tensor for index, tensor in enumerate(profile.tensors) if index not in step.absent]
         # Offloaded gradients are in GPU memory until they are copied.
         gradients = [profile.tensors[index] for index in step.absent if profile.tensors[index].kind == "gradient"]
@@ -317,6 +400,42 @@ def test_host_memory_is_taken_where_the_drive_is_saturated_within_its_limit() ->
     assert [one.tier for one in plan_teraio(one_saved_tensor(10), little, min_bytes=1).migrations] == ["ssd"]
 
 
+@pytest.mark.parametrize(("host_bytes", "fits"), [(10, False), (20, True)])
+def test_a_tensor_is_in_host_memory_while_an_operator_waits_for_it(host_bytes: int, fits: bool) -> None:
+    """The fifth operator waits for a tensor, and before for its memory, which one has that the fourth has used."""
+    operators = tuple(OperatorSpan("work", "forward", float(index), index + 1.0) for index in range(9))
+    tensors = (
+        TensorLifetime(0, "a", "saved tensor", 10, (0, 4), 0, 4),
+        TensorLifetime(1, "b", "saved tensor", 10, (3, 8), 3, 8),
+        TensorLifetime(2, "workspace", "transient", 10, (2,), 2, 2),
+        TensorLifetime(3, "workspace", "transient", 10, (6,), 6, 6),
+    )
+    profile = LifetimeProfile("model", operators, tensors)
+    machine = MigrationMachine(10, host_bytes, 100.0, 100.0, ())
+    for plan in (
+        plan_teraio(profile, machine, 1),
+        EvictionPlanner(profile, machine, 1).plan(GPUSteps(profile, machine).without()),
+    ):
+        found = simulate_migrations(profile, machine, plan)
+        assert found.host_peak_bytes == host_bytes
+        assert bool(found.excess_bytes) != fits
+    # The simulator says so if a plan needs more.
+    both = simulate_migrations(profile, replace(machine, host_bytes=9), plan)
+    assert both.excess_bytes == (0 if fits else 10) + host_bytes - 9
+    assert "more than there is" in both.describe()
+
+
+@pytest.mark.parametrize("host_bytes", [0, 159, 160])
+def test_the_cpu_steps_units_that_host_memory_has_room_for(host_bytes: int) -> None:
+    """Weights, gradients, and states of twice their bytes are in host memory: 160 bytes."""
+    profile = one_unit()
+    machine = MigrationMachine(200, host_bytes, 100.0, 100.0, ((100.0, 100.0),), 1e9)
+    plan, found = plan_migrations(profile, machine, min_bytes=1)
+    assert plan.cpu_units == ({"unit"} if host_bytes == 160 else frozenset())
+    by_cpu = simulate_migrations(profile, machine, MigrationPlan((), frozenset({"unit"})))
+    assert (by_cpu.host_peak_bytes, by_cpu.excess_bytes) == (160, 160 - host_bytes)
+
+
 def test_transfers_that_have_room_in_a_step_are_not_late() -> None:
     """A drive carries 5 bytes/s, and half of 320 bytes have no room on the GPU: few operators wait."""
     count = 32
@@ -393,8 +512,8 @@ def test_urgent_transfers_overtake_others() -> None:
     assert not [stall for stall in found.stalls if stall[0] == 4]
 
 
-def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
-    """States alone exceed the GPU's memory: with steps on the CPU the weights stay, and the step fits."""
+def one_unit() -> LifetimeProfile:
+    """Eight operators of a second, of which the last two are the optimizer, and a unit of 40 bytes."""
     operators = tuple(
         OperatorSpan("work", phase, float(index), index + 1.0)
         for index, phase in enumerate(["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2)
@@ -404,12 +523,17 @@ def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
         TensorLifetime(1, "g", "gradient", 40, (5, 6), 5, 6, "unit"),
         TensorLifetime(2, "s", "optimizer state", 80, (6, 7), unit="unit"),
     )
-    profile = LifetimeProfile("model", operators, tensors)
+    return LifetimeProfile("model", operators, tensors)
+
+
+def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
+    """States alone exceed the GPU's memory: with steps on the CPU the weights stay, and the step fits."""
+    profile = one_unit()
     machine = MigrationMachine(100, 1000, 100.0, 100.0, (), 10.0)
     assert simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1)).excess_bytes == 60
     plan, found = plan_migrations(profile, machine, min_bytes=1)
     assert plan.cpu_units == {"unit"}
-    assert found.excess_bytes == 0 and found.host_peak_bytes == 120
+    assert found.excess_bytes == 0 and found.host_peak_bytes == 160
     # The optimizer's two seconds are the CPU's, which takes one for 10 parameters, and copies take 0.8.
     assert 6.0 < found.step_seconds < 8.0
 

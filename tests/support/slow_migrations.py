@@ -1,13 +1,21 @@
 """Slow and simple versions of the planners' and the simulator's algorithms, whose results have to be the same."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
 from lightning_ssd.planning.io_timeline import ROUNDING
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import Direction, GPUStep, GPUSteps, MigrationMachine, MigrationPlan
+from lightning_ssd.planning.migration import (
+    CPUStep,
+    Direction,
+    GPUStep,
+    GPUSteps,
+    Migration,
+    MigrationMachine,
+    MigrationPlan,
+)
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.planning.teraio import LESS_IN_FLIGHT, MIN_GAIN, PRICES, SHARES, plan_teraio
 from lightning_ssd.types import OffloadTierName
@@ -33,7 +41,7 @@ def slow_evictions(
     candidates = []
     for tensor, after, before, _ in profile.periods if machine.drives or machine.host_bytes else ():
         before += count if before <= after else 0
-        if tensor in step.absent or [tensor, after] in [one[:2] for one in dropped]:
+        if tensor in step.absent or (tensor, after) in [*step.kept, *(tuple(one[:2]) for one in dropped)]:
             continue
         for other, _, _, _, use in dropped:
             if tensor in [ids[source] for source in profile.tensors[other].sources]:
@@ -59,7 +67,7 @@ def slow_evictions(
     limit = int((1 - in_flight) * machine.gpu_bytes)
     nbytes = changed(step.nbytes.tolist(), *dropped)
     # Eviction: `orders` has the next use of each tensor that may be evicted, inf if it is absent when the step begins.
-    host = [step.host_bytes] * count
+    host = step.host_bytes.tolist()
     firsts = [(after + 1) % count for _, after, _ in candidates]
     lasts = [first + one[2] - one[1] - 1 for first, one in zip(firsts, candidates, strict=True)]
     orders: dict[int, float] = {number: last - count for number, last in enumerate(lasts) if last > count}
@@ -77,9 +85,9 @@ def slow_evictions(
                 continue
             if number not in starts and not machine.drives:
                 held = [one + other for one, other in zip(
-                    host, slow_bytes([(after + 1, before, sizes[tensor])], count), strict=True
+                    host, slow_bytes([(after + 1, before + 1, sizes[tensor])], count), strict=True
                 )]  # fmt: skip
-                if any(held[index % count] > machine.host_bytes for index in range(after + 1, before)):
+                if any(held[index % count] > machine.host_bytes for index in range(after + 1, before + 1)):
                     continue
                 host = held
             early = order < lasts[number]
@@ -112,22 +120,38 @@ def slow_evictions(
     return [tuple(one) for one in necessary(nbytes, absent, machine.gpu_bytes)[1]]
 
 
+@dataclass
+class _SlowTransfer:
+    """A transfer that the operator `due` waits for, and bytes left for the link and for drives."""
+
+    due: int
+    nbytes: int
+    left: dict[str, float]
+
+
 class _SlowTransfers:
-    """Unfinished transfers of one direction, on the link and on drives."""
+    """Unfinished transfers of one direction, on the link and on drives.
+
+    Attributes:
+        carried: bytes that the link, and drives, have carried.
+    """
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
         self.rates = {"link": machine.link_out if direction == "out" else machine.link_in}
         self.rates["ssd"] = machine.ssd[direction == "out"]
         self.queue: list[_SlowTransfer] = []
+        self.carried = dict.fromkeys(self.rates, 0.0)
 
-    def add(self, tier: OffloadTierName, due: int, nbytes: int) -> None:
-        for carrier in ("link", "ssd") if tier == "ssd" else ("link",):
-            self.queue.append(_SlowTransfer(due, carrier, nbytes))
+    def add(self, tier: OffloadTierName, due: int, nbytes: int) -> _SlowTransfer:
+        carriers = ("link", "ssd") if tier == "ssd" else ("link",)
+        self.queue.append(_SlowTransfer(due, nbytes, dict.fromkeys(carriers, float(nbytes))))
+        found = self.queue[-1]
         self.queue.sort(key=lambda one: one.due)
+        return found
 
     def seconds_until(self, due: int) -> float:
         return max(
-            sum(one.left / rate for one in self.queue if one.carrier == carrier and one.due <= due)
+            sum(one.left.get(carrier, 0.0) / rate for one in self.queue if one.due <= due) if rate else 0.0
             for carrier, rate in self.rates.items()
         )
 
@@ -135,58 +159,304 @@ class _SlowTransfers:
         for carrier, rate in self.rates.items():
             room = rate * seconds
             for one in self.queue:
-                if one.carrier == carrier:
-                    carried = min(one.left, room)
-                    one.left -= carried
+                carried = min(one.left.get(carrier, 0.0), room)
+                if carried:
+                    one.left[carrier] -= carried
+                    self.carried[carrier] += carried
                     room -= carried
-        self.queue = [one for one in self.queue if one.left > 0]
+        self.queue = [one for one in self.queue if any(one.left.values())]
 
     def finish(self, due: int) -> None:
+        """Ends transfers: rounding may have left a part of a byte."""
+        for one in self.queue:
+            if one.due <= due:
+                for carrier, left in one.left.items():
+                    assert left <= 1e-6 * one.nbytes
+                    self.carried[carrier] += left
+                    one.left[carrier] = 0.0
         self.queue = [one for one in self.queue if one.due > due]
 
 
 @dataclass
-class _SlowTransfer:
-    """A transfer that the operator `due` waits for, and bytes left for the link or for drives."""
+class SlowStep:
+    """The steady state of a plan, in which each tensor is followed.
 
-    due: int
-    carrier: str
-    left: float
+    Attributes:
+        seconds: seconds of a step.
+        carried: bytes by direction and carrier ("link", "ssd").
+        queued: bytes that a step leaves for the next one to carry, less those that it carries for the one before.
+        gpu_peak: most bytes on the GPU at any time.
+        host_peak: most bytes in host memory at any time.
+    """
+
+    seconds: float
+    carried: dict[tuple[Direction, str], float]
+    queued: dict[tuple[Direction, str], float]
+    gpu_peak: int
+    host_peak: int
 
 
-def slow_step_seconds(profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> float:
-    """Returns the seconds of `simulate_migrations` for a plan without CPU steps, with each operator as an event."""
-    count = len(profile.operators)
-    seconds = [one.end - one.start for one in profile.operators]
-    out, into = _SlowTransfers(machine, "out"), _SlowTransfers(machine, "in")
-    for one in plan.migrations:
-        tensor = profile.tensors[one.tensor]
-        if one.tier is None:
-            seconds[one.before % count] += tensor.recompute_seconds or 0.0
-            continue
-        if one.absent_from > count:
-            out.add(one.tier, one.absent_from - count, tensor.nbytes)
-        if one.absent_until < count <= one.before:
-            into.add(one.tier, one.before - count, tensor.nbytes)
-    waited = 0.0
-    for index in range(2 * count):
-        waited = 0.0 if index == count else waited
+class _SlowSimulation:
+    """Follows where each tensor is: on the GPU until its offload has ended, in host memory until it has returned."""
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> None:
+        self.profile, self.machine, self.plan = profile, machine, plan
+        self.count = len(profile.operators)
+        self.step = GPUSteps(profile, machine).without(plan.cpu_units)
+        self.seconds = self.step.seconds.copy()
+        self.ways: dict[Direction, _SlowTransfers] = {
+            "out": _SlowTransfers(machine, "out"), "in": _SlowTransfers(machine, "in")
+        }  # fmt: skip
+        self.now, self.cpu_free_at = 0.0, 0.0
+        self.began = inf  # the second step
+        self.peaks = [0, 0]
+        # What the CPU steps has no copy on the GPU, but for weights, which have one in host memory, too.
+        tensors = {index: one for index, one in enumerate(profile.tensors) if one.unit in plan.cpu_units}
+        self.is_stepped = {
+            index for index, one in tensors.items() if one.kind == "optimizer state" or one.kind == "gradient"
+        }
+        self.masters = sum(
+            one.nbytes for one in tensors.values()
+            if one.kind == "optimizer state" or (one.kind == "weight" and self.is_trained(one.uses))
+        )  # fmt: skip
+        self.offloading: dict[int, _SlowTransfer] = {}
+        """Offloads of tensors that are on the GPU until these have ended, by tensor."""
+        self.away = {index for index, one in tensors.items() if one.kind == "optimizer state"}
+        self.prefetching: dict[int, _SlowTransfer] = {}
+        """Prefetches, by tensor."""
+        self.in_host: dict[int, int] = {}
+        """Bytes of each tensor in host memory."""
+        self.jobs: list[tuple[CPUStep, list[int], _SlowTransfer, int]] = []
+        self.computed: list[tuple[float, CPUStep, list[int], int]] = []
         for one in plan.migrations:
-            nbytes = profile.tensors[one.tensor].nbytes
-            for transfers, begin, due in (
-                (out, one.after + 1, one.absent_from), (into, one.absent_until, one.before)
-            ):  # fmt: skip
-                # The first step has only the transfers that an operator of it needs or that it has begun.
-                if one.tier is not None and begin % count == index % count and (index or transfers is into):
-                    transfers.add(one.tier, index + due - begin, nbytes)
-        while wait := max(out.seconds_until(index), into.seconds_until(index)):
-            for transfers in (out, into):
-                transfers.advance(wait)
-                transfers.finish(index)
-            waited += wait
-        for transfers in (out, into):
-            transfers.advance(seconds[index % count])
-    return sum(seconds) + waited
+            tensor, count = profile.tensors[one.tensor], self.count
+            if one.tier is None:
+                self.seconds[one.before % count] += tensor.recompute_seconds or 0.0
+            if one.before >= count > one.after and one.tier is not None:
+                # The step before has offloaded the tensor, or an operator of the first step waits for that.
+                if one.absent_from > count:
+                    self.offloading[one.tensor] = self.ways["out"].add(one.tier, one.absent_from - count, tensor.nbytes)
+                else:
+                    self.away.add(one.tensor)
+                if one.tier == "host":
+                    self.in_host[one.tensor] = tensor.nbytes
+                if one.absent_until < count:
+                    self.away.discard(one.tensor)
+                    self.prefetching[one.tensor] = self.ways["in"].add(one.tier, one.before - count, tensor.nbytes)
+
+    def is_trained(self, uses: Sequence[int]) -> bool:
+        phases = {self.profile.operators[use].phase for use in uses}
+        return "optimizer" in phases and len(phases) > 1
+
+    def sample(self, index: int, *, runs: bool) -> None:
+        """Adds up the bytes of both memories, while operator `index` waits or runs."""
+        operator = index % self.count
+        for tensor, transfer in list(self.offloading.items()):
+            if not any(transfer.left.values()):
+                del self.offloading[tensor]
+                self.away.add(tensor)
+        for tensor, transfer in list(self.prefetching.items()):
+            if not any(transfer.left.values()):
+                del self.prefetching[tensor]
+                self.in_host.pop(tensor, None)
+        gpu = 0
+        for number, one in enumerate(self.profile.tensors):
+            begin = -1 if one.allocated is None else one.allocated
+            end = self.count if one.freed is None else one.freed
+            if begin <= (operator if runs else operator - 1) and operator <= end and number not in self.away:
+                gpu += one.nbytes
+        host = self.masters + sum(self.in_host.values())
+        if index >= self.count:
+            self.peaks = [max(self.peaks[0], gpu), max(self.peaks[1], host)]
+
+    def advance(self, index: int, seconds: float, *, runs: bool = False) -> None:
+        """Passes time in pieces, at whose ends transfers end."""
+        while seconds > 0:
+            ends = [
+                sum(other.left.get(carrier, 0.0) for other in way.queue[: number + 1]) / rate
+                for way in self.ways.values()
+                for carrier, rate in way.rates.items()
+                for number, one in enumerate(way.queue)
+                if one.left.get(carrier) and rate
+            ]
+            piece = min([seconds, *(end for end in ends if end > 1e-12)])
+            self.sample(index, runs=runs)
+            for way in self.ways.values():
+                way.advance(piece)
+            self.now += piece
+            seconds -= piece
+            for job in self.computed:
+                if job[0] <= self.now:
+                    for gradient in job[2]:
+                        self.in_host.pop(gradient, None)
+            self.sample(index, runs=runs)
+
+    def follow_cpu(self) -> None:
+        """Starts CPU steps whose gradients have arrived, and copies of the weights that are computed."""
+        for entry in [one for one in self.jobs if not one[2].left["link"]]:
+            self.jobs.remove(entry)
+            job, gradients, _, due = entry
+            self.cpu_free_at = max(self.cpu_free_at, self.now) + job.parameters / self.machine.cpu_step_rate
+            self.computed.append((self.cpu_free_at, job, gradients, due))
+        while self.computed and self.computed[0][0] <= self.now:
+            _, job, gradients, due = self.computed.pop(0)
+            for gradient in gradients:
+                self.in_host.pop(gradient, None)
+            weights = [
+                index for index in self.profile.by_unit[job.unit] if self.profile.tensors[index].kind == "weight"
+            ]
+            for index in weights if self.now >= self.began else ():
+                trained = self.is_trained(self.profile.tensors[index].uses)
+                assert not trained or index not in {*self.away, *self.offloading, *self.prefetching}
+            self.ways["in"].add("host", due, job.weights)
+
+    def run(self) -> SlowStep:
+        """Simulates two steps, and returns the second one."""
+        count = self.count
+        out, into = self.ways["out"], self.ways["in"]
+        before, queued = {}, {}
+        for index in range(2 * count):
+            operator = index % count
+            if index == count:
+                self.began = self.now
+                before = {(name, carrier): way.carried[carrier] for name, way in self.ways.items()
+                          for carrier in way.rates}  # fmt: skip
+                queued = self.queued()
+            self.begin_offloads(index)
+            self.sample(index, runs=False)
+            self.advance(index, out.seconds_until(index))
+            out.finish(index)
+            self.sample(index, runs=False)
+            self.begin_prefetches(index)
+            self.follow_cpu()
+            while True:
+                seconds = into.seconds_until(index)
+                late = [done for done, *_, due in self.computed if due <= index]
+                if not seconds and not late:
+                    break
+                self.advance(index, seconds or max(0.0, late[0] - self.now))
+                if seconds:
+                    into.finish(index)
+                self.follow_cpu()
+            self.sample(index, runs=False)
+            self.use(index)
+            self.sample(index, runs=True)
+            self.advance(index, self.seconds[operator], runs=True)
+        carried = {(name, carrier): way.carried[carrier] - before[name, carrier]
+                   for name, way in self.ways.items() for carrier in way.rates}  # fmt: skip
+        queued = {key: nbytes - queued[key] for key, nbytes in self.queued().items()}
+        return SlowStep(self.now - self.began, carried, queued, *self.peaks)
+
+    def queued(self) -> dict[tuple[Direction, str], float]:
+        return {
+            (name, carrier): sum(one.left.get(carrier, 0.0) for one in way.queue)
+            for name, way in self.ways.items() for carrier in way.rates
+        }  # fmt: skip
+
+    def begin_offloads(self, index: int) -> None:
+        """The operator before `index` has ended. The first step has only offloads that it has begun itself."""
+        count = self.count
+        for one in self.plan.migrations:
+            if (one.after + 1) % count == index % count and index:
+                due, nbytes = index + one.absent_from - one.after - 1, self.profile.tensors[one.tensor].nbytes
+                if one.tier is None:
+                    self.away.add(one.tensor)
+                    continue
+                assert one.tensor not in self.prefetching and one.tensor not in self.away
+                self.offloading[one.tensor] = self.ways["out"].add(one.tier, due, nbytes)
+                if one.tier == "host":
+                    self.in_host[one.tensor] = nbytes
+        for job in self.step.jobs:
+            if index and (job.ready + 1) % count == index % count:
+                gradients = [
+                    number for number in self.profile.by_unit[job.unit]
+                    if self.profile.tensors[number].kind == "gradient"
+                ]  # fmt: skip
+                cycle = (index - job.ready - 1) // count * count
+                transfer = self.ways["out"].add("host", cycle + job.absent_from, job.gradients)
+                for number in gradients:
+                    assert number not in self.in_host  # the step before has used it
+                    self.offloading[number] = transfer
+                    self.in_host[number] = self.profile.tensors[number].nbytes
+                self.jobs.append((job, gradients, transfer, cycle + count + job.before))
+
+    def begin_prefetches(self, index: int) -> None:
+        for one in self.plan.migrations:
+            if one.absent_until % self.count == index % self.count:
+                if one.tier is None:
+                    continue
+                due, nbytes = index + one.before - one.absent_until, self.profile.tensors[one.tensor].nbytes
+                if index >= self.count:
+                    assert one.tensor in self.away
+                self.away.discard(one.tensor)
+                self.prefetching[one.tensor] = self.ways["in"].add(one.tier, due, nbytes)
+
+    def use(self, index: int) -> None:
+        """Operator `index` begins: the tensors that it uses are on the GPU."""
+        operator = index % self.count
+        self.sample(index, runs=False)
+        for one in self.plan.migrations:
+            if one.tier is None and one.before % self.count == operator:
+                self.away.discard(one.tensor)
+        for number, one in enumerate(self.profile.tensors):
+            if one.allocated == operator:
+                self.away.discard(number)
+                self.offloading.pop(number, None)
+            is_cpu_step = number in self.is_stepped and self.profile.operators[operator].phase == "optimizer"
+            if operator in one.uses and not is_cpu_step and index >= self.count:
+                assert number not in self.away and number not in self.prefetching and number not in self.offloading
+
+
+def slow_step(profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> SlowStep:
+    """Returns the step of `simulate_migrations`, with each operator as an event, and each tensor followed."""
+    return _SlowSimulation(profile, machine, plan).run()
+
+
+def slow_host_bytes(profile: LifetimeProfile, migrations: Sequence[Migration], cpu_units: Collection[str]) -> list[int]:
+    """Returns the bytes in host memory while each operator waits and runs, from the uses of each tensor."""
+    count = len(profile.operators)
+    held = [(one.after + 1, one.before + 1, one.tensor) for one in migrations if one.tier == "host"]
+    for unit in cpu_units:
+        states, trained, gradients = [], [], []
+        needed, ready = count, 0
+        for index in profile.by_unit.get(unit, ()):
+            tensor = profile.tensors[index]
+            by_optimizer = [profile.operators[use].phase == "optimizer" for use in tensor.uses]
+            others = [use for use, is_step in zip(tensor.uses, by_optimizer, strict=True) if not is_step]
+            if tensor.kind == "optimizer state":
+                states.append(index)
+            elif tensor.kind == "weight" and others and any(by_optimizer):
+                trained.append(index)
+                needed = min(needed, others[0])
+            elif tensor.kind == "gradient" and others:
+                gradients.append(index)
+                ready = max(ready, others[-1])
+        # The optimizer reads gradients before the new weights are needed in the next step.
+        held += [(0, count, index) for index in (*states, *trained)]
+        held += [(ready + 1, min(needed + 1, ready + 1) + count, index) for index in gradients]
+    return slow_bytes([(start, stop, profile.tensors[index].nbytes) for start, stop, index in held], count)
+
+
+def slow_with_room(profile: LifetimeProfile, machine: MigrationMachine, units: Sequence[str]) -> list[str]:
+    """Returns the units, in order, that the CPU can step beside those before them."""
+    count = len(profile.operators)
+
+    def kept(units: Sequence[str]) -> list[int]:
+        """Returns the bytes of weights from their last use in backward to the first one in the next forward."""
+        steps = {use for unit in units for use in profile.optimizer_bytes[unit]}
+        changes = []
+        for one in profile.tensors:
+            uses = [use for use in one.uses if use not in steps]
+            if one.kind == "weight" and one.unit in units and uses and len(uses) < len(one.uses):
+                changes.append((uses[-1], min(uses[0] + count + 1, uses[-1] + count), one.nbytes))
+        return slow_bytes(changes, count)
+
+    found: list[str] = []
+    for unit in units:
+        some = [*found, unit]
+        if max(slow_host_bytes(profile, (), some)) <= machine.host_bytes and max(kept(some)) <= machine.gpu_bytes:
+            found.append(unit)
+    return found
 
 
 class SlowSearch:
@@ -197,17 +467,14 @@ class SlowSearch:
         self.planner = EvictionPlanner(profile, machine, min_bytes)
         jobs = GPUSteps(profile, machine).without(frozenset(profile.by_unit)).jobs
         jobs.sort(key=lambda job: job.ready)
-        self.units = [job.unit for job in jobs]
+        self.units = slow_with_room(profile, machine, [job.unit for job in jobs])
         self.cpu_seconds, free_at = [0.0], 0.0
-        for job in jobs:
+        for job in (one for one in jobs if one.unit in self.units):
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
             self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
-        self.start(0)
-
-    def start(self, units: int) -> None:
-        self.choice: tuple[int, float | None, float, bool, float] = (units, None, 1.0, False, IN_FLIGHT)
+        self.choice: tuple[int, float | None, float, bool, float] = (0, None, 1.0, False, IN_FLIGHT)
         self.best = self.simulate(*self.choice)
 
     def simulate(
@@ -239,23 +506,18 @@ class SlowSearch:
         return True
 
     def find(self) -> tuple[MigrationPlan, MigrationPrediction]:
-        found = self.found()
+        found = [self.found()]
         teraio = plan_teraio(self.profile, self.machine, self.min_bytes)
         found.append((teraio, simulate_migrations(self.profile, self.machine, teraio)))
         if self.machine.drives and self.machine.host_bytes:
-            found += SlowSearch(self.profile, replace(self.machine, drives=()), self.min_bytes).found()
+            found.append(SlowSearch(self.profile, replace(self.machine, drives=()), self.min_bytes).found())
         return min(found, key=lambda one: one[1].score)
 
-    def found(self) -> list[tuple[MigrationPlan, MigrationPrediction]]:
-        found = []
+    def found(self) -> tuple[MigrationPlan, MigrationPrediction]:
         hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
         is_better = self.attempt(hidden, *self.choice[1:])
-        self.improve(len(self.units) // (8 if is_better else 4))
-        if not is_better and self.best[1].stalls:
-            found.append(self.best)
-            self.start(hidden)
-            self.improve(0)
-        return [*found, self.best]
+        self.improve(max(1, len(self.units) // (8 if is_better else 4)))
+        return self.best
 
     def improve(self, amount: int) -> None:
         for price in PRICES:
