@@ -6,7 +6,8 @@ Each model's training step runs on tensors without memory, in full precision (32
 recomputed). Times are calculated from FLOPs and bytes for one GPU of `--tflops` and `--gpu` GB: by default an H100 NVL
 in fp32 without TF32, which is torch's default and the paper's "full precision". Results are added to `lifetimes.json`,
 from which `lifetimes.md` and `lifetimes_roofline.png` (throughput by bandwidth, figure 3) are made, with the best plans
-that also recompute and step units on the CPU, at the rate of `configs/machines/h100.json`. A picture for each
+that also recompute, without host memory and with 128 GB of it. With host memory they step units on the CPU, too, at the
+rate of `configs/machines/h100.json`, and migrate tensors to it. A picture for each
 model shows active bytes of each operator (figure 1), inactive periods (figure 2), and the bandwidth of migrations over
 a planned step (figure 8). `planning` is the CPU time of Teraio's planner for a step with four drives and host memory.
 """
@@ -103,8 +104,8 @@ def draw_roofline(rows: dict[str, Any], path: Path) -> None:
     plot = figure.subplots()
     for name, row in rows.items():
         (line,) = plot.plot(*_points(row["roofline"]), "o-", label=name)
-        plot.plot(*_points(row["best_roofline"]), "s--", color=line.get_color(), markersize=4)
-    plot.plot([], [], "ks--", markersize=4, label="with recomputation and CPU steps")
+        plot.plot(*_points(row["host_roofline"]), "s--", color=line.get_color(), markersize=4)
+    plot.plot([], [], "ks--", markersize=4, label=f"best, with {HOSTS[-1] / 1e9:g} GB of host memory")
     plot.set(xlabel="bandwidth of migration, GB/s each way", ylabel="throughput / that without waiting")
     plot.set_xscale("log", base=2)
     plot.legend(fontsize=8)
@@ -127,7 +128,7 @@ def trace(name: str, hardware: HardwareProfile) -> LifetimeProfile:
 def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) -> dict[str, Any]:
     """Returns the quantities of the paper's statements, and draws the bandwidth over a step with four drives."""
     mean, most = active_share(lifetimes, hardware.gpu_bytes)
-    drives = MigrationMachine(hardware.gpu_bytes, HOSTS[2], 64e9, 64e9, (PAPER_DRIVE,) * 4)
+    drives = MigrationMachine(hardware.gpu_bytes, HOSTS[-1], 64e9, 64e9, (PAPER_DRIVE,) * 4)
     begin = time.process_time()
     plan = plan_teraio(lifetimes, drives)
     planning = time.process_time() - begin
@@ -149,6 +150,7 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
         "plan_seconds": planning,
         "roofline": roofline(lifetimes, drive),
         "best_roofline": roofline(lifetimes, drive, throughput=best_throughput),
+        "host_roofline": roofline(lifetimes, replace(drive, host_bytes=HOSTS[-1]), throughput=best_throughput),
     }
     if lifetimes.name == "Llama3-8B":
         row["by_hardware"] = by_hardware(lifetimes, drives, HOSTS, DRIVES)
@@ -175,12 +177,17 @@ def table(rows: dict[str, Any]) -> str:
             f"{row['tensors']} | {row['plan_seconds']:.1f} s |"
         )
     lines += ["", "Teraio's paper: 1.7 % and under 14 % active, more than 40 % of the periods longer.", ""]
-    lines += ["Throughput by bandwidth: Teraio's plans, then the best ones, with recomputation and CPU steps.", ""]
+    lines += [
+        "Throughput by bandwidth: Teraio's plans and the best ones, with recomputation, without host memory; then the "
+        f"best ones with {HOSTS[-1] / 1e9:g} GB of host memory, with recomputation and CPU steps.",
+        "",
+    ]
     lines += ["| throughput at | " + " | ".join(f"{bandwidth / 1e9:g} GB/s" for bandwidth in BANDWIDTHS) + " |"]
     lines += ["|---" * (len(BANDWIDTHS) + 1) + "|"]
     for name, row in rows.items():
-        pairs = zip(row["roofline"], row["best_roofline"], strict=True)
-        lines.append(f"| {name} | " + " | ".join(f"{one[1]:.2f}, {best[1]:.2f}" for one, best in pairs) + " |")
+        points = zip(*(row[key] for key in ("roofline", "best_roofline", "host_roofline")), strict=True)
+        found = (", ".join(f"{throughput:.2f}" for _, throughput in point) for point in points)
+        lines.append(f"| {name} | " + " | ".join(found) + " |")
     for name, row in rows.items():
         if "by_hardware" in row:
             lines += ["", f"{name} by host memory and number of drives of 6.5 GB/s:", ""]
