@@ -43,6 +43,11 @@ class Recompilation:
         """`compile_seconds` when the present compilation began."""
 
     @property
+    def value(self) -> float:
+        """The value that compiled code has; 1: the user's."""
+        return self._budget.value
+
+    @property
     def possible(self) -> bool:
         """Whether code may be compiled again now."""
         return self._allowed and self._budget.may_change

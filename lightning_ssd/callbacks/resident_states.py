@@ -51,10 +51,8 @@ class ResidentStates:
 
     def __init__(self, strategy: Any, clock: Clock) -> None:
         self._strategy = strategy
-        self._timer = StepTimer(clock, TIMED_STEPS)
+        self._timer = StepTimer(clock, TIMED_STEPS, WARM_UP)
         self._phase: Phase = "timing"
-        self._wait = WARM_UP
-        """Steps that are still not timed."""
         self._shape: BatchShape | None = None
         """Shape of the batches of timed steps."""
         self._seconds = 0.0
@@ -83,12 +81,8 @@ class ResidentStates:
             return
         if begins_step:
             self._timer.end()
-            if timed and self._wait:
-                self._wait -= 1
-            elif timed:
-                if self._shape is None:
-                    self._shape = shape
-                self._timer.begin()
+            if timed and self._timer.begin() and self._shape is None:
+                self._shape = shape
         if not timed or shape != self._shape:
             self._timer.skip()
 
@@ -135,8 +129,8 @@ class ResidentStates:
 
     def _try_next(self, present: Any) -> bool:
         """Moves states to the tiers of the next trial, or to the fastest ones. Returns whether they were moved."""
-        self._phase, self._wait = "trying", WARM_UP
-        self._timer.reset()
+        self._phase = "trying"
+        self._timer.reset(WARM_UP)
         while self._trials:
             if self._move(self._trials.pop(0)):
                 return True

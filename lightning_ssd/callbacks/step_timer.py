@@ -18,16 +18,19 @@ class StepTimer:
     Args:
         clock: the device's clock.
         history: number of last steps whose durations are stored.
+        warm_up: first steps that are not timed.
 
     Attributes:
         seconds: durations of the last steps that the device has ended, in their order.
         num_steps: timed steps that the host has ended.
     """
 
-    def __init__(self, clock: Clock, history: int) -> None:
+    def __init__(self, clock: Clock, history: int, warm_up: int = 0) -> None:
         self.seconds: deque[float] = deque(maxlen=history)
         self.num_steps = 0
         self._clock = clock
+        self._warm_up = warm_up
+        """Steps that are still not timed."""
         self._timed = False
         """Whether the present step is timed."""
         self._began: Any = None
@@ -37,11 +40,13 @@ class StepTimer:
         self._pending: deque[list[tuple[Any, Any]]] = deque()
         """Spans of steps that the device has not ended."""
 
-    def begin(self) -> None:
-        """Ends the step before, if it was timed, and begins one."""
+    def begin(self) -> bool:
+        """Ends the step before, if it was timed, and begins one; returns whether it is timed."""
         self.end()
-        self._timed = True
+        self._timed = not self._warm_up
+        self._warm_up = max(0, self._warm_up - 1)
         self.resume()
+        return self._timed
 
     def end(self) -> None:
         """Ends the present step, if it is timed. The next one begins with `begin`."""
@@ -81,9 +86,10 @@ class StepTimer:
         """Excludes the present step."""
         self._timed, self._began, self._spans = False, None, []
 
-    def reset(self) -> None:
-        """Excludes all steps so far."""
+    def reset(self, warm_up: int = 0) -> None:
+        """Excludes all steps so far, and the next `warm_up` steps."""
         self.num_steps = 0
+        self._warm_up = warm_up
         self.skip()
         self._pending.clear()
         self.seconds.clear()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
-from lightning_ssd.callbacks import auto_planner, recompilation, region_planner
+from lightning_ssd.callbacks import auto_planner, recompilation, region_planner, region_progress, storage_planner
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
@@ -35,7 +35,7 @@ def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     plain, expected = train(backend, "auto", tmp_path, **how)
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
-    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)  # the plan is applied, however fast it is
+    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9)  # the plan is applied, however fast it is
     numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
     assert counters == expected
     assert_same(numbers, plain)
@@ -81,7 +81,7 @@ def test_times_in_which_states_are_recorded_are_no_part_of_steps_and_timelines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, see, timelines = Ticks(), See(), []
-    plan_storages = region_planner.plan_storages
+    plan_storages = storage_planner.plan_storages
 
     def plan(timeline: Any, *args: Any, **how: Any) -> Any:
         timelines.append(timeline)
@@ -90,7 +90,7 @@ def test_times_in_which_states_are_recorded_are_no_part_of_steps_and_timelines(
     use(Meter(1e6, 980_000), monkeypatch)
     keep_code(monkeypatch)
     monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    monkeypatch.setattr(region_planner, "plan_storages", plan)
+    monkeypatch.setattr(storage_planner, "plan_storages", plan)
     times = record_slowly(clock, monkeypatch)
     train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])
     assert see.regions.decided and len(see.regions.trials) == 2 and len(times) > 16
@@ -119,7 +119,7 @@ def test_the_window_stays_that_of_the_fastest_trial(
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
     keep_code(monkeypatch)
-    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9 if planned else 1.0)
+    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9 if planned else 1.0)
     train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 30, callbacks=[see, Windows(), Growing()])
     assert see.regions.decided and (see.regions.applied.plan is not None) == planned
     assert len(see.regions.trials) == 2

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
-from lightning_ssd.callbacks import AutoPlanner, planned_shapes, region_planner
+from lightning_ssd.callbacks import AutoPlanner, planned_shapes, region_planner, region_progress, region_recording
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.callbacks.region_progress import Trial
+from lightning_ssd.profiling import SavedTimelineRecorder
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
@@ -65,7 +66,7 @@ def fit(
 ) -> tuple[list[Tensor], See]:
     see = See()
     use(memory, monkeypatch)
-    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)  # plans are applied, however fast they are
+    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9)  # plans are applied, however fast they are
     callbacks = [memory, see, PrefetchScheduler(window_bytes=0), *how.pop("callbacks", [])]
     how = {"backend": "aot_eager", "callbacks": callbacks} | how
     numbers, _ = train(strategy=SSDOffloadStrategy(**BOTH), path=path, shapes=shapes, **how)
@@ -178,3 +179,32 @@ def test_steps_of_other_shapes_are_not_timed(tmp_path: Path, monkeypatch: pytest
     _, see = fit(memory, [*[LARGE] * 6, SMALL, *[LARGE] * 5] * 8, tmp_path, monkeypatch, **how)
     assert see.regions.decided and len(see.regions.trials) == 2
     assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
+
+
+@pytest.mark.thorough
+def test_steps_of_a_shape_that_was_recorded_in_vain_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are much shorter than those of the shape that is recorded after it, and planned."""
+    clock, rows, in_vain = Ticks(), [0], [0]
+
+    class FailsOnce(SavedTimelineRecorder):
+        def end(self) -> None:
+            if in_vain[0]:
+                super().end()
+            in_vain[0] = in_vain[0] or rows[0]
+
+    class Slow(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+            rows[0] = len(batch)
+
+        def on_before_backward(self, *_: Any) -> None:
+            clock.seconds += 0 if rows[0] == in_vain[0] else 1e6
+
+    keep_code(monkeypatch)
+    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
+    monkeypatch.setattr(region_recording, "SavedTimelineRecorder", FailsOnce)
+    memory = Memory(by_rows(torch.Size([40, 32])) + 30_000, by_rows)
+    _, see = fit(memory, [(40,), (39,)] * 20, tmp_path, monkeypatch, callbacks=[Slow()])
+    assert see.regions.decided and len(see.regions.trials) == 2 and in_vain[0]
+    assert all(1e6 < trial.seconds < 2e6 for trial in see.regions.trials)

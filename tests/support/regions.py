@@ -12,7 +12,7 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd.callbacks import AutoPlanner, recompilation, region_planner
+from lightning_ssd.callbacks import AutoPlanner, recompilation, region_planner, region_progress
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.callbacks.step_timer import StepTimer
 from tests.support.compiled import counted
@@ -128,5 +128,5 @@ def keep_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each plan stall, and the last trial be the fastest."""
     monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
-    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)
+    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9)
     monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 1e9)
