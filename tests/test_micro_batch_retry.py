@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy, strategy
-from lightning_ssd.callbacks import auto_planner, swap_planner
+from lightning_ssd.callbacks import auto_planner, plan_maker
 from lightning_ssd.model_states import user_optimizers
 from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
 from lightning_ssd.step_state import COPIED
@@ -758,8 +758,8 @@ def test_model_states_leave_the_device_for_a_large_gain_only(
         stay = simulate(profile, hardware, resident_plans[-1])
         return replace(stay, step_seconds=share * stay.step_seconds)
 
-    monkeypatch.setattr(swap_planner, "make_plan", make)
-    monkeypatch.setattr(swap_planner, "simulate", predict)
+    monkeypatch.setattr(plan_maker, "make_plan", make)
+    monkeypatch.setattr(plan_maker, "simulate", predict)
     offloaded = Offloaded()
     train_by_default(SHORT, LimitedMemory(), states="auto", callbacks=[offloaded], batches=9)
     assert resident_plans and any(offloaded.seen) == moves

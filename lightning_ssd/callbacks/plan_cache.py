@@ -5,10 +5,11 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
+from lightning_ssd.callbacks.plan_key import is_like, recorded_forward
 from lightning_ssd.planning import (
     MOST_BYTES,
     HardwareProfile,
@@ -88,6 +89,32 @@ class CachedPlan:
         content = {"plan": self.plan.to_content()}
         content |= {name: asdict(getattr(self, name)) for name in ("profile", "hardware", "machine")}
         return content | {name: getattr(self, name) for name in ("fragment_reserve", "confirmed")}
+
+    def obstacle(self, recorded: ModelProfile, machine: HardwareProfile) -> str | None:
+        """Returns why the plan is not one for a training with its key; `None`: it is.
+
+        Args:
+            recorded: profile of the recorded forward.
+            machine: the machine as measured.
+        """
+        try:
+            self.plan.check(recorded)
+        except ValueError as error:
+            return str(error)
+        if recorded_forward(self.profile) != recorded_forward(recorded):
+            return "it was made for another forward"
+        if not is_like(self.machine, machine):
+            return "the machine was measured more than twice as fast, or half as fast, then"
+        return None
+
+    def measured(self, recorded: ModelProfile) -> ModelProfile:
+        """Returns the measured profile for a training with the same forward, whose profile is `recorded`."""
+        return replace(
+            self.profile,
+            samples=recorded.samples,
+            tokens=recorded.tokens,
+            weight_room_bytes=recorded.weight_room_bytes,
+        )
 
 
 class PlanCache:

@@ -158,7 +158,7 @@ class PlanRunner:
         self.number = next(_NUMBERS)
         self._place_steps(plan)
         if plan.keeps_all:
-            self._close_mode()
+            self.close()
             self._set_placement(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
             # Hooks are needed for offloaded weights, and for batches that need more memory than the recorded one.
             ample = self.prediction.gpu_peak_bytes <= HOOKS_OFF_BELOW * self._gpu_limit
@@ -218,7 +218,9 @@ class PlanRunner:
 
     def close(self) -> None:
         """Removes the hooks from the model. `measured` still returns the measurements."""
-        self._close_mode()
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.close()
 
     # ---- steps ----
 
@@ -338,11 +340,6 @@ class PlanRunner:
             checkpointed=frozenset(checkpointed),
         )
         return self._mode
-
-    def _close_mode(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.close()
 
     def _set_window(self, window_bytes: int | None) -> None:
         for scheduler in self._schedulers:

@@ -8,11 +8,12 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import AllocatorMeter
+from lightning_ssd.callbacks.plan_progress import PlanProgress
 from lightning_ssd.callbacks.plan_runner import PlanRunner, offload_all
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
-from lightning_ssd.callbacks.swap_planner import PlanProgress, SwapPlanner
+from lightning_ssd.callbacks.swap_planner import SwapPlanner
 
 __all__ = ["ShapePlanner"]
 
@@ -24,7 +25,7 @@ class ShapePlanner(SwapPlanner):
     shape, or that of the smallest planned shape that is no smaller. If there is none, as the batch is larger, other
     parameters are trained, or more memory is allocated, all saved tensors are offloaded. If many micro-batches have no
     plan, or one for much larger batches, the training is profiled with a batch of theirs. Each plan is corrected by
-    steps under it alone.
+    steps under it alone: the state of `SwapPlanner`, `PlanProgress`, is exchanged when a micro-batch begins.
 
     Args:
         meter: the device's allocator, whose limit is the memory that the training may use.

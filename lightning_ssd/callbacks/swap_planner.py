@@ -1,13 +1,16 @@
 """`SwapPlanner`: profiles the first steps, chooses a plan, and compares its prediction with measured steps.
 
-The file is large because all decisions about the plan in force are in it: the first plan, plans of earlier trainings,
-tiers of model states, and corrections by measured steps. They depend on each other, and share the state `PlanProgress`.
-The work is done elsewhere: `StepProfiling` measures, `planning` makes plans, and `PlanRunner` applies them.
+A training has these phases, in the order of the methods. All of them are called on the training thread.
+
+1. profile: `StepProfiling` records a micro-batch, checks its recomputations, and times steps.
+2. reuse: if an earlier training is stored in the cache, its measurements replace the timed steps (`recorded`).
+3. calibrate: steps under the calibration plan correct the profile (`profiled`, `_end_calibration`).
+4. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
+5. correct: `PlanProgress` judges steps under the plan (`_compare`), after which it may be another one.
 """
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,20 +20,21 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.obstacles import check_can_plan, compiled_frames
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
-from lightning_ssd.callbacks.plan_key import has_more_memory, is_like, plan_key, recorded_forward
-from lightning_ssd.callbacks.plan_runner import (
-    HISTORY,
-    WARMUP_AFTER_CHANGE,
-    Comparison,
-    PlanRunner,
-    offload_all,
+from lightning_ssd.callbacks.plan_key import has_more_memory, plan_key, recorded_forward
+from lightning_ssd.callbacks.plan_maker import MAX_FRAGMENT_RESERVE, PlanMaker
+from lightning_ssd.callbacks.plan_progress import MAX_CALIBRATIONS, PlanProgress, RecordedBatch, count_trained
+from lightning_ssd.callbacks.plan_report import (
+    log_metrics,
+    recommend_move,
+    report_comparison,
+    report_last_plan,
+    report_move,
 )
+from lightning_ssd.callbacks.plan_runner import HISTORY, WARMUP_AFTER_CHANGE, Comparison, PlanRunner, offload_all
 from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
-from lightning_ssd.callbacks.seen_batches import BatchShape
-from lightning_ssd.callbacks.step_drift import TOLERANCE, StepDrift
+from lightning_ssd.callbacks.step_drift import TOLERANCE
 from lightning_ssd.callbacks.step_profiling import StepProfiling
-from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
     PLANNERS,
     FixedPlacement,
@@ -38,24 +42,11 @@ from lightning_ssd.planning import (
     ModelProfile,
     Plan,
     Prediction,
-    find_what_ifs,
-    make_plan,
-    make_report,
-    plan_for_least_memory,
     plan_with_coefficient,
-    render_report,
     render_summary,
-    render_what_ifs,
     simulate,
-    swap_coefficient,
 )
-from lightning_ssd.profiling import (
-    add_unseen_memory,
-    count_bytes,
-    current_placement,
-    limit_hardware,
-    measure_training_machine,
-)
+from lightning_ssd.profiling import add_unseen_memory, current_placement, measure_training_machine
 from lightning_ssd.sizes import (
     SizeArgument,
     check_above_zero,
@@ -68,65 +59,8 @@ from lightning_ssd.sizes import (
 
 log = logging.getLogger(__name__)
 
-MIN_PLAN_GAIN = 0.01
-"""Share of a step, or of memory, that another plan must save to be applied."""
-
-MIN_MOVE_GAIN = 0.05
-"""Share of a step that another placement of model states must save to be worth a move."""
-
-MIN_LEAVE_GAIN = 0.25
-"""Share of a step that another placement of model states must save if all states are on the GPU now, and there is a
-plan with which they may stay there. It is larger than `MIN_MOVE_GAIN`, because times of states in host memory are
-predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and
-staying was predicted at 0.171 s."""
-
-MAX_ERROR = 0.02
-"""Relative error of a prediction above which the profiles are corrected again."""
-
-MAX_CALIBRATIONS = 4
-"""Plans whose steps correct the profiles, before the training is profiled again."""
-
 MAX_RETRY_RATE = 0.1
 """Retried allocations per step (fragments were too small) above which plans reserve more memory for fragments."""
-
-FRAGMENT_RESERVE_STEP = 0.04
-"""Share of the GPU limit by which the reserve for fragments grows each time."""
-
-MAX_FRAGMENT_RESERVE = 0.2
-"""Largest reserve for fragments / GPU limit."""
-
-
-@dataclass
-class PlanProgress:
-    """Progress from a recorded micro-batch to a plan whose prediction is right.
-
-    Attributes:
-        runner: runs the steps under plans; `None`: the recorded micro-batch has no profile yet.
-        comparison: the last comparison of a plan's prediction with measured steps.
-        recorded_bytes: size of the recorded batch; `None`: unknown.
-        recorded_shape: shape of the recorded batch; `None`: unknown.
-        recorded_trained: parameters that required gradients in it.
-        key: key of the plan in the cache.
-        calibrating: True while the calibration plan is in force.
-        calibrations: corrections of the profiles by steps under plans, since they were made.
-        replaced: measured steps of the plan that the one in force has replaced after a correction.
-        retried: whether the training was profiled again because a correction did not explain the measured steps.
-        compared_plan: the plan that the next field belongs to.
-        drift: compares the steps under that plan.
-    """
-
-    runner: PlanRunner | None = None
-    comparison: Comparison | None = None
-    recorded_bytes: int | None = None
-    recorded_shape: BatchShape | None = None
-    recorded_trained: int = 0
-    key: str = ""
-    calibrating: bool = False
-    calibrations: int = 0
-    replaced: Comparison | None = None
-    retried: bool = False
-    compared_plan: Plan | None = None
-    drift: StepDrift = field(default_factory=StepDrift)
 
 
 class SwapPlanner(StepProfiling):
@@ -260,13 +194,17 @@ class SwapPlanner(StepProfiling):
         self._progress = PlanProgress()
         super().on_train_start(trainer, pl_module)
         check_can_plan(trainer, pl_module)
-        self._hardware = measure_training_machine(self._offloader) if self._machine is None else self._machine
-        """The machine as measured, without the limits of this training."""
+        self._maker = PlanMaker(
+            self._planner,
+            self.user_plan,
+            self._gpu_memory,
+            measure_training_machine(self._offloader) if self._machine is None else self._machine,
+            self._per_day,
+            self._offloader.device,
+        )
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._cache = PlanCache() if self._uses_cache else None
-        self._fragment_reserve = 0.0
-        """Share of the GPU limit that plans reserve for fragments, besides the reserve of `usable_gpu_memory`."""
         self._compiled = compiled_frames()
 
     @override
@@ -287,34 +225,30 @@ class SwapPlanner(StepProfiling):
                 "Remove `torch.compile`, or remove the callback."
             )
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._toggle_hooks(pl_module, batch, batch_idx)
-        if self.runner is None or self.measuring or not begins:
-            return
-        if self.calibrating and not self.runner.num_steps and not self._profiling_budget.allows(1):
-            self._skip_calibration()
-            self._decide(trainer, pl_module, self.runner)
-            return
-        self.runner.begin_step()
-        self._compare(trainer, pl_module, self.runner)
-
-    @override
-    def has_time(self, steps: int) -> bool:
-        calibration = 0 if self.user_plan is not None else WARMUP_AFTER_CHANGE + self._steps
-        return self._profiling_budget.allows(steps + calibration)
-
-    def _toggle_hooks(self, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Enables the saved-tensor hooks, unless the plan keeps everything and the batch is as large as recorded."""
         if self._phase == "recording":
-            progress = self._progress
-            progress.recorded_bytes, progress.recorded_shape = count_bytes(batch), BatchShape.of(batch)
-            progress.recorded_trained = _count_trained(pl_module)
-        if self.runner is None or not self.runner.hooks_skippable:
+            self._progress.recorded = RecordedBatch.of(batch, pl_module)
+        runner = self.runner
+        if runner is not None and runner.hooks_skippable:
+            self._toggle_hooks(pl_module, batch, batch_idx, runner)
+        if runner is None or self.measuring or not begins:
             return
-        if batch_idx == 0 and _count_trained(pl_module) != self._progress.recorded_trained:
-            self.runner.hooks_skippable = False
-        nbytes, recorded = count_bytes(batch), self._progress.recorded_bytes
-        fits = nbytes is not None and recorded is not None and nbytes <= recorded
-        self.runner.enable_hooks(not (fits and self.runner.hooks_skippable))
+        if self.calibrating and not runner.num_steps and not self._profiling_budget.allows(1):
+            self._skip_calibration()
+            self._decide(trainer, pl_module, runner)
+            return
+        runner.begin_step()
+        if self.calibrating:
+            self._end_calibration(trainer, pl_module, runner)
+        else:
+            self._compare(trainer, runner)
+
+    def _toggle_hooks(self, pl_module: pl.LightningModule, batch: Any, batch_idx: int, runner: PlanRunner) -> None:
+        """Enables the saved-tensor hooks, unless the batch, under a plan that keeps all, is as large as recorded."""
+        recorded = self._progress.recorded
+        assert recorded is not None
+        if batch_idx == 0 and count_trained(pl_module) != recorded.num_trained:
+            runner.hooks_skippable = False
+        runner.enable_hooks(not (runner.hooks_skippable and recorded.covers(batch)))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -339,23 +273,14 @@ class SwapPlanner(StepProfiling):
 
     def _report_plan(self) -> None:
         """Logs a report on the last plan, or that there was none."""
-        runner = self.runner
-        if runner is None or runner.plan is None or self.calibrating:
-            log.warning(
-                "SwapPlanner: training ended before %d steps were measured: there was no plan. Train more steps, or "
-                "give a saved plan by `plan`",
-                self._steps,
-            )
+        if self.runner is not None and self.plan is not None and not self.calibrating:
+            report_last_plan(self.runner, self.plan)
             return
-        # Only at the end, not between two steps: three further plans are made, and for a report many simulations.
-        if log.isEnabledFor(logging.INFO):
-            report = make_report(runner.profile, runner.hardware, runner.plan, fixed=runner.placement)
-            log.info("report on the last plan:\n%s", render_report(report))
-            what_ifs = report.what_ifs
-        else:
-            what_ifs = find_what_ifs(runner.profile, runner.hardware, runner.plan, runner.placement)
-        if what_ifs:
-            pl.utilities.rank_zero_info(f"SwapPlanner: steps would be {render_what_ifs(what_ifs)}.")
+        log.warning(
+            "SwapPlanner: training ended before %d steps were measured: there was no plan. Train more steps, or "
+            "give a saved plan by `plan`",
+            self._steps,
+        )
 
     @override
     def _end(self) -> None:
@@ -363,39 +288,12 @@ class SwapPlanner(StepProfiling):
         if self.runner is not None:
             self.runner.close()
 
-    # ---- planning ----
+    # ---- profile ----
 
     @override
-    def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
-        profiler, offloader = self.profiler, self._offloader
-        placement = current_placement(profiler, offloader)
-        hardware = self._limit_hardware(self._hardware, profile, placement)
-        profile = add_unseen_memory(
-            profile,
-            hardware,
-            placement,
-            profiler,
-            offloader,
-            automatic_optimization=pl_module.automatic_optimization,
-        )
-        runner = self._make_runner(trainer, profile, hardware, placement)
-        calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
-        fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
-        self._progress.calibrating = self.user_plan is None and fits
-        if self.calibrating and not self._profiling_budget.allows(WARMUP_AFTER_CHANGE + 1):
-            self._skip_calibration()
-        if self.calibrating:
-            runner.apply(calibration)
-        else:
-            self._decide(trainer, pl_module, runner)
-
-    def _limit_hardware(
-        self, machine: HardwareProfile, profile: ModelProfile, placement: FixedPlacement
-    ) -> HardwareProfile:
-        gpu_bytes = int((1 - self._fragment_reserve) * self._gpu_bytes())
-        return limit_hardware(
-            machine, profile, placement, self._offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=self._per_day
-        )
+    def has_time(self, steps: int) -> bool:
+        calibration = 0 if self.user_plan is not None else WARMUP_AFTER_CHANGE + self._steps
+        return self._profiling_budget.allows(steps + calibration)
 
     def _make_runner(
         self,
@@ -408,62 +306,16 @@ class SwapPlanner(StepProfiling):
         """Makes the runner of a new profile."""
         if self.runner is not None:
             self.runner.close()
+        schedulers = find_schedulers(trainer)
         runner = PlanRunner(
-            self.profiler,
-            self._offloader,
-            self._states,
-            find_schedulers(trainer),
-            profile,
-            hardware,
-            placement,
-            slowdown,
+            self.profiler, self._offloader, self._states, schedulers, profile, hardware, placement, slowdown
         )
-        self._progress.runner, self._progress.calibrations = runner, 0
+        self._progress.begin_profile(runner)
         self._begin_plans()
         return runner
 
     def _begin_plans(self) -> None:
         """Called when a new profile has a runner, before its first plan."""
-
-    def _gpu_bytes(self) -> int:
-        """Returns the bytes of the device that this training may use."""
-        if self._gpu_memory not in ("auto", "least"):
-            return parse_bytes(self._gpu_memory, "gpu_memory")
-        device = self._offloader.device
-        return usable_gpu_memory(device) if device.type == "cuda" else self._hardware.host_bytes
-
-    def _skip_calibration(self) -> None:
-        self._progress.calibrating = False
-        self._log_shortened("the plan is made without a measured step of recomputation")
-
-    def _decide(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan | None = None
-    ) -> None:
-        """Applies `plan`, or makes one and applies it; or moves model states and has the training profiled again."""
-        if plan is None:
-            plan = self._make_plan(runner)
-            self._store(runner, plan)
-        elsewhere = self._plan_states(runner, simulate(runner.profile, runner.hardware, plan))
-        if elsewhere is not None and self._relocate_states(trainer, pl_module, runner, elsewhere):
-            return
-        self._apply(runner, plan)
-        if elsewhere is not None:
-            self._recommend(runner, elsewhere)
-
-    def _make_plan(self, runner: PlanRunner) -> Plan:
-        if self.user_plan is not None:
-            self.user_plan.check(runner.profile)
-            return runner.placement.apply(runner.profile, self.user_plan)
-        make = plan_for_least_memory if self._gpu_memory == "least" else make_plan
-        return make(runner.profile, runner.hardware, self._planner, runner.placement)
-
-    def _apply(self, runner: PlanRunner, plan: Plan) -> None:
-        runner.apply(plan)
-        if self._save is not None:
-            plan.save(self._save)
-        log.info("plan from step %d on:\n%s", self._step, plan.describe())
-        assert runner.prediction is not None
-        pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(runner.profile, plan, runner.prediction))
 
     def _restart_profiling(self, runner: PlanRunner) -> None:
         """Profiles the training again, from the next step on."""
@@ -471,7 +323,7 @@ class SwapPlanner(StepProfiling):
         self._profiling_budget = ProfilingBudget()
         self.schedule(1)
 
-    # ---- the cache ----
+    # ---- reuse ----
 
     @override
     def recorded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -480,29 +332,18 @@ class SwapPlanner(StepProfiling):
             return
         profile = self._make_profile(trainer, pl_module, steps=0)
         placement = current_placement(self.profiler, self._offloader)
-        planning = (self._planner, self._gpu_memory == "least", self._per_day)
-        forward = ((placement.weights, placement.states), recorded_forward(profile), planning)
-        device, shape = self._offloader.device, self._progress.recorded_shape
-        self._progress.key = plan_key(trainer, pl_module, device, shape, forward)
+        forward = ((placement.weights, placement.states), recorded_forward(profile), self._maker.settings)
+        batch = self._progress.recorded
+        shape = None if batch is None else batch.shape
+        self._progress.key = plan_key(trainer, pl_module, self._offloader.device, shape, forward)
         cached = self._cache.load_once(self._progress.key, CachedPlan)
-        if cached is not None and self._is_valid(cached, profile):
+        if cached is None:
+            return
+        obstacle = cached.obstacle(profile, self._maker.machine)
+        if obstacle is None:
             self._reuse(trainer, pl_module, cached, profile, placement)
-
-    def _is_valid(self, cached: CachedPlan, profile: ModelProfile) -> bool:
-        """Returns whether a cached plan was made for the recorded forward and this machine."""
-        try:
-            cached.plan.check(profile)
-        except ValueError as error:
-            reason = str(error)
         else:
-            if recorded_forward(cached.profile) != recorded_forward(profile):
-                reason = "it was made for another forward"
-            elif not is_like(cached.machine, self._hardware):
-                reason = "the machine was measured more than twice as fast, or half as fast, then"
-            else:
-                return True
-        warn_unused(reason)
-        return False
+            warn_unused(obstacle)
 
     def _reuse(
         self,
@@ -513,14 +354,9 @@ class SwapPlanner(StepProfiling):
         placement: FixedPlacement,
     ) -> None:
         """Applies a plan from the cache, or one made from its measurements if the limits of memory have changed."""
-        profile = replace(
-            cached.profile,
-            samples=recorded.samples,
-            tokens=recorded.tokens,
-            weight_room_bytes=recorded.weight_room_bytes,
-        )
-        self._fragment_reserve = max(self._fragment_reserve, min(cached.fragment_reserve, MAX_FRAGMENT_RESERVE))
-        hardware = self._limit_hardware(cached.hardware, profile, placement)
+        maker, profile = self._maker, cached.measured(recorded)
+        maker.fragment_reserve = max(maker.fragment_reserve, min(cached.fragment_reserve, MAX_FRAGMENT_RESERVE))
+        hardware = maker.limit(cached.hardware, profile, placement, self._offloader)
         slowdown = profile.forward_seconds / recorded.forward_seconds
         runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
         plan = placement.apply(profile, cached.plan)
@@ -540,37 +376,77 @@ class SwapPlanner(StepProfiling):
     def _store(self, runner: PlanRunner, plan: Plan, *, confirmed: bool = False) -> None:
         """Stores a plan and the measurements that it was made from."""
         if self._cache is not None and self._progress.key:
-            cached = CachedPlan(
-                plan, runner.profile, runner.hardware, self._hardware, self._fragment_reserve, confirmed
-            )
+            maker = self._maker
+            cached = CachedPlan(plan, runner.profile, runner.hardware, maker.machine, maker.fragment_reserve, confirmed)
             self._cache.save(self._progress.key, cached)
 
-    # ---- model states ----
+    # ---- calibrate ----
 
-    def _plan_states(self, runner: PlanRunner, prediction: Prediction) -> Plan | None:
-        """Returns a plan that places model states otherwise and fits, if it should be applied.
+    @override
+    def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
+        profiler, offloader = self.profiler, self._offloader
+        placement = current_placement(profiler, offloader)
+        hardware = self._maker.limit(self._maker.machine, profile, placement, offloader)
+        profile = add_unseen_memory(
+            profile,
+            hardware,
+            placement,
+            profiler,
+            offloader,
+            automatic_optimization=pl_module.automatic_optimization,
+        )
+        runner = self._make_runner(trainer, profile, hardware, placement)
+        calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
+        fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
+        self._progress.calibrating = self.user_plan is None and fits
+        if self.calibrating and not self._profiling_budget.allows(WARMUP_AFTER_CHANGE + 1):
+            self._skip_calibration()
+        if self.calibrating:
+            runner.apply(calibration)
+        else:
+            self._decide(trainer, pl_module, runner)
 
-        A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
-        placement of model states. A holistic plan should be applied if it is faster than `prediction` by
-        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the plan of `prediction` does not fit.
-        """
-        if self._states is None or self.user_plan is not None or self._gpu_memory == "least":
-            return None
-        plan = make_plan(runner.profile, runner.hardware, self._planner)
-        better = simulate(runner.profile, runner.hardware, plan)
-        if better.excess_bytes(runner.hardware):
-            return None
-        if self._planner != "holistic":
-            same = runner.placement.apply(runner.profile, plan).units == plan.units
-            return None if same or self._states_moved else plan
-        resident = {*runner.placement.weights, *runner.placement.states} == {"gpu"}
-        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
-        faster = better.step_seconds <= (1 - gain) * prediction.step_seconds
-        return plan if faster or prediction.excess_bytes(runner.hardware) else None
+    def _skip_calibration(self) -> None:
+        self._progress.calibrating = False
+        self._log_shortened("the plan is made without a measured step of recomputation")
 
-    def _relocate_states(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan
-    ) -> bool:
+    def _end_calibration(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
+        """Corrects the profile by steps under the calibration plan, once there are enough, and makes the first plan."""
+        # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
+        count = self._steps if self._profiling_budget.allows(1) else 1
+        comparison = runner.measured(min(count, HISTORY), min)
+        if comparison is not None:
+            self._progress.calibrating = False
+            runner.calibrate(comparison, self._tolerance)
+            self._decide(trainer, pl_module, runner)
+
+    # ---- plan ----
+
+    def _decide(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan | None = None
+    ) -> None:
+        """Applies `plan`, or makes one and applies it; or moves model states and has the training profiled again."""
+        if plan is None:
+            plan = self._maker.make(runner)
+            self._store(runner, plan)
+        elsewhere = None
+        if self._states is not None:
+            elsewhere = self._maker.make_elsewhere(runner, plan, moved=self._states_moved)
+        if elsewhere is not None and self._move_states(trainer, pl_module, runner, elsewhere):
+            return
+        self._apply(runner, plan)
+        if elsewhere is not None:
+            recommend_move(runner, elsewhere, self._planner, self._save)
+
+    def _apply(self, runner: PlanRunner, plan: Plan) -> None:
+        runner.apply(plan)
+        if self._save is not None:
+            plan.save(self._save)
+        log.info("plan from step %d on:\n%s", self._step, plan.describe())
+        assert runner.prediction is not None
+        pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(runner.profile, plan, runner.prediction))
+
+    def _move_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan) -> bool:
         """Moves model states to their tiers in `plan` and restarts profiling; returns False if that is not allowed."""
         strategy: Any = trainer.strategy
         if self._states_moved or not strategy.can_move_states():
@@ -583,73 +459,33 @@ class SwapPlanner(StepProfiling):
         except ValueError as error:
             log.warning("%s", error)
         else:
-            seconds = simulate(runner.profile, runner.hardware, plan).step_seconds
-            whole = [unit.states for unit in plan.units.values() if not unit.parts]
-            divided = len(plan.units) - len(whole)
-            also = f", and those of {divided} units, part by part, in several tiers" if divided else ""
-            pl.utilities.rank_zero_info(
-                f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
-                f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they were "
-                "moved, and the training is profiled again."
-            )
+            report_move(runner, plan)
         self._begin(trainer, pl_module, 1)
         return True
 
-    def _recommend(self, runner: PlanRunner, plan: Plan) -> None:
-        """Logs the step times of two placements of model states: that of `plan`, and the present one."""
-        assert runner.plan is not None
-        other, present = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, runner.plan))
-        how = "Set `save` to write that plan to a file, and start with it as `plan`."
-        if self._save is not None:
-            path = self._save.with_suffix(".states.yaml")
-            plan.save(path)
-            how = f"To place them so, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
-        pl.utilities.rank_zero_info(
-            f"SwapPlanner: with model states placed otherwise, as the planner {self._planner!r} chooses, a step should "
-            f"take {other:.3f} s, and {present:.3f} s as they are placed now. {how}"
-        )
+    # ---- correct ----
 
-    # ---- comparing ----
-
-    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
+    def _compare(self, trainer: pl.Trainer, runner: PlanRunner) -> None:
         """Compares measured steps with the prediction, once there are enough of them under the plan in force."""
         progress = self._progress
-        if runner.plan is not progress.compared_plan:  # other callers of the runner may have applied it
-            progress.compared_plan, progress.drift = runner.plan, StepDrift(self._tolerance)
-        if self.calibrating:
-            # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
-            count = self._steps if self._profiling_budget.allows(1) else 1
-            comparison = runner.measured(min(count, HISTORY), min)
-            if comparison is not None:
-                progress.calibrating = False
-                runner.calibrate(comparison, self._tolerance)
-                self._decide(trainer, pl_module, runner)
-            return
-        if not progress.drift.is_due(runner.num_steps):
-            return
-        comparison = runner.measured()
+        comparison = progress.next_comparison(runner, self._tolerance)
         if comparison is None:
-            return  # the device has not executed these steps yet
-        progress.comparison = comparison
+            return
         fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
         fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
         if fragmented and self._reserve_for_fragments(runner, fragments):
             return
-        self._log_comparison(trainer, runner, comparison)
+        if self._logs_metrics:
+            log_metrics(trainer, runner, comparison)
         usual = progress.drift.usual
-        drifted = progress.drift.add(runner.num_steps, comparison.step_seconds)
         if usual is None:
-            wrong = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1) > MAX_ERROR
-            replaced, progress.replaced = progress.replaced, None
-            if replaced is not None and wrong and comparison.step_seconds > replaced.step_seconds:
-                self._return_to(runner, replaced, comparison.step_seconds)
-            elif not progress.calibrations or (wrong and progress.calibrations < MAX_CALIBRATIONS):
-                progress.calibrations += 1
-                self._recalibrate(runner, comparison)
-                if runner.plan is not None:
-                    self._store(runner, runner.plan)
-            return
-        if drifted and self.user_plan is None:
+            report_comparison(comparison)
+        verdict = progress.judge(comparison, runner.num_steps)
+        if verdict == "wrong":
+            self._correct(runner, comparison)
+        elif verdict == "slower":
+            self._return_to_replaced(runner, comparison)
+        elif verdict == "drifted" and self.user_plan is None:
             seconds = f"a step takes {comparison.step_seconds:.3f} s, and took {usual:.3f}"
             pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}: planning again.")
             self._restart_profiling(runner)
@@ -662,84 +498,47 @@ class SwapPlanner(StepProfiling):
 
     def _reserve_for_fragments(self, runner: PlanRunner, reason: str) -> bool:
         """Plans with less GPU memory, because fragments use the rest; returns whether another plan was applied."""
-        if self.user_plan is not None or self._fragment_reserve >= MAX_FRAGMENT_RESERVE:
+        if not self._maker.reserve_for_fragments(runner):
             return False
-        self._fragment_reserve += FRAGMENT_RESERVE_STEP
         self._progress.replaced = None  # the plan before may need more memory than is left
-        limit = int((1 - self._fragment_reserve) * self._gpu_bytes())
-        pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {format_bytes(limit)} of the GPU.")
-        runner.hardware = replace(runner.hardware, gpu_bytes=limit)
-        plan = self._make_plan(runner)
+        limit = format_bytes(runner.hardware.gpu_bytes)
+        pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {limit} of the GPU.")
+        plan = self._maker.make(runner)
         self._apply(runner, plan)
         self._store(runner, plan)
         return True
 
-    def _recalibrate(self, runner: PlanRunner, comparison: Comparison) -> None:
+    def _correct(self, runner: PlanRunner, comparison: Comparison) -> None:
         """Corrects the profiles by the first steps under the plan, and plans again if that helps."""
+        progress = self._progress
+        progress.calibrations += 1
         explained = runner.calibrate(comparison, self._tolerance)
-        if not explained and self.user_plan is None and not self._progress.retried:
-            self._progress.retried = True
+        if not explained and self.user_plan is None and not progress.retried:
+            progress.retried = True
             pl.utilities.rank_zero_info(
                 f"SwapPlanner: a step takes {comparison.step_seconds:.3f} s instead of "
                 f"{comparison.predicted.step_seconds:.3f}: measuring again."
             )
             self._restart_profiling(runner)
-            return
-        before = runner.prediction
-        assert before is not None
-        plan = self._make_plan(runner)
-        after = simulate(runner.profile, runner.hardware, plan)
-        excess = before.excess_bytes(runner.hardware), after.excess_bytes(runner.hardware)
-        faster = after.step_seconds < (1 - MIN_PLAN_GAIN) * before.step_seconds
-        least = self._gpu_memory == "least"
-        smaller = least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
-        if excess[1] < excess[0] or (explained and excess[1] == excess[0] and (faster or smaller)):
-            self._progress.replaced = comparison if excess[1] == excess[0] else None
-            self._apply(runner, plan)
+        else:
+            before, plan = runner.prediction, self._maker.make_better(runner, explained=explained)
+            if plan is not None:
+                self._apply(runner, plan)
+                assert before is not None and runner.prediction is not None
+                excess, now = (one.excess_bytes(runner.hardware) for one in (before, runner.prediction))
+                progress.replaced = comparison if excess == now else None
+        if runner.plan is not None:
+            self._store(runner, runner.plan)
 
-    def _return_to(self, runner: PlanRunner, replaced: Comparison, seconds: float) -> None:
-        """Applies the replaced plan again and ends corrections: profiles don't explain why its successor is slower.
-
-        Args:
-            runner: runs the steps.
-            replaced: measured steps of the plan to apply again.
-            seconds: measured seconds of a step under its successor, the plan in force.
-        """
-        self._progress.calibrations = MAX_CALIBRATIONS
+    def _return_to_replaced(self, runner: PlanRunner, comparison: Comparison) -> None:
+        """Applies the replaced plan again and ends corrections: profiles don't explain why its successor is slower."""
+        progress = self._progress
+        replaced, progress.replaced = progress.replaced, None
+        assert replaced is not None
+        progress.calibrations = MAX_CALIBRATIONS
         pl.utilities.rank_zero_info(
-            f"SwapPlanner: a step took {replaced.step_seconds:.3f} s under the plan before, and takes {seconds:.3f} s "
-            "under this one: the plan before is applied again."
+            f"SwapPlanner: a step took {replaced.step_seconds:.3f} s under the plan before, and takes "
+            f"{comparison.step_seconds:.3f} s under this one: the plan before is applied again."
         )
         self._apply(runner, replaced.plan)
         self._store(runner, replaced.plan, confirmed=True)
-
-    def _log_comparison(self, trainer: pl.Trainer, runner: PlanRunner, comparison: Comparison) -> None:
-        predicted = comparison.predicted
-        metrics = {
-            "predicted_step_s": predicted.step_seconds,
-            "measured_step_s": comparison.step_seconds,
-            "predicted_host_bytes": predicted.host_peak_bytes,
-            "measured_host_bytes": comparison.host_peak_bytes,
-            "swap_coefficient": swap_coefficient(runner.profile, comparison.plan),
-        }
-        if comparison.gpu_peak_bytes:
-            metrics |= {
-                "predicted_device_bytes": predicted.gpu_peak_bytes,
-                "measured_device_bytes": comparison.gpu_peak_bytes,
-            }
-        for logger in trainer.loggers if self._logs_metrics else ():
-            logger.log_metrics(
-                {f"SwapPlanner/{name}": value for name, value in metrics.items()},
-                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-            )
-        if self._progress.drift.usual is None:
-            peak = f"predicted {format_bytes(predicted.gpu_peak_bytes)}"
-            if comparison.gpu_peak_bytes:
-                peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
-            seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
-            pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
-
-
-def _count_trained(module: pl.LightningModule) -> int:
-    """Returns the number of parameters that require gradients."""
-    return sum(parameter.requires_grad for parameter in module.parameters())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks import plan_runner, profiling_budget, swap_planner
+from lightning_ssd.callbacks import plan_maker, plan_runner, profiling_budget
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import find_units, step, step_work, units
 from lightning_ssd.model_states.device_stepper import DeviceStepper
@@ -589,7 +589,7 @@ def test_a_plan_whose_steps_are_slower_than_those_before_is_taken_back(
             if runs_out and len(made) == 2:
                 first.plan_smaller("a step has run out of memory")
 
-    monkeypatch.setattr(swap_planner, "plan_for_least_memory", make)
+    monkeypatch.setattr(plan_maker, "plan_for_least_memory", make)
     first = planner(gpu_memory="least")
 
     def applied_plans(swaps: SwapPlanner) -> list[Plan]:
