@@ -1,7 +1,16 @@
-"""`AutoPlanner`: decides for `offload="auto"`, from measured memory, whether tensors are kept, planned or offloaded."""
+"""`AutoPlanner`: decides for `offload="auto"`, from measured memory, whether tensors are kept, planned or offloaded.
+
+A training has these phases. All methods are called on the training thread.
+
+1. measure: each micro-batch keeps the saved tensors that have room (`MemoryGuard`, `_apply_limit`).
+2. decide, at the end of each step until there is a planner (`_decide`).
+3. plan: a `ShapePlanner`, which is a callback of its own, or a `RegionPlanner` and `ResidentStates`, to which this
+   callback passes the events of the training.
+
+A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
+"""
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,14 +27,12 @@ from lightning_ssd.activations import (
     OffloadPolicy,
     PlacementPolicy,
     ResidentLimit,
-    backward_nodes,
     compile_settings,
     make_auto_placement,
-    records_cuda_graphs,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
-from lightning_ssd.callbacks.obstacles import compiled_frames, obstacle_to_planning
+from lightning_ssd.callbacks.obstacles import COMPILED, Obstacles
 from lightning_ssd.callbacks.offloader import (
     find_model_states,
     find_offloader,
@@ -37,6 +44,7 @@ from lightning_ssd.callbacks.offloader import (
 from lightning_ssd.callbacks.plan_key import plan_key
 from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.callbacks.proven_rules import ProvenRules
 from lightning_ssd.callbacks.region_planner import RegionPlanner
 from lightning_ssd.callbacks.resident_states import ResidentStates
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
@@ -54,16 +62,6 @@ FIRST_STEPS = 2
 
 PATIENCE = 2
 """Steps in a row in which saved tensors must lack room before the training is planned."""
-
-COMPILED = "`torch.compile` compiles a part of the training"
-"""The obstacle to planning in trainings with compiled code."""
-
-PROVEN = 16
-"""Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rules."""
-
-FIRST_MICRO_BATCHES = 2
-"""Micro-batches under a rule whose optimizer steps begin after backward. Most of those that run out of memory are among
-them; in later ones the delay would cost more time than a failure."""
 
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
@@ -111,12 +109,7 @@ class AutoPlanner(pl.Callback):
         self._parameters: tuple[Tensor, ...] = ()
         self._batches = SeenBatches()
         """Batches of the whole training."""
-        self._obstacle: str | None = None
-        """A lasting reason why the training can't be planned; `None`: none was found."""
-        self._compiled_backward = False
-        """Whether backward runs compiled code, as far as micro-batches that were short of memory have shown."""
-        self._cuda_graphs = False
-        """Whether compiled code of the first step has recorded CUDA graphs."""
+        self._obstacles = Obstacles()
         self._failed_profiles = 0
         self.states: ResidentStates | None = None
         self._reset_rules()
@@ -144,10 +137,7 @@ class AutoPlanner(pl.Callback):
         """The plan's policy, while another one is in force for one micro-batch."""
         self._placement: PlacementPolicy | None = None
         """Placement of that other policy."""
-        self._rule: object = None
-        """The outcome, and the plan or the phase of profiling, of the present micro-batch."""
-        self._proven: Counter[object] = Counter()
-        """Micro-batches under each rule that had enough memory, since one ran out of it."""
+        self._proven = ProvenRules()
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
 
@@ -164,12 +154,12 @@ class AutoPlanner(pl.Callback):
     @property
     def may_run_out(self) -> bool:
         """Whether the present micro-batch is prepared to run out of memory: it is one of the first under its rule."""
-        return self._guard is not None and self._proven[self._rule] < PROVEN
+        return self._guard is not None and self._proven.may_run_out
 
     @property
     def begins_rule(self) -> bool:
         """Whether the present micro-batch is one of the first under its rule, which run out of memory most often."""
-        return self.may_run_out and self._proven[self._rule] < FIRST_MICRO_BATCHES
+        return self._guard is not None and self._proven.begins_rule
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -198,7 +188,6 @@ class AutoPlanner(pl.Callback):
             return
         self._parameters = tuple(pl_module.parameters())
         self._profiling_budget = ProfilingBudget()
-        self._frames = compiled_frames()
         self._begin_rules(trainer, offloader)
 
     def _begin_rules(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> None:
@@ -243,23 +232,16 @@ class AutoPlanner(pl.Callback):
             timed = kept or (regions is not None and regions.decided)
             self.states.begin_micro_batch(self._shape, begins_step=self._at_boundary, timed=timed)
         plan = None if swaps is None else swaps.rule
-        self._rule = self.outcome, plan, None if regions is None else regions.rule
-        if larger:
-            self._proven[self._rule] = 0
+        self._proven.begin((self.outcome, plan, None if regions is None else regions.rule), larger=larger)
         self.begins_step, self._at_boundary = self._at_boundary, False
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         offloader = find_offloader(trainer)
         if self._guard is not None and self._steps == 0 and offloader is not None:
-            # Graphs of other trainings of this process don't count.
-            self._cuda_graphs |= records_cuda_graphs(offloader.device) and (
-                compiled_frames() != self._frames or _has_compiled_nodes(loss)
-            )
-        undecided = self.outcome in ("measuring", "keep") and self._obstacle in (None, COMPILED)
-        planned = self._short or _states_are_movable(trainer)
-        if undecided and planned and not self._compiled_backward and _has_compiled_nodes(loss):
-            self._obstacle, self._compiled_backward = COMPILED, True
+            self._obstacles.see_first_step(loss, offloader.device)
+        if self.outcome in ("measuring", "keep") and (self._short or _states_are_movable(trainer)):
+            self._obstacles.see_backward(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -280,29 +262,36 @@ class AutoPlanner(pl.Callback):
         self._restore(offloader)
         if self.regions is not None:
             self.regions.end_micro_batch()
-        self._proven[self._rule] += 1
+        self._proven.end()
         if self._guarded:
             self._guard.end(self._shape)
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return
         self._at_boundary = True
         self._steps += 1
-        if self._cuda_graphs and self._steps == 1:
+        if self._obstacles.cuda_graphs and self._steps == 1:
             self._keep_for_cuda_graphs(trainer, offloader)
-            return
+        else:
+            self._end_step(trainer, pl_module, offloader, self._guard)
+
+    def _end_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, offloader: ActivationOffloader, guard: MemoryGuard
+    ) -> None:
+        """Decides for the steps after one that has ended, or passes the step on to what plans and moves states."""
         ran_out, self._ran_out = self._ran_out, False
-        if ran_out and self.planner is not None:
-            self._plan_smaller(trainer, offloader, self._guard, self.planner)
-        elif self.planner is None:
-            self._profiling_budget.end_step()
-            if self.regions is None:
-                self._decide(trainer, pl_module, self._guard)
-            else:
-                self.regions.end_step(ran_out=ran_out)
-            trials = () if self.regions is None else self.regions.trials
-            most_saved = max((trial.saved_bytes for trial in trials), default=0)
-            if self.states is not None and self.states.end_step(self._guard.limit, most_saved):
-                self._measure_again(trainer)
+        if self.planner is not None:
+            if ran_out:
+                self._plan_smaller(trainer, offloader, guard, self.planner)
+            return
+        self._profiling_budget.end_step()
+        if self.regions is None:
+            self._decide(trainer, pl_module, guard)
+        else:
+            self.regions.end_step(ran_out=ran_out)
+        trials = () if self.regions is None else self.regions.trials
+        most_saved = max((trial.saved_bytes for trial in trials), default=0)
+        if self.states is not None and self.states.end_step(guard.limit, most_saved):
+            self._measure_again(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -365,7 +354,7 @@ class AutoPlanner(pl.Callback):
             return
         if not movable and self._short_steps < (PATIENCE if self.outcome == "keep" else 1):
             return
-        obstacle = self._find_obstacle(trainer, pl_module)
+        obstacle = self._obstacles.find(trainer, pl_module, self._shape)
         if obstacle is None:
             self._add_planner(trainer, pl_module, guard)
         elif obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
@@ -374,19 +363,7 @@ class AutoPlanner(pl.Callback):
             if self._short:
                 self._plan_regions(trainer, pl_module, guard)
         elif self._short:
-            self.outcome = "offload"
-            self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
-
-    def _find_obstacle(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
-        """Returns the reason why the training can't be planned; `None`: it can."""
-        if self._obstacle is None and compiled_frames() != self._frames:
-            self._obstacle = COMPILED
-        if self._obstacle is not None:
-            return self._obstacle
-        if self._shape is None:
-            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
-        self._obstacle = obstacle_to_planning(trainer, pl_module)
-        return self._obstacle
+            self._offload_excess(obstacle)
 
     def _add_planner(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         self.outcome = "plan"
@@ -424,7 +401,7 @@ class AutoPlanner(pl.Callback):
         self.outcome = "plan"
         self._log("plans which saved tensors of compiled code are kept and offloaded: not all of them have room")
         offloader = get_offloader(trainer)
-        device, recompiles = offloader.device, self._compiled_backward
+        device, recompiles = offloader.device, self._obstacles.compiled_backward
 
         def make_key(timeline: SavedTimeline, shape: BatchShape, memory_budget: float) -> str:
             recorded = (compile_settings(pl_module), memory_budget, recompiles, timeline.sizes, timeline.order)
@@ -493,7 +470,7 @@ class AutoPlanner(pl.Callback):
             f"offload='auto': the {_name(offloader)} has run out of memory in the {part} of a micro-batch, which is "
             "run again with all saved tensors offloaded."
         )
-        self._proven.clear()
+        self._proven.restart()
         self._ran_out = self._short = True
         self._restore(offloader)
         if self.planner is not None:
@@ -541,9 +518,8 @@ class AutoPlanner(pl.Callback):
             planner.plan_smaller("a step has run out of memory")
             return
         self._remove_planner(trainer)
-        self._obstacle = "profiling needs more memory than there is"
-        self.outcome = "offload"
-        self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {self._obstacle}")
+        self._obstacles.lasting = "profiling needs more memory than there is"
+        self._offload_excess(self._obstacles.lasting)
         placement = OffloadExcess(tuple(offloader.tiers), guard.limit)
         offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
 
@@ -553,6 +529,11 @@ class AutoPlanner(pl.Callback):
         enabled |= offloads_states(trainer)
         if offloader.policy.hooks_enabled != enabled:
             offloader.run(replace(offloader.policy, hooks_enabled=enabled))
+
+    def _offload_excess(self, obstacle: str) -> None:
+        """Decides that no plan is made, because of an obstacle."""
+        self.outcome = "offload"
+        self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
 
     def _log(self, text: str) -> None:
         if self.outcome not in self._logged:
@@ -576,8 +557,3 @@ def _make_states_movable(trainer: pl.Trainer) -> None:
 
 def _name(offloader: ActivationOffloader) -> str:
     return "GPU" if offloader.device.type == "cuda" else offloader.device.type.upper()
-
-
-def _has_compiled_nodes(loss: Tensor) -> bool:
-    """Returns whether the graph of a loss has nodes of `torch.compile`."""
-    return any(node.name().startswith("CompiledFunction") for node in backward_nodes(loss))

@@ -3,11 +3,56 @@
 import sys
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_ssd._lightning import pl
+from lightning_ssd.activations import backward_nodes, records_cuda_graphs
 from lightning_ssd.callbacks.offloader import offload_config
+from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.model_states import is_compiled
 
-__all__ = ["check_can_plan", "compiled_frames", "obstacle_to_planning"]
+__all__ = ["COMPILED", "Obstacles", "check_can_plan", "compiled_frames"]
+
+COMPILED = "`torch.compile` compiles a part of the training"
+"""The obstacle to planning in trainings with compiled code."""
+
+
+class Obstacles:
+    """Finds reasons why the operators of a training can't be planned, while its first steps run.
+
+    All methods are called on the training thread.
+
+    Attributes:
+        lasting: a reason that later steps have, too; `None`: none was found.
+        compiled_backward: whether backward runs compiled code, as far as `see_backward` has shown.
+        cuda_graphs: whether compiled code of the first step has recorded CUDA graphs.
+    """
+
+    def __init__(self) -> None:
+        self.lasting: str | None = None
+        self.compiled_backward = self.cuda_graphs = False
+        self._frames = compiled_frames()
+
+    def see_first_step(self, loss: Tensor, device: torch.device) -> None:
+        """Called before backwards of the first step: looks for CUDA graphs, but not for those of other trainings."""
+        if records_cuda_graphs(device) and (compiled_frames() != self._frames or _has_compiled_nodes(loss)):
+            self.cuda_graphs = True
+
+    def see_backward(self, loss: Tensor) -> None:
+        """Called before backwards of a training that may be planned: looks for compiled code."""
+        if self.lasting in (None, COMPILED) and not self.compiled_backward and _has_compiled_nodes(loss):
+            self.lasting, self.compiled_backward = COMPILED, True
+
+    def find(self, trainer: pl.Trainer, module: pl.LightningModule, shape: BatchShape | None) -> str | None:
+        """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
+        if self.lasting is None and compiled_frames() != self._frames:
+            self.lasting = COMPILED
+        if self.lasting is None and shape is None:
+            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
+        if self.lasting is None:
+            self.lasting = obstacle_to_planning(trainer, module)
+        return self.lasting
 
 
 def compiled_frames() -> int:
@@ -41,3 +86,8 @@ def check_can_plan(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         remedy = "Set `devices=1`" if trainer.world_size > 1 else "Remove `torch.compile`"
         rest = "" if trainer.world_size > 1 else ": the default plans compiled code where memory is short"
         raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback{rest}.")
+
+
+def _has_compiled_nodes(loss: Tensor) -> bool:
+    """Returns whether the graph of a loss has nodes of `torch.compile`."""
+    return any(node.name().startswith("CompiledFunction") for node in backward_nodes(loss))

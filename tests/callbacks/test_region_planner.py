@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
-from lightning_ssd.callbacks import auto_planner, recompilation, region_planner, region_progress, storage_planner
+from lightning_ssd.callbacks import obstacles, recompilation, region_planner, region_progress, storage_planner
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
@@ -225,7 +225,7 @@ def test_saved_tensors_of_cuda_graphs_are_kept_from_the_step_on_that_records_the
 
     hooks, see = Hooks(), See()
     use(Meter(1e6, 980_000), monkeypatch)
-    monkeypatch.setattr(auto_planner, "records_cuda_graphs", lambda device: True)
+    monkeypatch.setattr(obstacles, "records_cuda_graphs", lambda device: True)
     if not compiled:
         monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
     with caplog.at_level("INFO"):
