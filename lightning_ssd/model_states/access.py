@@ -652,7 +652,8 @@ def _check_not_compiled(tensor: OffloadedParameter | OffloadedView) -> None:
         raise RuntimeError(
             f"{tensor.source.name}, which is offloaded, is given to a compiled function. "
             "Compile the module whose forward calls the function (`module.compile()`), in `setup` at the latest, "
-            "or give it a `.clone()`."
+            "or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled functions, or set "
+            "`states='gpu'`."
         )
 
 

@@ -46,7 +46,7 @@ from lightning_ssd.model_states.state_storage import KilledRun, make_staging, ma
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_work import do_together
 from lightning_ssd.model_states.units import Unit, find_units
-from lightning_ssd.model_states.user_optimizers import Groups, groups_of
+from lightning_ssd.model_states.user_optimizers import Groups, check_steps_not_compiled, groups_of
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
 
@@ -78,7 +78,8 @@ def make_model_states(
         loaded: checkpoint values of parameters that could not hold them.
 
     Raises:
-        ValueError: `recover=True` can't record an optimizer; or `units` is wrong, or a budget too small.
+        ValueError: `recover=True` can't record an optimizer; the step of one is compiled; or `units` is wrong, or a
+            budget too small.
         StorageError: host memory or scratch space can't be allocated.
     """
     loaded = loaded or {}
@@ -90,6 +91,7 @@ def make_model_states(
     recover = setup.config.recover and bool(optimizers)
     resident, prefetch_bytes = _choose_residents(units, offloaded, groups, device, setup, plan_tiers, recover=recover)
     offloaded -= resident
+    check_steps_not_compiled(optimizers, offloaded)
     with contextlib.ExitStack() as undo:
         copies = make_copy_engine(device)
         undo.callback(copies.close)

@@ -6,11 +6,11 @@ its parameters are ordinary ones meanwhile. So Dynamo compiles the same program 
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from inspect import unwrap
-from types import CodeType, FunctionType
-from typing import TypeGuard
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -18,17 +18,21 @@ from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns True if calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a method."""
-    return (
-        module._compiled_call_impl is not None
-        or type(module).__name__ == "OptimizedModule"
-        or bool(_compiled_methods(module))
-    )
+    """Returns True if calls of `module` are compiled, or a function that is one of its attributes."""
+    return _calls_are_compiled(module) or bool(_compiled_functions(module))
+
+
+def is_region(module: nn.Module) -> bool:
+    """Returns True if code that uses weights of `module` is compiled: its calls, or a method on the instance.
+
+    Compiled functions that it holds and that do not refer to it, such as a loss of tensors, make it no region.
+    """
+    return _calls_are_compiled(module) or bool(_compiled_methods(module))
 
 
 def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost compiled modules of `module`."""
-    if is_compiled(module):
+    if is_region(module):
         yield module
         return
     for child in module.children():
@@ -167,7 +171,7 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
     Returns:
         A function that restores the module.
     """
-    if module._compiled_call_impl is not None:
+    if is_compiled_function(module._compiled_call_impl):
         return _wrap(module, "_compiled_call_impl", before, after)
     if methods := [name for name in _compiled_methods(module) if name != "forward"]:
         # Methods of a LightningModule that was compiled as a whole: they call its `forward` in compiled code.
@@ -201,10 +205,55 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
     return remove
 
 
+@contextlib.contextmanager
+def without_own_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Removes this package's forward hooks of `modules` within the context, in which compiled code calls them.
+
+    Modules in a compiled region have such hooks if the model contains them outside of it, too, to call them without
+    compilation (`self.model`, and `self.compiled = torch.compile(self.model)`). Dynamo would trace these hooks.
+    """
+    removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if any(isinstance(hook, ModuleHook) for hook in hooks.values()):
+                removed.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if isinstance(hook, ModuleHook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in removed:
+            users = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update(before | users)
+
+
+def run_functions_within(
+    model: nn.Module, context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]]
+) -> list[Callable[[], None]]:
+    """Makes compiled functions that modules hold as attributes run within a context, which is given their arguments.
+
+    Functions that refer to their module are regions, and are left out, as are those of modules in a region.
+
+    Returns:
+        Functions that restore the modules.
+    """
+    inside = {part for region in compiled_regions(model) for part in region.modules()}
+    return [
+        _wrap_function(module, name, context)
+        for module in model.modules()
+        if module not in inside
+        for name in _compiled_functions(module)
+    ]
+
+
 def run_calls_within(
     module: nn.Module, context: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> Callable[[], None]:
-    """Makes every call of `module` run within a context of its own, which `context` returns; else as `around_calls`."""
+    """Makes every call of `module` run within a context of its own, which `context` returns; else as `around_calls`.
+
+    The returned function also ends the contexts of interrupted calls: torch calls no hook after a Ctrl-C.
+    """
     running: list[contextlib.ExitStack] = []
     """A context for each running call: a module may be called inside its own backward, to recompute."""
 
@@ -216,7 +265,14 @@ def run_calls_within(
     def after() -> None:
         running.pop().close()
 
-    return around_calls(module, before, after)
+    restore = around_calls(module, before, after)
+
+    def end() -> None:
+        restore()
+        while running:
+            after()
+
+    return end
 
 
 def _is_function(value: object) -> TypeGuard[FunctionType]:
@@ -224,13 +280,67 @@ def _is_function(value: object) -> TypeGuard[FunctionType]:
     return issubclass(type(value), FunctionType)
 
 
+def _calls_are_compiled(module: nn.Module) -> bool:
+    """Returns whether calls of `module` run compiled code: `module.compile()`, `torch.compile(module)`, a decorator."""
+    if type(module).__name__ == "OptimizedModule":
+        return is_compiled_function(vars(module).get("forward"))  # else made by `torch.compiler.disable`
+    return is_compiled_function(module._compiled_call_impl) or is_compiled_function(
+        getattr(type(module), "forward", None)
+    )
+
+
+def is_compiled_function(value: object) -> bool:
+    """Returns whether `torch.compile` has made a function. It returns its argument with `disable=True`."""
+    return (
+        _is_function(value)
+        and hasattr(value, "_torchdynamo_orig_callable")
+        and not hasattr(value, "_torchdynamo_disable")  # `torch.compiler.disable` sets both
+    )
+
+
+def _compiled_functions(module: nn.Module) -> list[str]:
+    """Returns the names of compiled functions among the attributes of the instance, which are no submodules."""
+    return [name for name, value in vars(module).items() if is_compiled_function(value)]
+
+
 def _compiled_methods(module: nn.Module) -> list[str]:
-    """Returns the names of methods that `torch.compile` has replaced on the instance."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if _is_function(value) and hasattr(value, "_torchdynamo_orig_callable")
-    ]
+    """Returns the names of those compiled functions that refer to `module`, or to modules or weights in it."""
+    names = _compiled_functions(module)
+    return [name for name in names if _refers(vars(module)[name], set(module.modules()), set(module.parameters()))]
+
+
+def _refers(value: object, modules: Container[nn.Module], parameters: Container[nn.Parameter]) -> bool:
+    """Returns whether a function refers to one of `modules` or `parameters` by its closure, its object or arguments."""
+    left, done = [value], set[int]()
+    while left:
+        value = left.pop()
+        if id(value) in done:
+            continue
+        done.add(id(value))
+        if isinstance(value, nn.Module):
+            if value in modules:
+                return True
+        elif isinstance(value, nn.Parameter):
+            if value in parameters:
+                return True
+        elif isinstance(value, MethodType):
+            owner = value.__self__
+            left += [
+                value.__func__,
+                *([owner] if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()),
+            ]
+        elif isinstance(value, partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple | set):
+            left += value
+        elif _is_function(value):
+            left += [getattr(value, "_torchdynamo_orig_callable", None), value.__defaults__, value.__kwdefaults__]
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    left.append(cell.cell_contents)
+    return False
 
 
 def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
@@ -244,6 +354,21 @@ def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Calla
             return compiled(*args, **kwargs)
         finally:
             after()
+
+    setattr(module, name, call)
+    return partial(setattr, module, name, compiled)
+
+
+def _wrap_function(
+    module: nn.Module, name: str, context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Wraps a compiled attribute in a context that is given its arguments; returns a function that restores it."""
+    compiled = getattr(module, name)
+
+    @wraps(compiled)
+    def call(*args: object, **kwargs: object) -> object:
+        with context((*args, *kwargs.values())):
+            return compiled(*args, **kwargs)
 
     setattr(module, name, call)
     return partial(setattr, module, name, compiled)

@@ -33,7 +33,7 @@ from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.compile import compiled_regions, is_compiled, renew_guards
+from lightning_ssd.model_states.compile import compiled_regions, is_region, renew_guards
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
@@ -56,7 +56,12 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.summoned import summon
-from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_fused_layers, hook_unit
+from lightning_ssd.model_states.unit_hooks import (
+    hook_compiled_functions,
+    hook_compiled_region,
+    hook_fused_layers,
+    hook_unit,
+)
 from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
@@ -240,7 +245,7 @@ class ModelStates(Uncopied):
         self._undo.append(self._renew_guards)
         for flat in self.stores:
             flat.unshard = partial(self._prefetcher.unshard, flat)
-        if is_compiled(module) and self.stores:
+        if is_region(module) and self.stores:
             log.warning(
                 "%s is compiled as a whole, so that all its weights are fetched together. To have a few on the device "
                 "at a time, compile its blocks (`block.compile()`) instead.",
@@ -250,10 +255,15 @@ class ModelStates(Uncopied):
         def summoned() -> bool:
             return self._summoned
 
-        for region in compiled_regions(module):
+        regions = list(dict.fromkeys(compiled_regions(module)))
+        hooked = {*regions, *(one for unit, _ in self.offloaded.units for one in unit.modules)}
+        for region in regions:
             self._undo += hook_compiled_region(
-                region, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned
+                region, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned, hooked
             )
+        self._undo += hook_compiled_functions(
+            module, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned, hooked
+        )
         for index, (unit, flat_params) in enumerate(self.offloaded.units):
             if flat_params:
                 self._undo += hook_unit(index, unit.modules, flat_params, self._prefetcher, self._access, summoned)
@@ -748,9 +758,9 @@ class ModelStates(Uncopied):
             handle.remove()
         for flat in self.stores:
             flat.unshard = flat.refuse_unshard
-        self._access.close()
         for undo in reversed(self._undo):  # some wrap the same attribute
-            undo()
+            ending.run(undo)  # before parameters are ordinary ones, as interrupted calls of modules end now
+        self._access.close()
         ending.run(self._decision.fail)
         ending.run(self._copies.drain)
         ending.run(self._steps.close_journal)

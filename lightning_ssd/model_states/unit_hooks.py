@@ -3,12 +3,19 @@
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.compile import around_calls, compiled_regions, run_calls_within
+from lightning_ssd.model_states.compile import (
+    around_calls,
+    compiled_regions,
+    run_calls_within,
+    run_functions_within,
+    without_own_hooks,
+)
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, ordinary
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
@@ -83,6 +90,7 @@ def hook_compiled_region(
     prefetcher: ParamPrefetcher,
     access: Access,
     summoned: Callable[[], bool],
+    hooked: Container[nn.Module],
 ) -> list[Callable[[], None]]:
     """Makes the weights of a compiled module resident around its calls, and its parameters ordinary ones.
 
@@ -93,6 +101,7 @@ def hook_compiled_region(
         prefetcher: makes the weights resident.
         access: makes offloaded parameters ordinary ones.
         summoned: as in `hook_unit`.
+        hooked: modules of the model that have hooks, which compiled code must not run.
 
     Returns:
         Functions that remove the hooks.
@@ -108,21 +117,59 @@ def hook_compiled_region(
         for name, parameter in module._parameters.items()
         if parameter in flat_of
     ]
+    inner = [module for module in region.modules() if module is not region and module in hooked]
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        if summoned():
-            yield
-            return
-        with (
-            prefetcher.resident(flat_params, record=True),
-            access.whole(owners),
-            access.ordinary(offloaded),
-            ordinary(with_masters),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_own_hooks(inner))
+            if not summoned():
+                stack.enter_context(prefetcher.resident(flat_params, record=True))
+                stack.enter_context(access.whole(owners))
+                stack.enter_context(access.ordinary(offloaded))
+                stack.enter_context(ordinary(with_masters))
             yield
 
     return [run_calls_within(region, context)]
+
+
+def hook_compiled_functions(
+    model: nn.Module,
+    flat_of: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+    mastered: Container[nn.Parameter],
+    prefetcher: ParamPrefetcher,
+    access: Access,
+    summoned: Callable[[], bool],
+    hooked: Container[nn.Module],
+) -> list[Callable[[], None]]:
+    """Does as `hook_compiled_region` around calls of compiled functions that modules hold, and are given modules.
+
+    In mixed precision, functions are left alone whose modules have 16-bit weights: their code is not examined for other
+    uses of the weights, so that these are refused.
+    """
+
+    @contextlib.contextmanager
+    def context(arguments: Sequence[object]) -> Iterator[None]:
+        given = [value for value in arguments if isinstance(value, nn.Module)]
+        given += [part for value in arguments if isinstance(value, list | tuple) for part in value if _is_module(part)]
+        parameters = list(dict.fromkeys(parameter for part in given for parameter in part.parameters()))
+        offloaded = [parameter for parameter in parameters if parameter in flat_of]
+        flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                without_own_hooks(child for part in given for child in part.modules() if child in hooked)
+            )
+            if not summoned() and not any(flat.mixed for flat in flat_params):
+                stack.enter_context(prefetcher.resident(flat_params, record=True))
+                stack.enter_context(access.ordinary(offloaded))
+                stack.enter_context(ordinary(parameter for parameter in parameters if parameter in mastered))
+            yield
+
+    return run_functions_within(model, context)
+
+
+def _is_module(value: object) -> TypeGuard[nn.Module]:
+    return isinstance(value, nn.Module)
 
 
 def hook_fused_layers(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from lightning_ssd.model_states.compile import is_compiled
+from lightning_ssd.model_states.compile import is_region
 
 PART_ELEMENTS = 2**23
 """Least number of elements of a part of a unit: 16 MiB of 16-bit weights, so that transfers stay large."""
@@ -114,7 +114,7 @@ def find_blocks(module: nn.Module, by: Sequence[str] | None = None) -> list[nn.M
     is_block = _block_rule(module, by)
 
     def search(part: nn.Module) -> Iterator[nn.Module]:
-        if is_compiled(part):
+        if is_region(part):
             return
         if is_block(part):
             yield part
@@ -137,7 +137,7 @@ def _owners(module: nn.Module, name: str, is_block: Callable[[nn.Module], bool])
         is_block(module)
         or isinstance(module, _WHOLE)
         or parametrize.is_parametrized(module)
-        or is_compiled(module)  # hooks can't run inside of compiled code
+        or is_region(module)  # hooks can't run inside of compiled code
     ):
         yield name, module, list(module.parameters())
         return

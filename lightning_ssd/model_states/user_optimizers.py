@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_ssd.model_states.compile import is_compiled_function
 from lightning_ssd.sizes import show_argument
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,22 @@ def stepped_whole(optimizers: Iterable[Optimizer], offloaded: Container[nn.Param
                 name,
             )
     return whole
+
+
+def check_steps_not_compiled(optimizers: Iterable[Optimizer], offloaded: Container[nn.Parameter]) -> None:
+    """Refuses optimizers of offloaded parameters whose `step` is compiled: compiled code has no such parameters.
+
+    Raises:
+        ValueError: `torch.compile` has made `step` of an optimizer.
+    """
+    for optimizer in optimizers:
+        if is_compiled_function(getattr(optimizer.step, "__func__", optimizer.step)) and any(
+            parameter in offloaded for parameter in parameters_of(optimizer)
+        ):
+            raise ValueError(
+                f"`step` of {type(optimizer).__name__} is compiled, and steps of offloaded weights, which the CPU "
+                "makes, can't be. Remove `torch.compile` from the optimizer, or set `states='gpu'`."
+            )
 
 
 def steps_whole(optimizer: Optimizer) -> bool:

@@ -1,5 +1,6 @@
 """`torch.compile` under the saved-tensor hooks: Dynamo sees the same program as without them, and none of our code."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,39 @@ def nested(backend: str) -> nn.Module:
     return nn.Sequential(tied, outer)
 
 
+class Doubled(nn.Module):
+    """Calls a module, and the same one compiled."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+        self.compiled = torch.compile(self.model, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.model(x + 1)
+        return self.compiled(x) - target  # type: ignore[no-any-return]
+
+
+def doubled(backend: str) -> nn.Module:
+    return Doubled(backend)
+
+
+def decorated(backend: str) -> nn.Module:
+    """A class whose `forward` is compiled by a decorator."""
+
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        @torch.compile(backend=backend)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+    return nn.Sequential(nn.Linear(32, 32), Decorated(), Decorated())
+
+
 def function(backend: str) -> nn.Module:
     """A compiled function of tensors, without a module."""
 
@@ -82,6 +116,26 @@ def function(backend: str) -> nn.Module:
             return self.gate(self.linear(x))  # type: ignore[no-any-return]
 
     return Functional()
+
+
+def given(backend: str) -> nn.Module:
+    """A compiled function that is given modules."""
+
+    def run(layers: list[nn.Module], x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x).tanh()
+        return x
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+            self.run = torch.compile(run, backend=backend)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(list(self.layers), x)  # type: ignore[no-any-return]
+
+    return Given()
 
 
 class Llama(nn.Module):
@@ -143,11 +197,12 @@ def train(
     return [*module.losses, *weights], counts
 
 
-CASES = [sequential, broken, wrapped, method, nested, function, one_layer]
+CASES = [sequential, broken, wrapped, method, nested, doubled, function, one_layer]
+LONG = [pytest.param(build, marks=pytest.mark.thorough) for build in (every_layer, decorated, given)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("build", [*CASES, pytest.param(every_layer, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("build", [*CASES, *LONG])
 def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], backend: str, tmp_path: Path) -> None:
     """Frames, graphs, graph breaks, recompilations and numbers are plain Lightning's."""
     plain, expected = train(build, backend, "auto", tmp_path)
@@ -156,6 +211,47 @@ def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], back
         numbers, counters = train(build, backend, strategy, tmp_path)
         assert counters == expected
         assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
+
+
+class Interrupted(nn.Module):
+    """Raises KeyboardInterrupt in its second call, in compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.count()
+        return x
+
+    @torch.compiler.disable
+    def count(self) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", [lambda part: part.compile(backend="eager"), None])
+def test_weights_after_a_ctrl_c_in_compiled_code(change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are ordinary parameters with the values of the last step."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Lightning ignores later signals
+    found = []
+    for strategy in ("auto", SSDOffloadStrategy(tmp_path, min_bytes=1, states="host")):
+        torch.manual_seed(0)
+        part: Any = Interrupted()
+        if change is None:
+            part = torch.compile(part, backend="eager")
+        else:
+            change(part)
+        module = Trained(lambda backend, part=part: part, "eager")
+        with pytest.raises(SystemExit):
+            make_trainer(tmp_path, strategy).fit(module, DataLoader(torch.randn(24, 32), batch_size=8))
+        assert len(module.losses) == 1
+        assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+        found.append([parameter.detach().clone() for parameter in module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 class Clamped(nn.Linear):
@@ -244,6 +340,18 @@ def test_compile_compiles_the_blocks_while_the_model_trains(
     assert counters == expected
     assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
     assert [block._compiled_call_impl is not None for block in compiled] == [True, False, False]
+
+
+def test_a_compiled_step_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    class Stepped(Trained):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = super().configure_optimizers()
+            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+            return optimizer
+
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states="host")
+    with pytest.raises(ValueError, match="`step` of SGD is compiled.*Remove `torch.compile` from the optimizer"):
+        make_trainer(tmp_path, strategy).fit(Stepped(sequential, "eager"), DataLoader(torch.randn(8, 32)))
 
 
 def test_compile_refuses_a_model_without_blocks(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Units: every parameter in exactly one, blocks first, sharing respected."""
 
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from lightning_ssd.model_states import is_compiled
 from lightning_ssd.model_states import units as units_module
+from lightning_ssd.model_states.compile import compiled_regions
 from lightning_ssd.model_states.units import Unit, find_units
 
 
@@ -95,6 +100,75 @@ def test_own_parameters_and_lists_of_them() -> None:
     check(net, units)
     assert names(units) == ["Net", "layer"]
     assert len(units[0].parameters) == 3
+
+
+class Held(nn.Module):
+    """Blocks, and functions among the attributes of the instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)  # type: ignore[no-any-return]
+
+
+class Helper:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def hold(model: Any, function: Callable[..., Any]) -> None:
+    model.function = function
+
+
+def replace_by_disabled(model: Any) -> None:
+    model.blocks[0] = torch.compiler.disable(model.blocks[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "compiled"),
+    [
+        (lambda model: hold(model, torch.compile(square)), True),
+        (lambda model: hold(model, torch.compile(partial(square))), True),
+        (lambda model: hold(model, torch.compiler.disable(model.run)), False),
+        (lambda model: hold(model.blocks[1], torch.compile(square)), True),
+        (lambda model: model.compile(disable=True), False),
+        (lambda model: model.blocks[1].compile(disable=True), False),
+        (replace_by_disabled, False),
+    ],
+)
+def test_functions_that_use_no_weights_in_compiled_code_change_no_unit(
+    change: Callable[[Any], None], compiled: bool
+) -> None:
+    model = Held()
+    change(model)
+    assert len(find_units(model)) == 3 and not list(compiled_regions(model))
+    assert any(map(is_compiled, model.modules())) == compiled  # whether operators of the training can be planned
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: model.run,
+        lambda model: lambda x: model.run(x),
+        lambda model: partial(model.blocks[1].forward),
+        lambda model: (lambda inner: lambda x: inner[0](x))([lambda x: model(x)]),
+        lambda model: (lambda weight: lambda x: x @ weight)(model.blocks[1].weight),
+        lambda model: Helper(model).run,
+    ],
+)
+def test_functions_that_use_weights_in_compiled_code_make_their_module_a_unit(make: Callable[[Any], Any]) -> None:
+    model = Held()
+    hold(model, torch.compile(make(model)))
+    assert len(find_units(model)) == 1 and list(compiled_regions(model)) == [model]
 
 
 def test_blocks_by_name_and_by_function() -> None:
