@@ -8,16 +8,17 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
-from lightning_ssd.activations.untraced import untraced
+from lightning_ssd.activations.untraced import skipped
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
 _NOT_WRAPPING = (torch.Tensor, nn.Parameter)
@@ -58,9 +59,14 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
 
     Args:
         units: modules of each unit. Operations of modules that take no hooks belong to the unit before.
+
+    Attributes:
+        num_not_compiled: operations, under any of these modes in this process, of functions that `torch.compile`
+            compiles elsewhere: Dynamo leaves all code that runs under a dispatch mode uncompiled.
     """
 
     supports_higher_order_operators = True
+    num_not_compiled: ClassVar[int] = 0
 
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,8 +108,17 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         """Returns False: torch would wrap `__torch_dispatch__` so that each operation takes twice as long."""
         return False
 
-    @untraced
+    @skipped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        callback = set_eval_frame(None)
+        if callable(callback):  # Dynamo's, which compiles the code that calls the operation
+            UnitDispatchMode.num_not_compiled += 1
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        finally:
+            set_eval_frame(callback)
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if wraps(types):
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation

@@ -26,6 +26,11 @@ def untraced(hook: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         finally:
             set_eval_frame(callback)
 
-    skip_code(run.__code__)
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from compiled code
-    return functools.update_wrapper(run, hook)
+    return functools.update_wrapper(skipped(run), hook)
+
+
+def skipped(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates a function that Dynamo must neither compile nor trace. Functions that it calls may be compiled."""
+    skip_code(function.__code__)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from compiled code
+    return function

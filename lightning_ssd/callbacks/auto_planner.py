@@ -102,14 +102,16 @@ class AutoPlanner(pl.Callback):
     """
 
     def __init__(self) -> None:
+        self._obstacles = Obstacles()
         self._reset()
 
     def _reset(self) -> None:
+        self._obstacles.close()
+        self._obstacles = Obstacles()
         self.planner: ShapePlanner | None = None
         self._parameters: tuple[Tensor, ...] = ()
         self._batches = SeenBatches()
         """Batches of the whole training."""
-        self._obstacles = Obstacles()
         self._failed_profiles = 0
         self.states: ResidentStates | None = None
         self._reset_rules()
@@ -189,6 +191,8 @@ class AutoPlanner(pl.Callback):
         self._parameters = tuple(pl_module.parameters())
         self._profiling_budget = ProfilingBudget()
         self._begin_rules(trainer, offloader)
+        if self._guard is not None:
+            self._obstacles.begin()
 
     def _begin_rules(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> None:
         """Begins to decide for the steps with an offloader."""
@@ -269,6 +273,8 @@ class AutoPlanner(pl.Callback):
             return
         self._at_boundary = True
         self._steps += 1
+        if self._steps == FIRST_STEPS:
+            self._obstacles.end_first_steps()
         if self._obstacles.cuda_graphs and self._steps == 1:
             self._keep_for_cuda_graphs(trainer, offloader)
         else:
@@ -280,7 +286,9 @@ class AutoPlanner(pl.Callback):
         """Decides for the steps after one that has ended, or passes the step on to what plans and moves states."""
         ran_out, self._ran_out = self._ran_out, False
         if self.planner is not None:
-            if ran_out:
+            if self._obstacles.find_late():
+                self._plan_compiled(trainer)
+            elif ran_out:
                 self._plan_smaller(trainer, offloader, guard, self.planner)
             return
         self._profiling_budget.end_step()
@@ -313,6 +321,7 @@ class AutoPlanner(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._guard = None
+        self._obstacles.close()
         self._close_regions()
 
     @override
@@ -320,6 +329,7 @@ class AutoPlanner(pl.Callback):
         self._guard = self.states = None
         self._parameters = ()
         self._remove_planner(trainer)
+        self._obstacles.close()
         self._close_regions()
 
     # ---- before there is a plan ----
@@ -416,6 +426,16 @@ class AutoPlanner(pl.Callback):
         self._close_regions()
         self._reset_rules()
         self._begin_rules(trainer, get_offloader(trainer))
+
+    def _plan_compiled(self, trainer: pl.Trainer) -> None:
+        """Ends the plan of operators, as code that is to be compiled runs uncompiled under it."""
+        pl.utilities.rank_zero_info(
+            "offload='auto': code of this training that `torch.compile` compiles was called late, and ran uncompiled "
+            "in this step, whose operators were recorded or planned. It is compiled from now on, and so is all other "
+            "compiled code of the process, anew."
+        )
+        self._remove_planner(trainer)
+        self._measure_again(trainer)
 
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None

@@ -1,21 +1,68 @@
 """Trainings whose operators can't be planned: those on several devices, and those with compiled code."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import backward_nodes, records_cuda_graphs
+from lightning_ssd.activations import UnitDispatchMode, backward_nodes, records_cuda_graphs
 from lightning_ssd.callbacks.offloader import offload_config
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.model_states import is_compiled
+from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["COMPILED", "Obstacles", "check_can_plan", "compiled_frames"]
+__all__ = ["COMPILED", "CompiledCode", "Obstacles", "check_can_plan"]
 
 COMPILED = "`torch.compile` compiles a part of the training"
 """The obstacle to planning in trainings with compiled code."""
+
+_set_hook: Any = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
+
+
+class CompiledCode(Uncopied):
+    """Notices code that `torch.compile` compiles, from now on.
+
+    Code that was compiled earlier, such as in another training of this process, is noticed when Dynamo checks its
+    guards, until `close` is called. Torch before 2.7 reports no such checks.
+    """
+
+    def __init__(self) -> None:
+        self._frames = _compiled_frames()
+        self._not_compiled = UnitDispatchMode.num_not_compiled
+        self._called = False
+        self._replaced: Callable[[bool], bool] | None = None
+        """The hook of other code."""
+        self._hooked = bool(self._frames) and _set_hook is not None
+        if self._hooked:
+            self._replaced = _set_hook(self._on_guards)
+
+    @property
+    def ran(self) -> bool:
+        """Whether code was compiled, or compiled code was called."""
+        return self._called or self.ran_eagerly or _compiled_frames() != self._frames
+
+    @property
+    def ran_eagerly(self) -> bool:
+        """Whether code that is to be compiled ran under a dispatch mode of a plan or profile, uncompiled."""
+        return UnitDispatchMode.num_not_compiled != self._not_compiled
+
+    def forget(self) -> None:
+        """Has all code of the process compiled anew, if some ran uncompiled: Dynamo skips such code for ever."""
+        if self.ran_eagerly:
+            torch.compiler.reset()
+
+    def close(self) -> None:
+        """Ends the notice of earlier compiled code, which costs the host a call of Python for each check of guards."""
+        if self._hooked:
+            self._hooked = False
+            _set_hook(self._replaced)
+
+    def _on_guards(self, found: bool) -> bool:
+        self._called = True
+        return found if self._replaced is None else self._replaced(found)
 
 
 class Obstacles:
@@ -32,11 +79,16 @@ class Obstacles:
     def __init__(self) -> None:
         self.lasting: str | None = None
         self.compiled_backward = self.cuda_graphs = False
-        self._frames = compiled_frames()
+        self._code: CompiledCode | None = None
+        """Notices compiled code; `None` before `begin`."""
+
+    def begin(self) -> None:
+        """Begins to look for compiled code."""
+        self._code = CompiledCode()
 
     def see_first_step(self, loss: Tensor, device: torch.device) -> None:
         """Called before backwards of the first step: looks for CUDA graphs, but not for those of other trainings."""
-        if records_cuda_graphs(device) and (compiled_frames() != self._frames or _has_compiled_nodes(loss)):
+        if records_cuda_graphs(device) and (self._ran_compiled or _has_compiled_nodes(loss)):
             self.cuda_graphs = True
 
     def see_backward(self, loss: Tensor) -> None:
@@ -46,7 +98,7 @@ class Obstacles:
 
     def find(self, trainer: pl.Trainer, module: pl.LightningModule, shape: BatchShape | None) -> str | None:
         """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
-        if self.lasting is None and compiled_frames() != self._frames:
+        if self.lasting is None and self._ran_compiled:
             self.lasting = COMPILED
         if self.lasting is None and shape is None:
             return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
@@ -54,8 +106,34 @@ class Obstacles:
             self.lasting = obstacle_to_planning(trainer, module)
         return self.lasting
 
+    def find_late(self) -> bool:
+        """Returns whether code that is to be compiled ran uncompiled under a plan, which has to end then.
 
-def compiled_frames() -> int:
+        All code of the process is compiled anew in that case.
+        """
+        if self._code is None or not self._code.ran_eagerly:
+            return False
+        self.lasting = COMPILED
+        self._code.forget()
+        return True
+
+    def end_first_steps(self) -> None:
+        """Called when the first steps have ended: their calls have shown the code that was compiled earlier."""
+        if self._code is not None:
+            self._code.close()
+
+    def close(self) -> None:
+        """Ends the search."""
+        code, self._code = self._code, None
+        if code is not None:
+            code.close()
+
+    @property
+    def _ran_compiled(self) -> bool:
+        return self._code is not None and self._code.ran
+
+
+def _compiled_frames() -> int:
     """Returns the number of frames that `torch.compile` has seen in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])

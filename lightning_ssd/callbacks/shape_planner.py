@@ -51,6 +51,10 @@ class ShapePlanner(SwapPlanner):
         return self._phase, None if self.runner is None else self.runner.number
 
     @override
+    def _check_not_compiled(self, compiled: bool) -> None:
+        """Raises no error: `AutoPlanner` removes this planner from trainings with compiled code."""
+
+    @override
     def may_record(self, batch: Any) -> bool:
         return self._recordable.is_large(BatchShape.of(batch))
 

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.obstacles import CompiledCode
 from lightning_ssd.callbacks.offloader import find_model_states, find_offloader, get_offloader, trainer_callbacks
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.model_states import find_units
@@ -47,6 +48,7 @@ class StepProfiling(pl.Callback):
         self._at_boundary = True
         """True if the next micro-batch is the first of a step."""
         self._samples = self._tokens = 1
+        self._code: CompiledCode | None = None
 
     def has_time(self, steps: int) -> bool:
         """Returns whether there is time to profile `steps` more steps; if not, warm-up or timing ends early."""
@@ -82,6 +84,7 @@ class StepProfiling(pl.Callback):
         self._step = 0
         self._at_boundary = True
         self._profiling_budget = ProfilingBudget()
+        self._code = CompiledCode()
         self._begin(trainer, pl_module, self._warm_up)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
@@ -111,6 +114,12 @@ class StepProfiling(pl.Callback):
         self._profiling_budget = budget
 
     @property
+    def _compiled(self) -> CompiledCode:
+        """Notices compiled code of the present training."""
+        assert self._code is not None
+        return self._code
+
+    @property
     def profiler(self) -> Profiler:
         """Measures the present training. There is one from `on_train_start` to the end of the training."""
         assert self._profiler is not None
@@ -130,6 +139,8 @@ class StepProfiling(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._phase != "waiting":
+            self._compiled.close()
         at_boundary, self._at_boundary = self._at_boundary, False
         if at_boundary:
             self._profiling_budget.begin_step()
@@ -150,7 +161,17 @@ class StepProfiling(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._check_not_compiled(self._compiled.ran_eagerly)
         self.profiler.begin_backward()
+
+    def _check_not_compiled(self, compiled: bool) -> None:
+        """Raises ValueError if `compiled`: code of the training is compiled, or should be but ran under a mode."""
+        if compiled:
+            self._compiled.forget()
+            raise ValueError(
+                "`torch.compile` compiles a part of `training_step`, whose single operations "
+                f"{type(self).__name__} can't follow. Remove `torch.compile`, or remove the callback."
+            )
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -245,5 +266,7 @@ class StepProfiling(pl.Callback):
     def _end(self) -> None:
         profiler, self._profiler = self._profiler, None
         self._phase = "idle"
+        if self._code is not None:
+            self._code.close()
         if profiler is not None:
             profiler.close()

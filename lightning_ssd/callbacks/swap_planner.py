@@ -17,7 +17,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.obstacles import check_can_plan, compiled_frames
+from lightning_ssd.callbacks.obstacles import check_can_plan
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory, plan_key, recorded_forward
@@ -205,7 +205,6 @@ class SwapPlanner(StepProfiling):
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._cache = PlanCache() if self._uses_cache else None
-        self._compiled = compiled_frames()
 
     @override
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
@@ -219,11 +218,8 @@ class SwapPlanner(StepProfiling):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         begins = self._at_boundary
-        if self.runner is None and self._phase == "waiting" and compiled_frames() != self._compiled:
-            raise ValueError(
-                "`torch.compile` compiles a part of `training_step`, whose single operations SwapPlanner can't plan. "
-                "Remove `torch.compile`, or remove the callback."
-            )
+        if self.runner is None and self._phase == "waiting":
+            self._check_not_compiled(self._compiled.ran)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._phase == "recording":
             self._progress.recorded = RecordedBatch.of(batch, pl_module)
