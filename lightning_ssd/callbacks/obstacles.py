@@ -26,7 +26,7 @@ class CompiledCode(Uncopied):
     """Notices code that `torch.compile` compiles, from now on.
 
     Code that was compiled earlier, such as in another training of this process, is noticed when Dynamo checks its
-    guards, until `close` is called. Torch before 2.7 reports no such checks.
+    guards, until `close` is called, if torch has `set_guard_complete_hook`.
     """
 
     def __init__(self) -> None:
