@@ -1,6 +1,31 @@
-"""The gradient of one flat parameter in host memory: as it was copied from the device, and accumulated in fp32."""
+"""The gradient of one flat parameter in host memory: as it was copied from the device, and accumulated in fp32.
 
-from collections.abc import Callable, Sequence
+A parameter's gradient has one of the states of `GradientState`, which are those of `Tensor.grad` in plain training, and
+is in one of these places, besides `assigned`:
+
+| place | state | flags |
+|---|---|---|
+| nowhere | NONE | |
+| `host_grad`, as the running backward has copied it | PRESENT | `arrived` |
+| `accum`, in fp32 | PRESENT | `has_accum`, and `accumulating` of the flat parameter |
+| in use by a step, or kept by it | STEPPED | `retained` of the flat parameter if it is kept; `used` reads it |
+
+Only methods of `Gradient` change states and flags:
+
+| event | method | moves a gradient |
+|---|---|---|
+| backward has accumulated it | `announce`, `arrive` | to `host_grad` |
+| a job adds it to those of earlier micro-batches | `accumulate`, and `add` in the job | from `host_grad` to `accum` |
+| a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
+| a step is skipped | `begin_step`, `skip_step` | as if a step had used and kept it |
+| it is added to, or stepped again, without `zero_grad` | `resume` | from a step to `accum` |
+| user code assigns or changes it | `assign`, `replace_accumulated`, `set_accumulated` | to `assigned` or `accum` |
+| all gradients are needed in one place | `fold` | from `assigned` to `accum` |
+| a micro-batch is run again | `undo_backward` | from `host_grad` to the state before |
+| `zero_grad` | `drop` | to nowhere |
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from enum import Enum, auto
 
@@ -76,12 +101,10 @@ class GradientState(Enum):
 class Gradient:
     """The gradient of one flat parameter in host memory.
 
-    Life of a parameter's gradient: `GradientOffloader.receive` registers its copy from the device (`arrived`, PRESENT).
-    `GradientOffloader.accumulate` adds it to `accum` (`has_accum`, `accumulating`) if there are several micro-batches
-    or if user code may read it. `StepScheduler.submit` passes it to a step (STEPPED), which may keep it (`retained`).
-    `zero_grad` drops it (NONE). Without `zero_grad`, the next backward adds to it, and the next step uses it again
-    (`GradientOffloader.resume_accumulation`). A gradient that user code assigns is in `assigned` until `fold` copies it
-    to `accum`.
+    Life of a parameter's gradient, in the terms of the module's docstring: backward copies it to `host_grad`. If there
+    are several micro-batches, or if user code may read it, it is added to `accum`. A step uses it, and may keep it.
+    `zero_grad` drops it. Without `zero_grad`, the next backward adds to it, and the next step uses it again. A gradient
+    that user code assigns is in `assigned` until `fold` copies it to `accum`.
 
     Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
     (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
@@ -167,17 +190,132 @@ class Gradient:
             return item.of(self.accumulated())
         return item.of(self.host_grad) if self.arrived[index] else None
 
-    def pop_arrived(self) -> list[bool]:
-        """Returns `arrived` for a job that uses these gradients from now on, and resets it for the next backward."""
+    # ---- a backward ----
+
+    def announce(self, index: int) -> None:
+        """Backward has a gradient of parameter `index`, which is registered by `arrive` once there is memory for it."""
+        self.is_sum |= self.accumulating or bool(self.assigned) or self.arrived[index]
+
+    def arrive(self, index: int) -> None:
+        """Backward has a gradient of parameter `index`, which is copied to `host_grad` from now on."""
+        self.states[index] = GradientState.PRESENT
+        self.arrived[index] = True
+        self.num_arrived += 1
+
+    def end_backward(self) -> int:
+        """Backward has ended. Returns the number of gradients that it has accumulated."""
+        num_arrived, self.num_arrived = self.num_arrived, 0
+        return num_arrived
+
+    def undo_backward(self, states: list[GradientState]) -> None:
+        """Backward has failed, and its gradients, which were not accumulated, are dropped.
+
+        Args:
+            states: `states` before that backward.
+        """
+        self.num_arrived = 0
+        self.arrived = [False] * len(self.arrived)
+        self.states = states
+
+    def accumulate(self) -> list[bool]:
+        """A job accumulates the copied gradients. Returns `arrived` for it; `set_consumed` is given its future."""
+        self.accumulating = True
+        arrived, self.arrived = self.arrived, [False] * len(self.arrived)
+        return arrived
+
+    def resume(self, index: int) -> None:
+        """A gradient that the last step has used, and kept, is one that no step has used again."""
+        self.consumed.result()
+        self.used()
+        self.set_accumulated(index)
+
+    # ---- user code ----
+
+    def set_accumulated(self, index: int) -> None:
+        """The values of parameter `index` in `accum` are a gradient that no step has used."""
+        self.has_accum[index] = self.accumulating = True
+        self.states[index] = GradientState.PRESENT
+
+    def replace_accumulated(self, index: int, *, present: bool) -> None:
+        """User code has had the accumulated gradient as `.grad`, and has changed, or dropped it (not `present`)."""
+        if present or self.has_accum[index]:
+            self.states[index] = GradientState.PRESENT if present else GradientState.NONE
+        self.has_accum[index] = present
+        self.accumulating = any(self.has_accum)
+
+    def assign(self, index: int, values: Tensor | None) -> None:
+        """User code has assigned `values` to `Tensor.grad`; None: it has dropped the gradient.
+
+        A copied gradient of the parameter was accumulated.
+        """
+        if self.states[index] is GradientState.PRESENT and index not in self.assigned:
+            self.has_accum[index] = False
+        self.assigned.pop(index, None)
+        self.followed.discard(index)
+        self.states[index] = GradientState.NONE
+        if values is not None:
+            self.assigned[index] = values
+            self.states[index] = GradientState.PRESENT
+        if self.accumulating:  # else `has_accum` belongs to the last step
+            self.consumed.result()
+            self.accumulating = any(self.has_accum)
+        self.accumulating |= bool(self.assigned)
+
+    # ---- a step ----
+
+    def begin_step(self) -> list[bool] | None:
+        """A step is about to use all present gradients. It keeps them if `retain` is called.
+
+        Returns:
+            For each parameter, whether its gradient is in `host_grad`; None: gradients are in `accum`, and those in
+            `host_grad` are accumulated before the step.
+        """
+        self.was_sum, self.is_sum, self.retained = self.is_sum, False, False
+        if self.accumulating:
+            return None
         arrived, self.arrived = self.arrived, [False] * len(self.arrived)
         return arrived
 
     def mark_stepped(self) -> list[int]:
-        """Notes that a step uses all present gradients, and returns the indices of their parameters."""
+        """A step uses all present gradients. Returns the indices of their parameters."""
         present = [index for index, state in enumerate(self.states) if state is GradientState.PRESENT]
         for index in present:
             self.states[index] = GradientState.STEPPED
         return present
+
+    def submit_step(self, done: "Future[None]") -> None:
+        """A submitted step, which ends with `done`, owns the gradients."""
+        self.accumulating = False
+        self.set_consumed(done)
+
+    def end_step(self) -> None:
+        """A step has ended. Runs on the thread that ends it."""
+        self.has_accum = [False] * len(self.has_accum)
+
+    def skip_step(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
+        """A step is skipped, after `begin_step`: all present gradients are as if it had used and kept them.
+
+        Args:
+            arrived: as in `retain`, as the others.
+            scale: as in `retain`.
+            limit: as in `retain`.
+        """
+        self.retain(arrived, scale, limit)
+        self.mark_stepped()
+        self.end_step()
+        self.accumulating = False
+
+    def restore_used(self, values: Mapping[int, Tensor | None]) -> None:
+        """The last step has used gradients, which are restored before the first backward.
+
+        Args:
+            values: gradients by parameter index; None: the step has not kept it.
+        """
+        self.retained = bool(values) and all(value is not None for value in values.values())
+        for index, value in values.items():
+            self.states[index] = GradientState.STEPPED
+            if value is not None:
+                self._flat.param_views[index].of(self.accumulated()).copy_(value)
 
     def retain(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
         """Keeps the gradients that a step is given until they are dropped, or replaced by those of the next backward.

@@ -64,7 +64,7 @@ class GradientAccess:
     Args:
         gradients: gradient of each flat parameter that is stepped; not owned.
         accumulate: submits the accumulation of a flat parameter's copied gradients.
-        resume_accumulation: called before a gradient is added to one that the last step may have used.
+        resume_accumulation: called before a gradient is added to one that the last step has used.
         changed: called after user code has changed the gradients of some parameters.
         apply_clipping: called before gradients of an optimizer's flat parameter are read, changed or added to: their
             clipping may have been left to the step.
@@ -151,18 +151,7 @@ class GradientAccess:
         self.detach_views(flat, index)
         if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
             self._accumulate_arrived(flat)
-            gradient.has_accum[index] = False
-        gradient.assigned.pop(index, None)
-        gradient.followed.discard(index)
-        gradient.states[index] = GradientState.NONE
-        if values is not None:
-            self.check(flat, index)
-            gradient.assigned[index] = values
-            gradient.states[index] = GradientState.PRESENT
-        if gradient.accumulating:  # else `has_accum` belongs to the last step
-            gradient.consumed.result()
-            gradient.accumulating = any(gradient.has_accum)
-        gradient.accumulating |= bool(gradient.assigned)
+        gradient.assign(index, values)
         self.changed(flat, [index])
 
     def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
@@ -190,7 +179,8 @@ class GradientAccess:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
         self.note_graph(flat, index, values)
         self._apply_clipping(flat)
-        self._resume_accumulation(flat, index)
+        if gradient.states[index] is GradientState.STEPPED:
+            self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
         accum = flat.param_views[index].of(gradient.accumulated())
@@ -198,9 +188,7 @@ class GradientAccess:
             accum.add_(values.detach().to("cpu"))
         else:
             accum.copy_(values.detach())
-        gradient.has_accum[index] = True
-        gradient.accumulating = True
-        gradient.states[index] = GradientState.PRESENT
+        gradient.set_accumulated(index)
         self.changed(flat, [index])
 
     def whole(self, flat: FlatParameter, index: int) -> Tensor:
@@ -244,9 +232,7 @@ class GradientAccess:
                 gradient.consumed.result()
                 for index in present:
                     flat.param_views[index].of(gradient.accumulated()).zero_()
-                    gradient.has_accum[index] = True
-                    gradient.states[index] = GradientState.PRESENT
-                gradient.accumulating = True
+                    gradient.set_accumulated(index)
             self.changed(flat, present)
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:

@@ -156,9 +156,7 @@ class GradientOffloader:
             if gradient.accumulating and flat not in delayed.accumulated:  # all that is accumulated is of this backward
                 gradient.drop()
                 self.reset_norms(flat)
-            gradient.num_arrived = 0
-            gradient.arrived = [False] * len(gradient.arrived)
-            gradient.states = delayed.states[flat]
+            gradient.undo_backward(delayed.states[flat])
         self._summed.clear()
 
     def _note_added(self, flat: FlatParameter) -> None:
@@ -180,20 +178,19 @@ class GradientOffloader:
             RuntimeError: it would be added to a gradient that a step has used and not kept.
         """
         gradient = self._gradients[flat]
-        gradient.is_sum |= gradient.kept or gradient.arrived[index]
+        gradient.announce(index)
         if gradient.assigned:
             self._note_added(flat)
             gradient.fold()
-        self.resume_accumulation(flat, index)
-        gradient.states[index] = GradientState.PRESENT
+        if gradient.states[index] is GradientState.STEPPED:
+            self.resume_accumulation(flat, index)
         if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
             self.accumulate(flat)
         if not any(gradient.arrived):
             begun = perf_counter()
             gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
             self._waited += perf_counter() - begun
-        gradient.arrived[index] = True
-        gradient.num_arrived += 1
+        gradient.arrive(index)
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
@@ -248,9 +245,8 @@ class GradientOffloader:
         self.ignored.clear()
         self._release_in_flight()
         for flat, gradient in self._gradients.items():
-            if gradient.num_arrived:
-                self._expected[flat, _requires_grad(flat)] = gradient.num_arrived
-                gradient.num_arrived = 0
+            if num_arrived := gradient.end_backward():
+                self._expected[flat, _requires_grad(flat)] = num_arrived
 
     def _release_in_flight(self) -> None:
         if self._in_flight:  # the copies end in the order in which they were issued
@@ -270,8 +266,6 @@ class GradientOffloader:
             RuntimeError: the step has not kept its gradient.
         """
         gradient = self._gradients[flat]
-        if gradient.states[index] is not GradientState.STEPPED:
-            return
         if not gradient.retained:
             raise RuntimeError(
                 f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, "
@@ -283,11 +277,9 @@ class GradientOffloader:
                 "again, and `recover=True` does not record it. Call `optimizer.zero_grad()` between a step and the "
                 "next backward or step, or set `recover=False`."
             )
-        gradient.consumed.result()
-        gradient.used()
+        gradient.resume(index)
         if self._delayed is not None:
             self._delayed.added = True
-        gradient.has_accum[index] = gradient.accumulating = True
 
     def resume_stepped(self, flat: FlatParameter) -> None:
         """Makes gradients that an earlier step has used, and `zero_grad` has not dropped, gradients of the next step.
@@ -308,7 +300,6 @@ class GradientOffloader:
                     "`on_after_backward`: steps wait for the end of backward then, and keep gradients."
                 )
             self.resume_accumulation(flat, index)
-            gradient.states[index] = GradientState.PRESENT
             self.remeasure(flat, [index])
 
     def used(self) -> dict[nn.Parameter, Tensor | None]:
@@ -323,12 +314,13 @@ class GradientOffloader:
     def restore_used(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         """Restores what `used` has returned, before the first backward."""
         for flat, gradient in self._gradients.items():
-            own = {index: item for index, item in enumerate(flat.param_views) if item.parameter in gradients}
-            gradient.retained = bool(own) and all(gradients[item.parameter] is not None for item in own.values())
-            for index, item in own.items():
-                gradient.states[index] = GradientState.STEPPED
-                if (value := gradients[item.parameter]) is not None:
-                    item.of(gradient.accumulated()).copy_(value)
+            gradient.restore_used(
+                {
+                    index: gradients[item.parameter]
+                    for index, item in enumerate(flat.param_views)
+                    if item.parameter in gradients
+                }
+            )
 
     def restore_accumulated(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Accumulates gradients of earlier micro-batches, of parameters that were on the device then.
@@ -340,8 +332,7 @@ class GradientOffloader:
                 if item.parameter not in gradients:
                     continue
                 item.of(gradient.accumulated()).copy_(gradients[item.parameter])
-                gradient.has_accum[index] = gradient.accumulating = True
-                gradient.states[index] = GradientState.PRESENT
+                gradient.set_accumulated(index)
                 if self._decision.loss_scaled:
                     self._decision.check_value(item.of(gradient.accumulated()))
                 self.remeasure(flat, [index])
@@ -356,7 +347,7 @@ class GradientOffloader:
         """
         self._note_added(flat)
         gradient = self._gradients[flat]
-        arrived = gradient.pop_arrived()
+        arrived = gradient.accumulate()
         norms = self._norms[flat] if self._decision.needs_norm else None
 
         def run() -> None:  # on the worker's thread
@@ -365,7 +356,6 @@ class GradientOffloader:
                 for index in range(len(flat.param_views)):
                     _measure_accumulated(gradient, flat, index, norms)
 
-        gradient.accumulating = True
         gradient.set_consumed(self._worker.submit(run, [self._on_host(gradient)]))
         return gradient.consumed
 
@@ -425,10 +415,9 @@ class GradientOffloader:
             `Gradient.host_grad`, or None if the step uses the accumulated gradients.
         """
         gradient = self._gradients[flat]
-        gradient.was_sum, gradient.is_sum = gradient.is_sum, False
-        if gradient.accumulating:
+        arrived = gradient.begin_step()
+        if arrived is None:
             return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
-        arrived = gradient.pop_arrived()
         return self._on_host(gradient), arrived
 
     @contextlib.contextmanager
@@ -453,10 +442,7 @@ class GradientOffloader:
         finally:
             for flat, item, gradient, index in parameters:
                 grad, item.parameter.grad = item.parameter.grad, None
-                if grad is not None or gradient.has_accum[index]:
-                    gradient.states[index] = GradientState.NONE if grad is None else GradientState.PRESENT
-                gradient.has_accum[index] = grad is not None
-                gradient.accumulating = any(gradient.has_accum)
+                gradient.replace_accumulated(index, present=grad is not None)
                 if grad is not None and grad.data_ptr() != item.of(gradient.accumulated()).data_ptr():
                     item.of(gradient.accumulated()).copy_(grad)
                 if grad is not None and self._decision.loss_scaled:

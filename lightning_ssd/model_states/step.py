@@ -336,4 +336,4 @@ class OptimizerStep:
         if committed:
             self.flat_optimizer.commit(self._has_grad())
             self.store.commit()
-        self.gradient.has_accum = [False] * len(self.gradient.has_accum)
+        self.gradient.end_step()

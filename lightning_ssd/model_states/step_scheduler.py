@@ -196,8 +196,6 @@ class StepScheduler:
         limit = self._limit
         if self.defer_to_user_hooks or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
-        else:
-            gradient.retained = False
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         with self._lock:
@@ -226,8 +224,7 @@ class StepScheduler:
         )
         self.history.submit(flat)
         weights, done = self._begin_step(flat, step, on_host, ready, accumulated=arrived is None, first=first)
-        gradient.accumulating = False
-        gradient.set_consumed(done)
+        gradient.submit_step(done)
         store.announce_step(weights, done)
         with self._lock:
             self._submitted[flat] = done
@@ -467,10 +464,7 @@ class StepScheduler:
                 gradient.fold()
                 on_host, arrived = self._gradients.hand_over(flat)
                 wait_for(on_host, "gradients")
-                gradient.retain(arrived, scale, clipping.limit)
-                gradient.mark_stepped()
-                gradient.has_accum = [False] * len(gradient.has_accum)
-                gradient.accumulating = False
+                gradient.skip_step(arrived, scale, clipping.limit)
                 self._gradients.reset_norms(flat)
 
     def step_on_device(self, flat_params: Collection[FlatParameter]) -> bool:
