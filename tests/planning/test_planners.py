@@ -359,7 +359,10 @@ def test_a_shorter_step_that_no_overhead_explains_is_one_of_a_faster_gpu() -> No
 @given(models(), machines(), st.floats(1.01, 3.0))
 @settings(max_examples=30, deadline=None)
 def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
-    """The rate alone is no slower than measured; under the plan it is no faster, and equal if the CPU was busy."""
+    """The rate alone is no slower than measured; under the plan it is no faster, and equal if the CPU was busy.
+
+    Deferred jobs in two halves take longer than the measured rate says, which is that of the second half.
+    """
     plan = make_plan(model, machine)
     before = simulate(model, machine, plan)
     parts = zip(model.parts, plan.parts(model), strict=True)
@@ -372,7 +375,8 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
     corrected = calibrate_step_rate(model, machine, plan, stepped / seconds, step_seconds)
     assert corrected.cpu_step_rate >= stepped / seconds
     assert simulate(model, corrected, plan).busy_seconds["cpu"] >= seconds * (1 - 1e-6)
-    if seconds == step_seconds and before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
+    busy = seconds == step_seconds and plan.clip != "deferred"
+    if busy and before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
         assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(seconds)
 
 
