@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of `pytest -n 2` are as m
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 # Without it cuBLAS may split sums differently in each call, and the last bits differ. CUDA reads it at its start.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -55,6 +56,12 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_configure() -> None:
+    if settings.get_current_profile_name() != "random":
+        # Hypothesis draws constants of imported files, too, so that examples would depend on the tests that ran before.
+        providers.is_local_module_file = lambda path: False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
