@@ -229,18 +229,25 @@ def without_own_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def run_functions_within(
-    model: nn.Module, context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]]
+    model: nn.Module,
+    context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]],
+    replaced: Callable[[object], object],
 ) -> list[Callable[[], None]]:
     """Makes compiled functions that modules hold as attributes run within a context, which is given their arguments.
 
     Functions that refer to their module are regions, and are left out, as are those of modules in a region.
+
+    Args:
+        model: the model.
+        context: returns the context.
+        replaced: returns what a function gets in place of an argument.
 
     Returns:
         Functions that restore the modules.
     """
     inside = {part for region in compiled_regions(model) for part in region.modules()}
     return [
-        _wrap_function(module, name, context)
+        _wrap_function(module, name, context, replaced)
         for module in model.modules()
         if module not in inside
         for name in _compiled_functions(module)
@@ -360,13 +367,17 @@ def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Calla
 
 
 def _wrap_function(
-    module: nn.Module, name: str, context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]]
+    module: nn.Module,
+    name: str,
+    context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]],
+    replaced: Callable[[object], object],
 ) -> Callable[[], None]:
-    """Wraps a compiled attribute in a context that is given its arguments; returns a function that restores it."""
+    """Wraps a compiled attribute as `run_functions_within` says; returns a function that restores it."""
     compiled = getattr(module, name)
 
     @wraps(compiled)
     def call(*args: object, **kwargs: object) -> object:
+        args, kwargs = tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
         with context((*args, *kwargs.values())):
             return compiled(*args, **kwargs)
 

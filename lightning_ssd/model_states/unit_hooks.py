@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.compile import (
@@ -142,11 +143,19 @@ def hook_compiled_functions(
     summoned: Callable[[], bool],
     hooked: Container[nn.Module],
 ) -> list[Callable[[], None]]:
-    """Does as `hook_compiled_region` around calls of compiled functions that modules hold, and are given modules.
+    """Gives compiled functions that modules hold ordinary weights in place of offloaded ones.
 
-    In mixed precision, functions are left alone whose modules have 16-bit weights: their code is not examined for other
-    uses of the weights, so that these are refused.
+    Modules that a function is given are treated as by `hook_compiled_region`, except in mixed precision: the function's
+    code is not examined for other uses of 16-bit weights than in products, so that it gets clones in fp32. So it does
+    in place of parameters among its arguments.
     """
+
+    def replaced(value: object) -> object:
+        if isinstance(value, nn.Parameter) and value in flat_of:
+            return value.clone()
+        if type(value) is list:
+            return [replaced(item) for item in value]
+        return tuple(map(replaced, value)) if type(value) is tuple else value
 
     @contextlib.contextmanager
     def context(arguments: Sequence[object]) -> Iterator[None]:
@@ -159,17 +168,30 @@ def hook_compiled_functions(
             stack.enter_context(
                 without_own_hooks(child for part in given for child in part.modules() if child in hooked)
             )
-            if not summoned() and not any(flat.mixed for flat in flat_params):
-                stack.enter_context(prefetcher.resident(flat_params, record=True))
-                stack.enter_context(access.ordinary(offloaded))
+            if not summoned():
+                if any(flat.mixed for flat in flat_params):
+                    clones = {parameter: parameter.clone() for parameter in offloaded}
+                    for part in given:
+                        stack.enter_context(_with_parameters(part, clones))
+                else:
+                    stack.enter_context(prefetcher.resident(flat_params, record=True))
+                    stack.enter_context(access.ordinary(offloaded))
                 stack.enter_context(ordinary(parameter for parameter in parameters if parameter in mastered))
             yield
 
-    return run_functions_within(model, context)
+    return run_functions_within(model, context, replaced)
 
 
 def _is_module(value: object) -> TypeGuard[nn.Module]:
     return isinstance(value, nn.Module)
+
+
+def _with_parameters(
+    module: nn.Module, replacements: Mapping[nn.Parameter, Tensor]
+) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which `module` has other tensors in place of some parameters."""
+    own = module.named_parameters(remove_duplicate=False)
+    return _reparametrize_module(module, {name: replacements[one] for name, one in own if one in replacements})
 
 
 def hook_fused_layers(

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -185,13 +186,14 @@ class Trained(pl.LightningModule):
 
 
 def train(
-    build: Callable[[str], nn.Module], backend: str, strategy: Any, path: Path
+    build: Callable[[str], nn.Module], backend: str, strategy: Any, path: Path, **settings: Any
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
     with counted() as counts:
         torch.manual_seed(0)
         module = Trained(build, backend)
-        make_trainer(path, strategy).fit(module, DataLoader(torch.randn(8 * STEPS, 32), batch_size=8))
+        trainer = make_trainer(path, strategy, **settings)
+        trainer.fit(module, DataLoader(torch.randn(8 * STEPS, 32), batch_size=8))
     assert len(module.losses) == STEPS
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     return [*module.losses, *weights], counts
@@ -209,6 +211,37 @@ def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], back
     for arguments in ({"offload": 1.0}, {"states": "host", "offload": 0.5}, {"states": "ssd"}):
         strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, **arguments)
         numbers, counters = train(build, backend, strategy, tmp_path)
+        assert counters == expected
+        assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
+
+
+def given_weights(backend: str) -> nn.Module:
+    """Compiled functions that are given a parameter, a list of parameters, and a module that is used elsewhere, too."""
+
+    def project(x: Tensor, weight: Tensor, others: list[Tensor]) -> Tensor:
+        return F.linear(x, weight).tanh() @ others[0] + others[1]
+
+    class GivenWeights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.project = torch.compile(project, backend=backend)
+            self.call = torch.compile(lambda module, x: module(x).sin(), backend=backend)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.project(self.first(x), weight=self.first.weight, others=[self.second.weight, self.second.bias])
+            return self.call(self.second, x)  # type: ignore[no-any-return]
+
+    return GivenWeights()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_compiled_functions_that_are_given_weights(precision: Any, tmp_path: Path) -> None:
+    """They get ordinary weights, and Dynamo compiles the same frames."""
+    plain, expected = train(given_weights, "aot_eager", "auto", tmp_path, precision=precision)
+    for states in ("host", "ssd"):
+        strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states=states)
+        numbers, counters = train(given_weights, "aot_eager", strategy, tmp_path, precision=precision)
         assert counters == expected
         assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
 
