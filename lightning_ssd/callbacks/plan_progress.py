@@ -21,7 +21,7 @@ Verdict = Literal["right", "wrong", "slower", "drifted"]
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """Size of the recorded batch, and what was trained by it.
+    """Size of the recorded batch, and number of parameters that were trained in its micro-batch.
 
     Attributes:
         nbytes: bytes; `None`: unknown.
@@ -35,7 +35,7 @@ class RecordedBatch:
 
     @classmethod
     def of(cls, batch: Any, module: pl.LightningModule) -> "RecordedBatch":
-        """Returns the size of a batch."""
+        """Returns the record of a batch, and of the parameters of `module` that are trained now."""
         return cls(count_bytes(batch), BatchShape.of(batch), count_trained(module))
 
     def covers(self, batch: Any) -> bool:
