@@ -165,11 +165,12 @@ class Access:
                 weights.write(weights.read())
 
     @contextlib.contextmanager
-    def whole(self, owners: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    def whole(self, owners: Sequence[tuple[nn.Module, str]], *, under_autocast: bool = False) -> Iterator[None]:
         """Gives compiled code whole weights that have 16 bits on the device, where autocast would not cast them so.
 
         Args:
             owners: modules with the names of their offloaded parameters.
+            under_autocast: whether it is given them also where autocast would cast them in products.
 
         Raises:
             RuntimeError: the compiled code has changed a weight.
@@ -179,7 +180,7 @@ class Access:
             for module, name in owners
             if isinstance(parameter := module._parameters.get(name), OffloadedParameter)
             and parameter.flat.mixed
-            and not autocast_to(parameter.flat.dtype, parameter.flat.device)
+            and (under_autocast or not autocast_to(parameter.flat.dtype, parameter.flat.device))
         }
         if not found:
             yield

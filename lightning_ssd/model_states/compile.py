@@ -16,6 +16,12 @@ from torch import nn
 
 from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
+CallContext = Callable[
+    [Sequence[object], Mapping[str, object]],
+    contextlib.AbstractContextManager[tuple[Sequence[object], Mapping[str, object]]],
+]
+"""A context around a call, which is given its arguments and yields others."""
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if calls of `module` are compiled, or a function that is one of its attributes."""
@@ -228,26 +234,21 @@ def without_own_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
             hooks.update(before | users)
 
 
-def run_functions_within(
-    model: nn.Module,
-    context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]],
-    replaced: Callable[[object], object],
-) -> list[Callable[[], None]]:
-    """Makes compiled functions that modules hold as attributes run within a context, which is given their arguments.
+def run_functions_within(model: nn.Module, context: CallContext) -> list[Callable[[], None]]:
+    """Makes compiled functions that modules hold as attributes run within a context.
 
     Functions that refer to their module are regions, and are left out, as are those of modules in a region.
 
     Args:
         model: the model.
-        context: returns the context.
-        replaced: returns what a function gets in place of an argument.
+        context: a context that is given the arguments of a call, and yields those that the function is given.
 
     Returns:
         Functions that restore the modules.
     """
     inside = {part for region in compiled_regions(model) for part in region.modules()}
     return [
-        _wrap_function(module, name, context, replaced)
+        _wrap_function(module, name, context)
         for module in model.modules()
         if module not in inside
         for name in _compiled_functions(module)
@@ -366,20 +367,14 @@ def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Calla
     return partial(setattr, module, name, compiled)
 
 
-def _wrap_function(
-    module: nn.Module,
-    name: str,
-    context: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]],
-    replaced: Callable[[object], object],
-) -> Callable[[], None]:
+def _wrap_function(module: nn.Module, name: str, context: CallContext) -> Callable[[], None]:
     """Wraps a compiled attribute as `run_functions_within` says; returns a function that restores it."""
     compiled = getattr(module, name)
 
     @wraps(compiled)
     def call(*args: object, **kwargs: object) -> object:
-        args, kwargs = tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
-        with context((*args, *kwargs.values())):
-            return compiled(*args, **kwargs)
+        with context(args, kwargs) as (given, named):
+            return compiled(*given, **named)
 
     setattr(module, name, call)
     return partial(setattr, module, name, compiled)

@@ -2,12 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.compile import (
@@ -107,31 +106,11 @@ def hook_compiled_region(
     Returns:
         Functions that remove the hooks.
     """
-    offloaded = [parameter for parameter in region.parameters() if parameter in flat_of]
-    with_masters = [parameter for parameter in region.parameters() if parameter in mastered]
-    if not offloaded and not with_masters:
-        return []
-    flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
-    owners = [
-        (module, name)
-        for module in region.modules()
-        for name, parameter in module._parameters.items()
-        if parameter in flat_of
-    ]
     inner = [module for module in region.modules() if module is not region and module in hooked]
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_own_hooks(inner))
-            if not summoned():
-                stack.enter_context(prefetcher.resident(flat_params, record=True))
-                stack.enter_context(access.whole(owners))
-                stack.enter_context(access.ordinary(offloaded))
-                stack.enter_context(ordinary(with_masters))
-            yield
-
-    return [run_calls_within(region, context)]
+    weights = _CompiledWeights.of([region], inner, flat_of, mastered)
+    if not weights.offloaded and not weights.with_masters:
+        return []
+    return [run_calls_within(region, partial(weights.ordinary, prefetcher, access, summoned))]
 
 
 def hook_compiled_functions(
@@ -143,55 +122,101 @@ def hook_compiled_functions(
     summoned: Callable[[], bool],
     hooked: Container[nn.Module],
 ) -> list[Callable[[], None]]:
-    """Gives compiled functions that modules hold ordinary weights in place of offloaded ones.
+    """Does as `hook_compiled_region` around calls of compiled functions that modules hold, and are given modules.
 
-    Modules that a function is given are treated as by `hook_compiled_region`, except in mixed precision: the function's
-    code is not examined for other uses of 16-bit weights than in products, so that it gets clones in fp32. So it does
-    in place of parameters among its arguments.
+    Parameters among the arguments are replaced by clones. In mixed precision the weights of modules are whole ones, in
+    fp32: the function's code is not examined for other uses of 16-bit weights than in products.
     """
 
-    def replaced(value: object) -> object:
-        if isinstance(value, nn.Parameter) and value in flat_of:
-            return value.clone()
-        if type(value) is list:
-            return [replaced(item) for item in value]
-        return tuple(map(replaced, value)) if type(value) is tuple else value
+    @contextlib.contextmanager
+    def context(
+        args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Iterator[tuple[list[object], dict[str, object]]]:
+        clones: dict[nn.Parameter, Tensor] = {}
+
+        def replaced(value: object) -> object:
+            if isinstance(value, nn.Parameter) and value in flat_of:
+                return clones.setdefault(value, value.clone())
+            if type(value) is list:
+                return [replaced(item) for item in value]
+            return tuple(map(replaced, value)) if type(value) is tuple else value
+
+        arguments = [replaced(value) for value in args], {name: replaced(value) for name, value in kwargs.items()}
+        versions = [clone._version for clone in clones.values()]
+        values = (*args, *kwargs.values())
+        items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
+        given = [item for item in items if isinstance(item, nn.Module)]
+        inner = [part for module in given for part in module.modules() if part in hooked]
+        weights = _CompiledWeights.of(given, inner, flat_of, mastered)
+        with weights.ordinary(prefetcher, access, summoned, under_autocast=True):
+            yield arguments
+        for (parameter, clone), version in zip(clones.items(), versions, strict=True):
+            if clone._version != version:
+                flat, index = flat_of[parameter]
+                raise RuntimeError(
+                    f"a compiled function has changed {flat.param_views[index].name} in place, which is offloaded and "
+                    "an argument of it. Change it outside of the function, or set `states='gpu'`."
+                )
+
+    return run_functions_within(model, context)
+
+
+@dataclass(frozen=True)
+class _CompiledWeights:
+    """The weights of modules that compiled code uses.
+
+    Attributes:
+        inner: modules whose own hooks the code must not run.
+        offloaded: offloaded parameters.
+        flat_params: their flat parameters.
+        owners: modules with the names of offloaded parameters.
+        with_masters: parameters on the device that have master weights.
+    """
+
+    inner: Sequence[nn.Module]
+    offloaded: Sequence[nn.Parameter]
+    flat_params: Mapping[FlatParameter, None]
+    owners: Sequence[tuple[nn.Module, str]]
+    with_masters: Sequence[nn.Parameter]
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        inner: Sequence[nn.Module],
+        flat_of: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+        mastered: Container[nn.Parameter],
+    ) -> "_CompiledWeights":
+        """Returns the weights of `modules`; other arguments as of the class and of `hook_compiled_region`."""
+        parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+        parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+        offloaded = [parameter for parameter in parameters if parameter in flat_of]
+        return cls(
+            inner,
+            offloaded,
+            dict.fromkeys(flat_of[parameter][0] for parameter in offloaded),
+            [(part, name) for part in parts for name, one in part._parameters.items() if one in flat_of],
+            [parameter for parameter in parameters if parameter in mastered],
+        )
 
     @contextlib.contextmanager
-    def context(arguments: Sequence[object]) -> Iterator[None]:
-        given = [value for value in arguments if isinstance(value, nn.Module)]
-        given += [part for value in arguments if isinstance(value, list | tuple) for part in value if _is_module(part)]
-        parameters = list(dict.fromkeys(parameter for part in given for parameter in part.parameters()))
-        offloaded = [parameter for parameter in parameters if parameter in flat_of]
-        flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
+    def ordinary(
+        self,
+        prefetcher: ParamPrefetcher,
+        access: Access,
+        summoned: Callable[[], bool],
+        *,
+        under_autocast: bool = False,
+    ) -> Iterator[None]:
+        """Makes them resident, and ordinary parameters; arguments as of `hook_compiled_region` and `Access.whole`."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                without_own_hooks(child for part in given for child in part.modules() if child in hooked)
-            )
+            stack.enter_context(without_own_hooks(self.inner))
             if not summoned():
-                if any(flat.mixed for flat in flat_params):
-                    clones = {parameter: parameter.clone() for parameter in offloaded}
-                    for part in given:
-                        stack.enter_context(_with_parameters(part, clones))
-                else:
-                    stack.enter_context(prefetcher.resident(flat_params, record=True))
-                    stack.enter_context(access.ordinary(offloaded))
-                stack.enter_context(ordinary(parameter for parameter in parameters if parameter in mastered))
+                stack.enter_context(prefetcher.resident(self.flat_params, record=True))
+                stack.enter_context(access.whole(self.owners, under_autocast=under_autocast))
+                stack.enter_context(access.ordinary(self.offloaded))
+                stack.enter_context(ordinary(self.with_masters))
             yield
-
-    return run_functions_within(model, context, replaced)
-
-
-def _is_module(value: object) -> TypeGuard[nn.Module]:
-    return isinstance(value, nn.Module)
-
-
-def _with_parameters(
-    module: nn.Module, replacements: Mapping[nn.Parameter, Tensor]
-) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which `module` has other tensors in place of some parameters."""
-    own = module.named_parameters(remove_duplicate=False)
-    return _reparametrize_module(module, {name: replacements[one] for name, one in own if one in replacements})
 
 
 def hook_fused_layers(

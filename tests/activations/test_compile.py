@@ -246,6 +246,32 @@ def test_compiled_functions_that_are_given_weights(precision: Any, tmp_path: Pat
         assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("given", "precision"), [("weight", "32-true"), ("weight", "bf16-mixed"), ("module", "bf16-mixed")]
+)
+def test_compiled_functions_that_change_weights_that_they_are_given(given: str, precision: Any, tmp_path: Path) -> None:
+    """They are refused: the change would be lost."""
+
+    def change(weight: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+        return F.linear(x, weight)
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+            function: Any = change if given == "weight" else lambda module, x: change(module.weight, x)
+            self.change = torch.compile(function, backend="aot_eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.change(getattr(self.second, given, self.second), self.first(x))  # type: ignore[no-any-return]
+
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states="host")
+    with pytest.raises(RuntimeError, match="has changed model.second.* in place"):
+        train(lambda backend: Changes(), "aot_eager", strategy, tmp_path, precision=precision)
+
+
 class Interrupted(nn.Module):
     """Raises KeyboardInterrupt in its second call, in compiled code."""
 
