@@ -2,9 +2,10 @@
 
     python -m benchmarks.memory_budgets --out memory_budgets.json [--budgets 0.5 0.3 0.7 0.1] [--seconds 500]
 
-The first cases are plain Lightning and `ssd_offload`, both without a limit. Then, for each budget, plain Lightning
-compiles with that `torch._functorch.config.activation_memory_budget`, and `ssd_offload` trains with its defaults in a
-process whose memory fraction is such that its plans may use the peak of plain Lightning with that budget, and no more.
+The first cases are plain Lightning and `ssd_offload`, both without a limit, unless `--limited` is given. Then, for
+each budget, plain Lightning compiles with that `torch._functorch.config.activation_memory_budget`, and `ssd_offload`
+trains with its defaults in a process whose memory fraction is such that its plans may use the peak of plain Lightning
+with that budget, and no more.
 `--out` is written after each case. Each case has a process of its own, which is ended after `--case-seconds`; no case
 begins after `--seconds`. Model, batches and measurements are those of `benchmarks.default`, to which arguments after
 `--` are passed (`-- --batch 16`).
@@ -71,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.3, 0.7, 0.1])
+    parser.add_argument("--limited", action="store_true", help="only cases with a budget or a limit")
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--case-seconds", type=float, default=120)
     parser.add_argument("others", nargs="*", help="arguments of `benchmarks.default`, after `--`")
@@ -88,8 +90,9 @@ def main() -> None:
         arguments.out.write_text(json.dumps(results, indent=1))
         return results[name]
 
-    run("plain", "plain")
-    run("ours", "ours")
+    if not arguments.limited:
+        run("plain", "plain")
+        run("ours", "ours")
     for budget in arguments.budgets:
         plain = run(f"plain, budget {budget:g}", f"plain={budget:g}")
         if "peak" in plain:

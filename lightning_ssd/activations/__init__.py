@@ -10,7 +10,8 @@ The modules, by subject, in the order in which they are best read:
 - special tensors: `weights`, `wrappers` (such as DTensor).
 - plans of operators: `unit_dispatch_mode`, `autocast` (within a mode), `plan_mode`, `graph` (a recorded forward),
   `transient_memory`, `recompute`, `checkpointed_call` and `rerun_state` (checkpointed units).
-- compiled code: `compiled_code`, `memory_budget`, `untraced`, and `backward_graph` (nodes of a loss).
+- compiled code: `compiled_code`, `memory_budget`, `untraced`, `dropped_tensors` (offloaded at once), and
+  `backward_graph` (nodes of a loss).
 """
 
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from lightning_ssd.activations.dropped_tensors import is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.plan_mode import choice_of
@@ -400,7 +401,8 @@ class ActivationOffloader(Uncopied):
                     self._make_progress()
                     return _keep(tensor)
             data = None if record is None else record.data
-            return SavedHandle(tensor, self._new_record(storage, data, choice, tiers), self._empty)
+            dropped = is_dropped(tensor, storage)
+            return SavedHandle(tensor, self._new_record(storage, data, choice, tiers, dropped=dropped), self._empty)
 
     def _make_all_progress(self) -> None:
         """Offloads and evicts all waiting storages that can be."""
@@ -424,6 +426,8 @@ class ActivationOffloader(Uncopied):
         data: Tensor | None,
         choice: Choice | None,
         tiers: Sequence[OffloadTierName] | None,
+        *,
+        dropped: bool,
     ) -> SavedStorage:
         """Returns the record of a storage that is saved for the first time in this micro-batch.
 
@@ -432,6 +436,7 @@ class ActivationOffloader(Uncopied):
             data: data of its record of an earlier micro-batch, or None.
             choice: the plan's choice for it, or None.
             tiers: tiers to try; None: those of `choice`, else of the placement, unless backward needs it first.
+            dropped: whether it counts as unshared already (`is_dropped`).
         """
         assert self._batch is not None
         begun = perf_counter()
@@ -449,7 +454,8 @@ class ActivationOffloader(Uncopied):
             tiers = tiers or self._tiers_of(choice, record.nbytes)
             if tiers:
                 self._waiting.append((weakref.ref(record), tiers))
-        self._offload_waiting(self.NUM_CHECKED if record.index % self.NUM_CHECKED else len(self._waiting))
+        count = self.NUM_CHECKED if record.index % self.NUM_CHECKED else len(self._waiting)
+        self._offload_waiting(count, record if dropped else None)
         self._in_flight.evict_copied()
         self.offload_seconds += perf_counter() - begun
         return record
@@ -460,15 +466,15 @@ class ActivationOffloader(Uncopied):
             return self._placement.tiers_for(nbytes)
         return sorted(self.tiers, key=lambda name: name != choice)
 
-    def _offload_waiting(self, count: int) -> None:
-        """Offloads those of the newest `count` waiting storages that only their records reference."""
+    def _offload_waiting(self, count: int, dropped: SavedStorage | None = None) -> None:
+        """Offloads those of the newest `count` waiting storages that only their records reference, and `dropped`."""
         newest = self._waiting[-count:]
         del self._waiting[-count:]
         for reference, tiers in newest:
             record = reference()
             if record is None or record.state is not State.RESIDENT:
                 continue
-            if record.is_shared() or not self._has_room_in_flight(record):
+            if (record is not dropped and record.is_shared()) or not self._has_room_in_flight(record):
                 self._waiting.append((reference, tiers))
             else:
                 self._offload(record, tiers)

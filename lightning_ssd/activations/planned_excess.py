@@ -18,17 +18,21 @@ class PlannedExcess(OffloadExcess):
     _planned: Sequence[tuple[int, InputChoice, bool]] = ()
     """Bytes, choice, and whether it can be offloaded, of each storage that the placement is asked for."""
     _position = 0
+    _saved_at: Sequence[float] = ()
+    """Seconds from the begin of the forward until each storage is saved, in the order of saving; empty: unknown."""
 
     def begin(self, expected_bytes: int) -> None:
         super().begin(expected_bytes)
-        self._planned, self._position = (), 0
+        self._planned, self._position, self._saved_at = (), 0, ()
 
-    def follow(self, plan: StoragePlan | None) -> None:
+    def follow(self, plan: StoragePlan | None, saved_at: Sequence[float] = ()) -> None:
         """Has the present micro-batch, which has begun and saved nothing yet, follow a plan.
 
         Args:
             plan: choices for the storages; `None`: storages without room are offloaded.
+            saved_at: recorded seconds from the begin of the forward until each storage is saved.
         """
+        self._saved_at = saved_at
         # The offloader asks for no tiers of storages that backward needs first.
         self._planned = (
             []
@@ -43,10 +47,13 @@ class PlannedExcess(OffloadExcess):
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         position, self._position = self._position, self._position + 1
         if position >= len(self._planned) or nbytes > self._planned[position][0]:
-            self._planned = ()
+            self._planned = self._saved_at = ()
         if not self._planned or not self.limit.known:
             return super().tiers_for(nbytes)
         _, choice, movable = self._planned[position]
         if choice == "keep":  # the limit is for storages besides those that can't be offloaded
             return () if not movable or self.limit.keep(nbytes) else self._tiers
         return (choice, *(tier for tier in self._tiers if tier != choice))
+
+    def elapsed(self, num_saved: int) -> float | None:
+        return self._saved_at[num_saved - 1] if 0 < num_saved <= len(self._saved_at) else None

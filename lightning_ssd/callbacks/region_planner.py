@@ -203,7 +203,8 @@ class RegionPlanner:
             window = progress.window_bytes if plan is None else plan.window_bytes
             self._offloader.run(replace(self._offloader.policy, window_bytes=window))
         self._offloader.limit_window()
-        self._placement.follow(plan)
+        timeline = None if progress is None or plan is None else progress.timeline
+        self._placement.follow(plan, () if timeline is None else timeline.saved_at)
 
     def _record(self, shape: BatchShape, trained: tuple[bool, ...]) -> None:
         """Records the present micro-batch, with all storages offloaded."""

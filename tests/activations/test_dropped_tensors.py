@@ -1,0 +1,192 @@
+"""Tensors that a function saves and drops are offloaded before the next one runs, if nothing else can reach them.
+
+A compiled region is such a function: all that it saves is packed after its forward, while a tuple holds it all.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd.activations import ActivationOffloader, config
+from lightning_ssd.device import CPUCopyEngine
+from tests.support.offloader import open_offloader
+
+UserReferences = list[Any]
+
+
+class Events(CPUCopyEngine):
+    """A copy engine that notes its copies from the device."""
+
+    noted: list[str]
+
+    def d2h(self, src: Tensor, dst: Tensor, after: Any, *, awaited: bool = False) -> Any:
+        self.noted.append("copy")
+        return super().d2h(src, dst, after, awaited=awaited)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(Events, "noted", [], raising=False)
+    monkeypatch.setattr(config, "make_copy_engine", Events)
+    return Events.noted
+
+
+@pytest.fixture
+def offloader(events: list[str], tmp_path: Path) -> Iterator[ActivationOffloader]:
+    with open_offloader(tmp_path, tier="host") as made:
+        yield made
+
+
+class Region(torch.autograd.Function):
+    """Returns `2 * tensor`, and saves `tensor`, squares and cubes of it, of which the last two are dropped.
+
+    The gradient is that of `squares + cubes`, so that it shows a change of any saved tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, keep: Callable[[Any, Tensor], Any], kept: UserReferences) -> Tensor:
+        Events.noted.append("region")
+        squares, cubes = tensor**2, tensor**3
+        kept.append(keep(ctx, squares))
+        ctx.save_for_backward(tensor, squares, cubes)
+        return 2 * tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        tensor, squares, cubes = ctx.saved_tensors
+        return gradient * (squares + cubes + tensor), None, None
+
+
+def keep_nothing(ctx: Any, tensor: Tensor) -> None:
+    return None
+
+
+def run_region(tensor: Tensor) -> Tensor:
+    result: Tensor = Region.apply(tensor, keep_nothing, [])  # type: ignore[no-untyped-call]
+    return result
+
+
+def make_compiled_region() -> Callable[[Tensor], Tensor]:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def noted(graph: Any, _: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            Events.noted.append("region")
+            return graph(*arguments)
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=noted, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    return torch.compile(lambda tensor: (tensor.sin().cos() * tensor.sin()).tanh() * 2, backend=backend)
+
+
+@pytest.mark.parametrize("make_region", [lambda: run_region, make_compiled_region])
+def test_copies_of_a_region_are_issued_before_the_next_one_runs(
+    make_region: Callable[[], Callable[[Tensor], Tensor]], offloader: ActivationOffloader, events: list[str]
+) -> None:
+    region = make_region()
+    leaf = torch.linspace(-1, 1, 64).requires_grad_()
+    plain = torch.autograd.grad(region(region(region(leaf))).sum(), leaf)
+    events.clear()
+    offloader.begin_micro_batch()
+    with offloader.hooks():
+        loss = region(region(region(leaf))).sum()
+    ends = [index for index, event in enumerate(events) if event == "region"][1:]
+    first, second = events[1 : ends[0]], events[ends[0] + 1 : ends[1]]
+    assert first and second and set(first) == set(second) == {"copy"}
+    (found,) = torch.autograd.grad(loss, leaf)
+    offloader.end_backward()
+    assert torch.equal(found, plain[0])
+
+
+def keep_on_context(ctx: Any, tensor: Tensor) -> Tensor:
+    ctx.squares = tensor
+    return tensor
+
+
+KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
+    "tensor": lambda ctx, tensor: tensor,
+    "list": lambda ctx, tensor: [tensor],
+    "context": keep_on_context,
+    "view": lambda ctx, tensor: tensor[1:],
+    "alias": lambda ctx, tensor: tensor.detach(),
+    "data": lambda ctx, tensor: tensor.data,
+    "storage": lambda ctx, tensor: tensor.untyped_storage(),
+    "array": lambda ctx, tensor: tensor.numpy(),
+    "closure": lambda ctx, tensor: lambda: tensor,
+}
+"""Ways in which user code may reach a saved tensor after its function."""
+
+
+def change(kept: Any) -> None:
+    """Changes the bytes without a version counter that autograd would check."""
+    if callable(kept):
+        kept = kept()
+    if isinstance(kept, list):
+        (kept,) = kept
+    if isinstance(kept, torch.UntypedStorage):
+        kept.fill_(1)
+    elif isinstance(kept, Tensor):
+        kept.data.fill_(5.0)
+    else:
+        kept[:] = 5.0
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_backward_sees_changes_of_saved_tensors_that_user_code_has_kept(
+    name: str, offloader: ActivationOffloader
+) -> None:
+    leaf = torch.linspace(-1, 1, 64).requires_grad_()
+
+    def run() -> Tensor:
+        kept: UserReferences = []
+        result: Tensor = Region.apply(leaf, KEPT[name], kept)  # type: ignore[no-untyped-call]
+        change(kept.pop())
+        return result.sum()
+
+    (plain,) = torch.autograd.grad(run(), leaf)
+    (unchanged,) = torch.autograd.grad(run_region(leaf).sum(), leaf)
+    assert not torch.equal(plain, unchanged)
+    offloader.begin_micro_batch()
+    with offloader.hooks():
+        loss = run()
+    (found,) = torch.autograd.grad(loss, leaf)
+    offloader.end_backward()
+    assert torch.equal(found, plain)
+
+
+def test_inputs_and_outputs_of_functions_may_change_after_them(offloader: ActivationOffloader) -> None:
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Any:  # type: ignore[override]
+            whole = tensor.exp()
+            ctx.save_for_backward(tensor, whole)
+            return whole[1:]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            tensor, whole = ctx.saved_tensors
+            return torch.cat([gradient.new_zeros(1), gradient]) * (whole + tensor)
+
+    leaf = torch.linspace(-1, 1, 64).requires_grad_()
+
+    def run() -> Tensor:
+        given = leaf * 3
+        part: Tensor = Exponential.apply(given)  # type: ignore[no-untyped-call]
+        loss = part.sum()
+        given.data.fill_(7.0)
+        part.data.fill_(9.0)
+        return loss
+
+    (plain,) = torch.autograd.grad(run(), leaf)
+    offloader.begin_micro_batch()
+    with offloader.hooks():
+        loss = run()
+    (found,) = torch.autograd.grad(loss, leaf)
+    offloader.end_backward()
+    assert torch.equal(found, plain)
