@@ -586,6 +586,8 @@ class ActivationOffloader(Uncopied):
             start = stall.now()
             add_stall(self._policy, stall, start, record.wait())
             self._stats.loaded += record.nbytes
+            # It has left the window. The next call may be that of the next region, which needs its storages at once.
+            self._prefetch(record.batch)
 
     def _prefetch(self, batch: MicroBatch) -> None:
         for record in batch.to_prefetch(self._window_bytes, self._window_depth):

@@ -18,7 +18,7 @@ from tests.support.offloader import open_offloader
 UserReferences = list[Any]
 
 
-class Events(CPUCopyEngine):
+class CopyRecorder(CPUCopyEngine):
     """A copy engine that notes its copies from the device."""
 
     noted: list[str]
@@ -30,9 +30,9 @@ class Events(CPUCopyEngine):
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(Events, "noted", [], raising=False)
-    monkeypatch.setattr(config, "make_copy_engine", Events)
-    return Events.noted
+    monkeypatch.setattr(CopyRecorder, "noted", [], raising=False)
+    monkeypatch.setattr(config, "make_copy_engine", CopyRecorder)
+    return CopyRecorder.noted
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ class Region(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, keep: Callable[[Any, Tensor], Any], kept: UserReferences) -> Tensor:
-        Events.noted.append("region")
+        CopyRecorder.noted.append("region")
         squares, cubes = tensor**2, tensor**3
         kept.append(keep(ctx, squares))
         ctx.save_for_backward(tensor, squares, cubes)
@@ -76,7 +76,7 @@ def make_compiled_region() -> Callable[[Tensor], Tensor]:
 
     def noted(graph: Any, _: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            Events.noted.append("region")
+            CopyRecorder.noted.append("region")
             return graph(*arguments)
 
         return make_boxed_func(run)

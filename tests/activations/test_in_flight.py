@@ -14,7 +14,7 @@ from tests.support.meter import Meter
 from tests.support.offloader import CPU, MIB
 
 
-class Copies(CPUCopyEngine):
+class LaggingEngine(CPUCopyEngine):
     """An engine whose device is behind the host, and copies 1 GB in a second."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def test_copies_have_the_recorded_time_until_later_regions_save() -> None:
     placement = PlannedExcess(("host",), ResidentLimit(Meter(100, 0)))
     placement.begin(sum(sizes))
     placement.follow(plan, saved_at)
-    copies = Copies()
+    copies = LaggingEngine()
     in_flight = InFlight(copies, OffloadPolicy(placement, window_bytes=100 * MIB))
     copies.copied = WorkCounter(10**9, 1.0)
     batch = MicroBatch((), make_clock(CPU), 0, 0)
