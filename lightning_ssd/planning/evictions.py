@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from lightning_ssd.planning.migration import (
     Migration,
     MigrationMachine,
     MigrationPlan,
+    Period,
     wrapped,
 )
 from lightning_ssd.types import OffloadTierName
@@ -30,26 +30,6 @@ IN_FLIGHT = 0.05
 
 PARTS = 256
 """Parts of a step, in each of which the transfers of drives are added up."""
-
-
-class Period(NamedTuple):
-    """An inactive period. Operators as in `Migration`.
-
-    Attributes:
-        tensor: index in the profile.
-        nbytes: bytes.
-        after: last operator that uses the tensor before the period.
-        before: operator that needs it.
-        seconds: duration of the period in a step without waits.
-        last: `before`, counted from the step in which the operator after `after` is.
-    """
-
-    tensor: int
-    nbytes: int
-    after: int
-    before: int
-    seconds: float
-    last: int
 
 
 @dataclass(slots=True)
@@ -81,6 +61,7 @@ class EvictionPlanner:
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
         self._profile = profile
         self._machine = machine
+        self._min_bytes = min_bytes
         self._count = len(profile.operators)
         ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
         self._sources = [tuple(ids[source] for source in tensor.sources) for tensor in profile.tensors]
@@ -160,20 +141,28 @@ class EvictionPlanner:
         memory = _Memory(step.nbytes)
         host = _HostMemory(step.host_bytes, self._machine.host_bytes)
         dropped = [_Absence(one, one.after + 1, one.before, recomputed=True) for one in recomputed]
-        memory.add([(one.start, one.stop, -one.period.nbytes) for one in dropped])
+        renewed = [
+            _Absence(one, one.after + 1, one.before)
+            for one in step.renewed
+            if one.nbytes >= self._min_bytes and one.after + 1 < one.before
+        ]
+        memory.add([(one.start, one.stop, -one.period.nbytes) for one in renewed + dropped])
         capacity = self._machine.gpu_bytes
         limit = int((1 - in_flight) * capacity)
-        evicted = self._evict(memory.beyond(limit), self._candidates(step, recomputed), host)
+        evicted = self._evict(memory.beyond(limit), self._candidates(step, recomputed), host, step.with_masters)
         memory.add([(one.start, one.stop, -one.period.nbytes) for one in evicted])
         dropped = memory.necessary(dropped, limit)
-        self._prefetch(memory.beyond(capacity), evicted)
-        memory.add([(one.stop, one.period.before, one.period.nbytes) for one in evicted])
-        absent = memory.necessary([one for one in evicted if one.start < one.stop] + dropped, capacity)
-        tiers = self._assign([one for one in absent if not one.recomputed], host, prefers_host=prefers_host)
-        migrations = (
-            Migration(one.period.tensor, one.period.after, one.start, one.stop, one.period.before, tier)
-            for one, tier in zip(absent, [*tiers, *[None] * (len(absent) - len(tiers))], strict=True)
-        )
+        prefetched = renewed + evicted
+        self._prefetch(memory.beyond(capacity), prefetched)
+        memory.add([(one.stop, one.period.before, one.period.nbytes) for one in prefetched])
+        absent = memory.necessary([one for one in prefetched if one.start < one.stop] + dropped, capacity)
+        offloaded = [one for one in absent if not one.recomputed and one.period.tensor not in step.with_masters]
+        tiers = iter(self._assign(offloaded, host, prefers_host=prefers_host))
+        migrations = []
+        for one in absent:
+            tensor, _, after, before, *_ = one.period
+            tier = None if one.recomputed else "host" if tensor in step.with_masters else next(tiers)
+            migrations.append(Migration(tensor, after, one.start, one.stop, before, tier))
         return MigrationPlan(tuple(migrations), step.cpu_units)
 
     def _candidates(self, step: GPUStep, recomputed: tuple[Period, ...]) -> list[Period | None]:
@@ -211,13 +200,16 @@ class EvictionPlanner:
                     found[number] = period._replace(before=before, last=last) if period.after + 1 < before else None
         return found
 
-    def _evict(self, pressure: Sequence[int], periods: Sequence[Period | None], host: "_HostMemory") -> list[_Absence]:
+    def _evict(
+        self, pressure: Sequence[int], periods: Sequence[Period | None], host: "_HostMemory", with_masters: set[int]
+    ) -> list[_Absence]:
         """Returns the evicted tensors, absent from the operator on that needs their memory until their next use.
 
         Args:
             pressure: bytes that have no room while each operator runs.
             periods: candidates.
             host: host memory, whose room limits evictions if there are no drives.
+            with_masters: indices of the tensors that need no room there.
         """
         count = self._count
         width = max(1, len(periods))
@@ -244,7 +236,7 @@ class EvictionPlanner:
                     continue
                 period = periods[number]
                 assert period is not None
-                if not has_drives and number not in starts and not host.add(period):
+                if not (has_drives or number in starts or period.tensor in with_masters or host.add(period)):
                     continue
                 is_early = -order < period.last
                 starts[number] = operator + count if is_early else operator
@@ -261,7 +253,7 @@ class EvictionPlanner:
 
         Args:
             beyond: bytes beyond the capacity while each operator runs (negative: room) without the evicted tensors.
-            evicted: evicted tensors.
+            evicted: tensors that are absent until they are prefetched.
         """
         begins: dict[int, list[int]] = defaultdict(list)
         ends: dict[int, list[int]] = defaultdict(list)

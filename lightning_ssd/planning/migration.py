@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -97,7 +98,8 @@ class Migration(NamedTuple):
 
     Operators are indices in the step; those of the next step are larger than the last index of this one. An operator
     begins when it no longer waits. A tensor that migrates to host memory has room there from the end of `after` until
-    `before` has ended, because `before` may wait for its prefetch.
+    `before` has ended, because `before` may wait for its prefetch. Weights whose masters are in host memory
+    (`MigrationPlan.cpu_units`) are not offloaded: their GPU memory is freed when `after` has ended.
 
     Attributes:
         tensor: index of the tensor in the profile.
@@ -125,11 +127,31 @@ class MigrationPlan:
         cpu_units: units whose optimizer steps on the CPU. Their optimizer states and master weights are always in host
             memory, none on drives. Their gradients are offloaded to host memory when backward has computed them, and
             are there until the next operator that uses the unit's weights, for which the new weights are copied to
-            the GPU.
+            the GPU. A migration of such a weight has the tier "host" and drops the copy on the GPU.
     """
 
     migrations: tuple[Migration, ...]
     cpu_units: frozenset[str] = frozenset()
+
+
+class Period(NamedTuple):
+    """An inactive period. Operators as in `Migration`.
+
+    Attributes:
+        tensor: index in the profile.
+        nbytes: bytes.
+        after: last operator that uses the tensor before the period.
+        before: operator that needs it.
+        seconds: duration of the period in a step without waits.
+        last: `before`, counted from the step in which the operator after `after` is.
+    """
+
+    tensor: int
+    nbytes: int
+    after: int
+    before: int
+    seconds: float
+    last: int
 
 
 def wrapped(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
@@ -174,7 +196,7 @@ class CPUStep:
         absent_from: operator at whose begin the GPU memory of the gradients must be free.
         before: the next operator that uses the unit's weights.
         gradients: bytes that are offloaded.
-        weights: bytes that are copied back.
+        weights: the weights that are copied back, each with the period in which the GPU uses neither old nor new ones.
         parameters: parameters that are stepped.
     """
 
@@ -183,7 +205,7 @@ class CPUStep:
     absent_from: int
     before: int
     gradients: int = 0
-    weights: int = 0
+    weights: list[Period] = field(default_factory=list)
     parameters: int = 0
 
 
@@ -199,6 +221,7 @@ class GPUStep:
         jobs: optimizer steps on the CPU.
         absent: indices of tensors that are not migrated on their own.
         kept: (tensor, `after`) of the periods of other tensors in which they are not migrated, as in `Migration`.
+        with_masters: indices of the weights whose masters are in host memory: they need no offload.
     """
 
     seconds: list[float]
@@ -208,6 +231,12 @@ class GPUStep:
     jobs: list[CPUStep] = field(default_factory=list)
     absent: set[int] = field(default_factory=set)
     kept: set[tuple[int, int]] = field(default_factory=set)
+    with_masters: set[int] = field(default_factory=set)
+
+    @property
+    def renewed(self) -> list[Period]:
+        """Weights that the CPU steps, each with its period from the last use in backward until the next step."""
+        return [one for job in self.jobs for one in job.weights]
 
 
 class GPUSteps:
@@ -250,6 +279,7 @@ class GPUSteps:
             step.kept.update(moved.kept)
             if moved.job is not None:
                 step.jobs.append(moved.job)
+                step.with_masters.update(one.tensor for one in moved.job.weights)
         for use, nbytes in stepped.items():
             step.seconds[use] *= 1 - nbytes / self._optimizer_bytes[use]
         for nbytes_of, changed, sign in ((step.nbytes, freed, -1), (step.host_bytes, in_host, 1)):
@@ -260,21 +290,16 @@ class GPUSteps:
         return step
 
     def with_room(self, units: Iterable[str]) -> list[str]:
-        """Returns the units that the CPU can step beside those before them, in order.
-
-        Host memory has room for what their steps need, and the GPU for weights that can't be offloaded.
-        """
+        """Returns the units for whose CPU steps host memory has room beside those before them, in order."""
         found = []
-        in_host, on_gpu = (np.zeros(len(self._seconds), np.int64) for _ in range(2))
+        in_host: Bytes = np.zeros(len(self._seconds), np.int64)
         for unit in units:
-            moved = self._unit(unit)
-            host, gpu = (ByteChanges(len(self._seconds)) for _ in range(2))
-            host.add(*zip(*moved.in_host, strict=True))
-            gpu.add(*zip(*moved.on_gpu, strict=True))
-            host_bytes, gpu_bytes = in_host + host.sums(), on_gpu + gpu.sums()
-            if host_bytes.max() <= self._machine.host_bytes and gpu_bytes.max() <= self._machine.gpu_bytes:
+            changes = ByteChanges(len(self._seconds))
+            changes.add(*zip(*self._unit(unit).in_host, strict=True))
+            host_bytes = in_host + changes.sums()
+            if host_bytes.max() <= self._machine.host_bytes:
                 found.append(unit)
-                in_host, on_gpu = host_bytes, gpu_bytes
+                in_host = host_bytes
         return found
 
     def _unit(self, unit: str) -> "_MovedUnit":
@@ -302,14 +327,19 @@ class GPUSteps:
                 job.ready = max(job.ready, uses[-1])
                 job.gradients += tensor.nbytes
             elif tensor.kind == "weight" and 0 < len(uses) < len(tensor.uses):  # frozen weights are not stepped
-                job.weights += tensor.nbytes
+                after, before = uses[-1], uses[0]
+                seconds = profile.step_seconds - profile.operators[after].end + profile.operators[before].start
+                last = before + (count if after + 1 < count else 0)
+                job.weights.append(Period(index, tensor.nbytes, after, before + count, seconds, last))
                 job.parameters += tensor.nbytes // tensor.itemsize
                 job.before = min(job.before, uses[0])
-                # The new weights are copied to memory that the tensor has from backward until it is used again.
-                last = uses[-1]
-                moved.kept += [(index, use) for use in tensor.uses if use >= last]
-                moved.on_gpu.append((last, min(uses[0] + count + 1, last + count), tensor.nbytes))
-        moved.in_host.append((0, count, job.weights))
+        moved.in_host.append((0, count, sum(one.nbytes for one in job.weights)))
+        for one in job.weights:
+            # Backward uses the weights that the masters are before the CPU steps them.
+            uses = [*profile.tensors[one.tensor].uses, one.before]
+            moved.kept += [
+                (one.tensor, use) for use, following in pairwise(uses) if use >= one.after or following > job.ready
+            ]
         if gradients:
             moved.job = job
             held_until = min(job.before + count + 1, job.ready + 1 + count)
@@ -332,7 +362,6 @@ class _MovedUnit:
         absent: as in `GPUStep`.
         kept: as in `GPUStep`.
         in_host: (start, stop, bytes) in host memory.
-        on_gpu: (start, stop, bytes) of weights that can't be offloaded.
         freed: (start, stop, bytes) of tensors that are not in GPU memory; operators as in `Migration`.
     """
 
@@ -340,5 +369,4 @@ class _MovedUnit:
     absent: list[int] = field(default_factory=list)
     kept: list[tuple[int, int]] = field(default_factory=list)
     in_host: list[tuple[int, int, int]] = field(default_factory=list)
-    on_gpu: list[tuple[int, int, int]] = field(default_factory=list)
     freed: list[tuple[int, int, int]] = field(default_factory=list)

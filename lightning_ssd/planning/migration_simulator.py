@@ -323,6 +323,8 @@ class Simulation:
         self.tensors, self.after, self.absent_from, self.absent_until, self.before = columns
         """The fields of all migrations."""
         self.sizes: Bytes = np.array([profile.tensors[one.tensor].nbytes for one in plan.migrations], np.int64)
+        self.is_offloaded = np.array([one.tensor not in step.with_masters for one in plan.migrations], bool)
+        """Whether each migration has an offload."""
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
         self.now = 0.0
         """Time since the begin of the first step."""
@@ -342,15 +344,23 @@ class Simulation:
         )
         """CPU steps, with the last operator of backward that uses their gradients."""
         self.waiting: list[tuple[int, CPUStep, int]] = []
-        """CPU steps whose gradients are offloaded: number of the transfer, job, operator that needs the weights."""
-        self.computed: list[tuple[float, int, int]] = []
-        """New weights: when the CPU has made them, operator that needs them, bytes."""
+        """CPU steps whose gradients are offloaded: number of the transfer, job, first operator of the step."""
+        self.computed: list[tuple[float, CPUStep, int]] = []
+        """CPU steps that have begun: when the CPU has made the new weights, job, first operator of the step."""
+        self.renewed_from = {one.tensor: one.after + 1 for one in step.renewed}
+        """Operator at whose begin the copy of each new weight may begin."""
+        self.delayed: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """Copies of new weights that begin with an operator, if the CPU has made them: operator that waits, bytes."""
         self.num_arrived = 0
         """Transfers that the link had carried from the GPU when CPU steps last began."""
         self.cpu_free_at = 0.0
         self.recomputed = 0.0
+        renewed = {(one.tensor, one.after) for one in step.renewed}
         for migration, nbytes in zip(plan.migrations, self.sizes.tolist(), strict=True):
-            self._add(migration, nbytes)
+            if migration[:2] in renewed:
+                self.renewed_from[migration.tensor] = migration.absent_until
+            else:
+                self._add(migration, nbytes)
 
     def _add(self, migration: Migration, nbytes: int) -> None:
         index, after, absent_from, absent_until, before, tier = migration
@@ -360,12 +370,14 @@ class Simulation:
             self.seconds[before % count] += recompute_seconds
             self.recomputed += recompute_seconds
             return
-        step, operator = divmod(after + 1, count)
-        self.offloads[operator].append((tier, absent_from - step * count, nbytes))
+        is_offloaded = index not in self.step.with_masters
+        if is_offloaded:
+            step, operator = divmod(after + 1, count)
+            self.offloads[operator].append((tier, absent_from - step * count, nbytes))
         step, operator = divmod(absent_until, count)
         self.prefetches[operator].append((tier, before - step * count, nbytes))
         # In the first step, the transfers run that the step before has begun and an operator of this one waits for.
-        if after < count < absent_from:
+        if is_offloaded and after < count < absent_from:
             self.out.add(0.0, tier, absent_from - count, nbytes)
         if absent_until < count <= before:
             self.into.add(0.0, tier, before - count, nbytes)
@@ -379,7 +391,7 @@ class Simulation:
             return False
         later = None
         if excess == best[0]:
-            later = least_stall_seconds(self.machine, self.seconds, self.plan, self.sizes).tolist()
+            later = least_stall_seconds(self.machine, self.seconds, self.plan, self.sizes, self.is_offloaded).tolist()
             if times[-1] + later[0] >= best[1] * (1 + ROUNDING):
                 return False
         out, into = self.out, self.into
@@ -399,10 +411,12 @@ class Simulation:
                 wait = self._wait_for_room(index) if index >= out.first_due else 0.0
                 for tier, due, nbytes in prefetches:
                     into.add(self.now, tier, base + due, nbytes)
+                for due, nbytes in self.delayed.pop(index, ()):
+                    into.add(self.now, "host", due, nbytes)
                 if self.waiting:
                     self._start_jobs()
                 if self.computed:
-                    self._return_weights()
+                    self._return_weights(index)
                 if index >= into.first_due or (self.computed and self._late_weights(index)):
                     wait += self._wait_for_tensors(index)
                 if wait > 0:
@@ -454,7 +468,7 @@ class Simulation:
 
     def _host_bytes(self) -> Bytes:
         """Returns the bytes in host memory while each operator waits and runs."""
-        in_host = np.array([one.tier == "host" for one in self.plan.migrations], bool)
+        in_host = np.array([one.tier == "host" for one in self.plan.migrations], bool) & self.is_offloaded
         changes = ByteChanges(self.count)
         changes.add(self.after[in_host] + 1, self.before[in_host] + 1, self.sizes[in_host])
         return self.step.host_bytes + changes.sums()
@@ -473,6 +487,8 @@ class Simulation:
             is_event[np.array(operators, np.int64) % self.count] = True
         for job in self.step.jobs:
             is_event[np.array((job.ready + 1, job.absent_from, job.before)) % self.count] = True
+            for one in job.weights:
+                is_event[one.before % self.count] = is_event[self.renewed_from[one.tensor] % self.count] = True
         inside: list[int] = np.flatnonzero(is_event).tolist()
         return [
             (one, times[following] - times[one], self.offloads.get(one, []), self.prefetches.get(one, []))
@@ -483,11 +499,11 @@ class Simulation:
         """Begins the offload of the gradients of a CPU step, which the operator `ready` has used last."""
         base = ready - job.ready
         number = self.out.add(self.now, "host", base + job.absent_from, job.gradients)
-        self.waiting.append((number, job, base + self.count + job.before))
+        self.waiting.append((number, job, base))
 
     def _late_weights(self, index: int) -> list[float]:
         """Returns when the CPU has computed the weights that operator `index` lacks."""
-        return [ready for ready, due, _ in self.computed if due <= index]
+        return [ready for ready, job, base in self.computed if base + self.count + job.before <= index]
 
     def _wait_for_room(self, index: int) -> float:
         """Lets operator `index` wait for offloads. Returns the seconds."""
@@ -517,7 +533,7 @@ class Simulation:
             if not (self.waiting or self.computed):
                 break
             self._start_jobs()
-            self._return_weights()
+            self._return_weights(index)
         if wait > 0:
             self.times.append(begin)
         return wait
@@ -531,10 +547,15 @@ class Simulation:
         for entry in [one for one in self.waiting if not self.out.is_on_link(one[0])]:
             self.waiting.remove(entry)
             self.cpu_free_at = max(self.cpu_free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
-            self.computed.append((self.cpu_free_at, entry[2], entry[1].weights))
+            self.computed.append((self.cpu_free_at, *entry[1:]))
 
-    def _return_weights(self) -> None:
-        """Begins the copies of the weights that the CPU has computed by now."""
+    def _return_weights(self, index: int) -> None:
+        """Begins the copies of the weights that the CPU has computed by now, as far as operator `index` allows."""
         while self.computed and self.computed[0][0] <= self.now:
-            _, due, nbytes = self.computed.pop(0)
-            self.into.add(self.now, "host", due, nbytes)
+            _, job, base = self.computed.pop(0)
+            for one in job.weights:
+                begin = base + self.renewed_from[one.tensor]
+                if begin <= index:
+                    self.into.add(self.now, "host", base + one.before, one.nbytes)
+                else:
+                    self.delayed[begin].append((base + one.before, one.nbytes))

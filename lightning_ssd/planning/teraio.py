@@ -17,10 +17,18 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_ssd.garbage import no_collections
-from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
+from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner
 from lightning_ssd.planning.io_timeline import ROUNDING, Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import GPUStep, GPUSteps, Migration, MigrationMachine, MigrationPlan, wrapped
+from lightning_ssd.planning.migration import (
+    GPUStep,
+    GPUSteps,
+    Migration,
+    MigrationMachine,
+    MigrationPlan,
+    Period,
+    wrapped,
+)
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, Simulation, simulate_better
 from lightning_ssd.planning.transfer_bounds import ANY, IN_HOST, ON_SSD, TransferBounds
 from lightning_ssd.types import OffloadTierName
@@ -155,7 +163,7 @@ class _BestPlan:
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
-            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
+            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at - needed))
         self._steps: dict[int, GPUStep] = {}
         """Steps by the number of units that the CPU steps."""
         self.best: Simulation

@@ -3,7 +3,7 @@
 The search for a plan makes and simulates no plan whose bound shows that it can't be the best one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,12 @@ class TransferBounds:
         counts = np.array([len(one.uses) for one in tensors], np.int64)
         tensor = np.repeat(np.arange(len(tensors)), counts)
         use = np.array([use for one in tensors for use in one.uses], np.int64)
+        self._tensors = tensor
+        """The tensor of each use."""
         self._nbytes = np.array([one.nbytes for one in tensors], np.float64)[tensor]
         """Bytes of the tensor of each use."""
+        self._by_optimizer = np.array([phase == "optimizer" for phase in phases], bool)[use]
+        """Whether an operator of the optimizer makes each use."""
         is_first = np.concatenate([[True], tensor[1:] != tensor[:-1]])[: len(use)]
         is_last = np.concatenate([tensor[1:] != tensor[:-1], [True]])[: len(use)]
         allocated = np.array([-1 if one.allocated is None else one.allocated for one in tensors], np.int64)[tensor]
@@ -82,10 +86,16 @@ class TransferBounds:
         if not self._machine.drives and (excess := self.excess(step, recomputed)):
             return excess, sum(step.seconds)
         tiers = np.full(len(self.periods) + 1, ANY)
-        tiers[:-1][np.isin(self._period_tensors, [*step.absent])] = NOWHERE
+        tiers[:-1][self._among(step.absent)[self._period_tensors]] = NOWHERE
         tiers[[self.periods[one] for one in recomputed]] = NOWHERE
         host: Bytes = np.minimum(step.host_bytes, self._machine.host_bytes)
-        return 0, self.least_seconds(tiers, host, step.seconds)
+        return 0, self.least_seconds(tiers, host, step.seconds, step.with_masters)
+
+    def _among(self, tensors: Collection[int]) -> NDArray[np.bool_]:
+        """Returns whether each tensor of the profile is one of `tensors`."""
+        found = np.zeros(len(self._profile.tensors), bool)
+        found[[*tensors]] = True
+        return found
 
     def excess(self, step: GPUStep, recomputed: Sequence[tuple[int, int]] = ()) -> int:
         """Returns the bytes that have room neither on the GPU nor in host memory, whatever is offloaded.
@@ -95,18 +105,26 @@ class TransferBounds:
             recomputed: as in `least_score`.
         """
         machine, profile, count = self._machine, self._profile, len(step.seconds)
-        absent = [profile.periods[self.periods[one]] for one in recomputed]
+        numbers = [self.periods[one] for one in recomputed]
+        numbers += np.flatnonzero(self._among(step.with_masters)[self._period_tensors]).tolist()
+        absent = [(one.tensor, one.after, one.before) for one in (profile.periods[number] for number in numbers)]
+        absent = [one for one in absent if one[:2] not in step.kept]
+        absent += [(one.tensor, one.after, one.before) for one in step.renewed]
         changes = ByteChanges(count)
         changes.add(
-            [one.after + 1 for one in absent],
-            [one.before if one.before > one.after else one.before + count for one in absent],
-            [profile.tensors[one.tensor].nbytes for one in absent],
+            [after + 1 for _, after, _ in absent],
+            [before if before > after else before + count for _, after, before in absent],
+            [profile.tensors[tensor].nbytes for tensor, _, _ in absent],
         )
         room = machine.gpu_bytes + np.maximum(0, machine.host_bytes - step.host_bytes)
         return max(0, int((step.nbytes - changes.sums() - room).max()))
 
     def least_seconds(
-        self, tiers: Integers | None = None, host: Bytes | None = None, seconds: list[float] | None = None
+        self,
+        tiers: Integers | None = None,
+        host: Bytes | None = None,
+        seconds: list[float] | None = None,
+        with_masters: Collection[int] = (),
     ) -> float:
         """Returns the seconds that a step takes at least if memory fits, and inf if it can't.
 
@@ -119,6 +137,7 @@ class TransferBounds:
             host: bytes that host memory, or GPU memory instead, has for other periods than those of `ANY` while each
                 operator runs; None: none.
             seconds: GPU seconds of each operator; None: those of the profile.
+            with_masters: as in `GPUStep`.
         """
         machine, bounds = self._machine, self._bounds
         size = len(bounds)
@@ -132,8 +151,12 @@ class TransferBounds:
             ("in", machine.link_in, self._previous, held[:, None]),
             ("out", machine.link_out, self._following, held),
         )
+        from_masters = self._among(with_masters)[self._tensors]
         for direction, link, periods, other in ways:
             of_use = np.full(len(periods), ANY) if tiers is None else tiers[periods]
+            # Weights whose masters are in host memory are copied from there, and the optimizer on the GPU uses none.
+            of_use = np.where(from_masters, NOWHERE if direction == "out" else IN_HOST, of_use)
+            of_use[from_masters & self._by_optimizer] = NOWHERE
             free, in_host, on_ssd = (
                 self._transferred(np.where(of_use == tier, self._nbytes, 0.0), is_read=direction == "in")
                 if tier == ANY or (of_use == tier).any()
@@ -173,7 +196,9 @@ class TransferBounds:
         return found.cumsum(1)[:size, :size]
 
 
-def least_stall_seconds(machine: MigrationMachine, seconds: list[float], plan: MigrationPlan, sizes: Bytes) -> Floats:
+def least_stall_seconds(
+    machine: MigrationMachine, seconds: list[float], plan: MigrationPlan, sizes: Bytes, is_offloaded: NDArray[np.bool_]
+) -> Floats:
     """Returns the seconds that a planned step waits at least after the begin of each operator.
 
     The transfers that begin and are due in an interval run within it.
@@ -183,6 +208,7 @@ def least_stall_seconds(machine: MigrationMachine, seconds: list[float], plan: M
         seconds: GPU seconds of each operator, with recomputation.
         plan: the plan.
         sizes: bytes of the tensor of each migration.
+        is_offloaded: whether each migration has an offload.
     """
     count = len(seconds)
     bounds = np.unique(np.arange(PARTS + 1) * count // PARTS)
@@ -194,16 +220,16 @@ def least_stall_seconds(machine: MigrationMachine, seconds: list[float], plan: M
     tiers = [one.tier for one in plan.migrations]
     migrated = np.array([tier is not None for tier in tiers], bool)
     on_ssd = np.array([tier == "ssd" for tier in tiers], bool)
-    for begins, ends, link, ssd in (
-        (after + 1, absent_from, machine.link_out, machine.ssd[1]),
-        (absent_until, before, machine.link_in, machine.ssd[0]),
+    for begins, ends, moved, link, ssd in (
+        (after + 1, absent_from, migrated & is_offloaded, machine.link_out, machine.ssd[1]),
+        (absent_until, before, migrated, machine.link_in, machine.ssd[0]),
     ):
         # A transfer that begins with the operator of a bound may run while that operator still waits for another one.
         first = np.searchsorted(bounds, begins % count, "left") - 1
         due = ends - begins + begins % count
         last = np.searchsorted(bounds, due, "left")
         within = (first >= 0) & (due < count)  # the first operator of the next step waits in that step
-        for carried, rate in ((migrated, link), (on_ssd, ssd)):
+        for carried, rate in ((moved, link), (on_ssd, ssd)):
             chosen = within & carried
             if chosen.any():
                 cells = first[chosen] * size + last[chosen]

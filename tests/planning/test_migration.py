@@ -34,7 +34,14 @@ from tests.support.garbage import collect
 from tests.support.lifetimes import profiles
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any
-from tests.support.slow_migrations import SlowSearch, slow_bytes, slow_evictions, slow_host_bytes, slow_step
+from tests.support.slow_migrations import (
+    SlowSearch,
+    slow_bytes,
+    slow_evictions,
+    slow_host_bytes,
+    slow_renewed,
+    slow_step,
+)
 from tests.support.transformer import transformer_profile
 
 
@@ -47,23 +54,36 @@ def machines(draw: st.DrawFn, profile: LifetimeProfile) -> MigrationMachine:
     return MigrationMachine(capacity, host, draw(speed), draw(speed), tuple(drives), draw(speed))
 
 
+def units_of(profile: LifetimeProfile) -> st.SearchStrategy[frozenset[str]]:
+    """Any units: all, or some."""
+    units = frozenset(profile.by_unit)
+    return st.one_of(st.just(units), st.sets(st.sampled_from(sorted(units) or [""])).map(units.intersection))
+
+
 @st.composite
 def planned(draw: st.DrawFn, profile: LifetimeProfile) -> tuple[MigrationMachine, MigrationPlan]:
     """Any plan, with a machine whose memories have room for it and no more: no search needs to find the plan."""
     speed = st.floats(0.5, 50.0)
     drives = draw(st.lists(st.tuples(speed, speed), max_size=2))
     roomy = MigrationMachine(0, 0, draw(speed), draw(speed), tuple(drives), draw(speed))
-    cpu_units = frozenset(draw(st.sets(st.sampled_from(sorted(profile.by_unit))))) if profile.by_unit else frozenset()
+    cpu_units = draw(units_of(profile))
     step = GPUSteps(profile, roomy).without(cpu_units)
+    longest = draw(st.booleans())
     tier = draw(st.sampled_from([None, *roomy.tiers]))  # of most tensors
-    migrations = []
+    renewed = slow_renewed(profile, cpu_units)
+    periods = [(tensor, *period) for tensor, period in renewed.items()]
     for tensor, after, before, _ in profile.periods:
         before += len(profile.operators) if before <= after else 0
-        if tensor in step.absent or (tensor, after) in step.kept or after + 1 == before or draw(st.booleans()):
+        if tensor not in step.absent and (tensor, after) not in step.kept:
+            periods.append((tensor, after, before))
+    migrations = []
+    for tensor, after, before in periods:
+        if after + 1 == before or (not longest and draw(st.booleans())):
             continue
-        start = draw(st.integers(after + 1, before - 1))
-        stop = draw(st.integers(start + 1, before))
-        migrations.append(Migration(tensor, after, start, stop, before, tier or draw(st.sampled_from(roomy.tiers))))
+        start = after + 1 if longest else draw(st.integers(after + 1, before - 1))
+        stop = before if longest else draw(st.integers(start + 1, before))
+        chosen = "host" if tensor in renewed else tier or draw(st.sampled_from(roomy.tiers))
+        migrations.append(Migration(tensor, after, start, stop, before, chosen))
     plan = MigrationPlan(tuple(migrations), cpu_units)
     found = simulate_migrations(profile, roomy, plan)
     return replace(roomy, gpu_bytes=max(found.gpu_bytes), host_bytes=found.host_peak_bytes), plan
@@ -83,17 +103,24 @@ def check_physics(
     if not found.excess_bytes:
         assert slow.gpu_peak <= machine.gpu_bytes
     assert slow.host_peak <= found.host_peak_bytes <= machine.host_bytes
+    assert found.host_peak_bytes == max(slow_host_bytes(profile, plan.migrations, plan.cpu_units))
     for one, other in pairwise(found.traffic):
         assert other.start >= (one.start + one.seconds) * (1 - 1e-9)
     assert all(0 <= one.start <= one.start + one.seconds <= found.step_seconds * (1 + 1e-9) for one in found.traffic)
-    moved = [(profile.tensors[one.tensor].nbytes, one.tier) for one in plan.migrations]
-    jobs = GPUSteps(profile, machine).without(plan.cpu_units).jobs
-    on_ssd = sum(nbytes for nbytes, tier in moved if tier == "ssd")
-    on_link = on_ssd + sum(nbytes for nbytes, tier in moved if tier == "host")
+    renewed = slow_renewed(profile, plan.cpu_units)
+    moved = [
+        one for one in plan.migrations if one.tier is not None and renewed.get(one.tensor) != (one.after, one.before)
+    ]
+    on_ssd, back = (
+        sum(profile.tensors[one.tensor].nbytes for one in moved if one.tier in tiers)
+        for tiers in (("ssd",), ("ssd", "host"))
+    )
+    out = sum(profile.tensors[one.tensor].nbytes for one in moved if one.tensor not in renewed)
+    gradients = sum(job.gradients for job in GPUSteps(profile, machine).without(plan.cpu_units).jobs)
     assert found.ssd_written_bytes == on_ssd
     ways: tuple[tuple[Direction, list[Carried], int], ...] = (
-        ("out", [part.out for part in found.traffic], on_link + sum(job.gradients for job in jobs)),
-        ("in", [part.into for part in found.traffic], on_link + sum(job.weights for job in jobs)),
+        ("out", [part.out for part in found.traffic], out + gradients),
+        ("in", [part.into for part in found.traffic], back + sum(profile.tensors[one].nbytes for one in renewed)),
     )
     for direction, carried, on_link in ways:
         for name, planned_bytes in (("link", on_link), ("ssd", on_ssd)):
@@ -260,14 +287,20 @@ def test_the_search_finds_the_plan_of_one_that_simulates_everything(data: st.Dat
 def test_evictions_are_those_of_a_search_among_all_tensors_at_each_operator(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     machine = data.draw(machines(profile))
-    units = frozenset(data.draw(st.sets(st.sampled_from(sorted(profile.by_unit))))) if profile.by_unit else frozenset()
+    units = data.draw(units_of(profile))
     step = GPUSteps(profile, machine).without(units)
-    planner = EvictionPlanner(profile, machine, 1)
+    min_bytes = data.draw(st.sampled_from([1, 1, 20]))
+    planner = EvictionPlanner(profile, machine, min_bytes)
     recomputed = planner.recomputed(data.draw(st.sampled_from([0.5, 2.0]))) if data.draw(st.booleans()) else ()
     in_flight = data.draw(st.sampled_from([0.0, 0.05, 0.2]))
     plan = planner.plan(step, recomputed, in_flight)
-    expected = slow_evictions(profile, machine, step, recomputed, in_flight)
+    expected = slow_evictions(profile, machine, min_bytes, step, recomputed, in_flight)
     assert [one[:5] for one in plan.migrations] == expected
+    masters = slow_renewed(profile, units)
+    assert all(one.tier == "host" for one in plan.migrations if one.tensor in masters)
+    periods = [(one.tensor, one.after) for one in recomputed]
+    excess, seconds = TransferBounds(profile, machine).least_score(step, periods)
+    assert simulate_migrations(profile, machine, plan).score >= (excess, seconds * (1 - 1e-9))
 
 
 @given(st.data())
@@ -278,9 +311,11 @@ def test_a_step_takes_as_long_as_in_a_simulation_of_each_operator(data: st.DataO
     machine = data.draw(machines(profile))
     planner = EvictionPlanner(profile, machine, 1)
     step = GPUSteps(profile, machine).without()
-    plans = plan_teraio(profile, machine, 1), planner.plan(step), planner.plan(step, planner.recomputed(1.0))
-    predictions = [simulate_migrations(profile, machine, plan) for plan in plans]
-    for plan, found in zip(plans, predictions, strict=True):
+    by_cpu = GPUSteps(profile, machine).without(data.draw(units_of(profile)))
+    plans = [(plan_teraio(profile, machine, 1), step), (planner.plan(step, planner.recomputed(1.0)), step)]
+    plans += [(planner.plan(one), one) for one in (step, by_cpu)]
+    predictions = [simulate_migrations(profile, machine, plan) for plan, _ in plans]
+    for (plan, step), found in zip(plans, predictions, strict=True):
         assert found.step_seconds == pytest.approx(slow_step(profile, machine, plan).seconds)
         for best in predictions:
             better = simulate_better(profile, machine, plan, step, best.score)
@@ -291,9 +326,8 @@ def test_a_step_takes_as_long_as_in_a_simulation_of_each_operator(data: st.DataO
 def test_steps_of_the_cpu_do_not_depend_on_those_made_before(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     machine = data.draw(machines(profile))
-    units = st.sets(st.sampled_from(sorted(profile.by_unit) or [""])).map(frozenset)
     steps = GPUSteps(profile, machine)
-    for cpu_units in data.draw(st.lists(units, max_size=4)):
+    for cpu_units in data.draw(st.lists(units_of(profile), max_size=4)):
         step, alone = steps.without(cpu_units), GPUSteps(profile, machine).without(cpu_units)
         assert step.nbytes.tolist() == alone.nbytes.tolist()
         assert step.host_bytes.tolist() == alone.host_bytes.tolist() == slow_host_bytes(profile, (), cpu_units)
@@ -536,6 +570,92 @@ def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
     assert found.excess_bytes == 0 and found.host_peak_bytes == 160
     # The optimizer's two seconds are the CPU's, which takes one for 10 parameters, and copies take 0.8.
     assert 6.0 < found.step_seconds < 8.0
+
+
+def unit_with_workspaces(last: int) -> LifetimeProfile:
+    """Eight operators of a second: a unit's weights, of 40 bytes, have no room beside two workspaces.
+
+    Args:
+        last: bytes of the workspace of the last operator.
+    """
+    operators = tuple(
+        OperatorSpan("work", phase, float(index), index + 1.0)
+        for index, phase in enumerate(["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2)
+    )
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (0, 5, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (5, 6), 5, 6, "unit"),
+        TensorLifetime(2, "s", "optimizer state", 80, (6,), unit="unit"),
+        TensorLifetime(3, "workspace", "transient", 40, (2, 3), 2, 3),
+        TensorLifetime(4, "workspace", "transient", last, (7,), 7, 7),
+    )
+    return LifetimeProfile("model", operators, tensors)
+
+
+@pytest.mark.parametrize("drives", [(), ((100.0, 100.0),)])
+def test_weights_that_the_cpu_steps_are_dropped_and_copied_back(drives: tuple[tuple[float, float], ...]) -> None:
+    """From forward to backward, and from there to the next forward: an offload of them would take 40 seconds."""
+    profile = unit_with_workspaces(40)
+    machine = MigrationMachine(44, 124, 1.0, 100.0, drives)  # room for masters, states and gradients
+    plan, found = plan_migrations(profile, machine, min_bytes=1)
+    assert plan.cpu_units == {"unit"}
+    assert {(one.tensor, one.after, one.before, one.tier) for one in plan.migrations} == {
+        (0, 0, 5, "host"), (0, 5, 8, "host"),
+    }  # fmt: skip
+    check_physics(profile, machine, plan, found)
+    assert (found.excess_bytes, found.host_peak_bytes, found.ssd_written_bytes) == (0, 124, 0)
+    # Forward and backward take six seconds, the offload of gradients four, and the copy of the weights 0.4.
+    assert found.step_seconds == pytest.approx(10.4, abs=0.01)
+    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    assert TransferBounds(profile, machine).least_score(step) <= found.score
+    assert simulate_better(profile, machine, plan, step, (0, found.step_seconds + 1.0)) is not None
+
+
+@pytest.mark.parametrize(("last", "excess"), [(44, 0), (60, 16)])
+def test_the_bound_counts_dropped_weights_nowhere(last: int, excess: int) -> None:
+    profile, machine = unit_with_workspaces(last), MigrationMachine(44, 124, 1.0, 100.0, ())
+    step = GPUSteps(profile, machine).without(frozenset({"unit"}))
+    assert TransferBounds(profile, machine).least_score(step)[0] == excess
+
+
+def test_the_bound_counts_no_weights_in_an_optimizer_step_of_the_cpu() -> None:
+    """Eight weights are used one after the other, and by one operator of the optimizer, whose step the CPU makes."""
+    phases = ["forward"] * 8 + ["backward"] * 8 + ["optimizer"]
+    operators = tuple(OperatorSpan("work", phase, float(index), index + 1.0) for index, phase in enumerate(phases))
+    tensors = []
+    for number in range(8):
+        uses, unit = (number, 15 - number, 16), f"unit{number}"
+        tensors.append(TensorLifetime(2 * number, "w", "weight", 40, uses, unit=unit))
+        tensors.append(TensorLifetime(2 * number + 1, "g", "gradient", 1, uses[1:], uses[1], uses[2], unit))
+    profile, machine = LifetimeProfile("model", operators, tuple(tensors)), MigrationMachine(130, 1000, 1e3, 1e2, ())
+    step = GPUSteps(profile, machine).without(frozenset(profile.by_unit))
+    plan = EvictionPlanner(profile, machine, 1).plan(step, in_flight=0.4)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    assert found.score == (0, pytest.approx(16.0, abs=0.5))
+    assert TransferBounds(profile, machine).least_score(step) <= found.score
+
+
+def test_weights_are_not_copied_from_masters_that_the_cpu_has_stepped() -> None:
+    """Backward uses the weights again after the last gradient: until then they stay, and the new ones come later."""
+    operators = tuple(
+        OperatorSpan("work", phase, float(index), index + 1.0)
+        for index, phase in enumerate(["forward", "backward", "backward", "backward", "optimizer", "optimizer"])
+    )
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (0, 1, 3, 4), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (1, 4), 1, 4, "unit"),
+        TensorLifetime(2, "workspace", "transient", 40, (2,), 2, 2),
+        TensorLifetime(3, "workspace", "transient", 40, (4,), 4, 4),
+    )
+    profile, machine = LifetimeProfile("model", operators, tensors), MigrationMachine(44, 1000, 1e3, 1e3, ())
+    plan = EvictionPlanner(profile, machine, 1).plan(GPUSteps(profile, machine).without(frozenset({"unit"})))
+    assert [(one.tensor, one.after, one.before) for one in plan.migrations] == [(0, 3, 6)]
+    for one in (plan, replace(plan, migrations=())):  # dropped, or overwritten when backward has ended
+        found = simulate_migrations(profile, replace(machine, gpu_bytes=84), one)
+        check_physics(profile, replace(machine, gpu_bytes=84), one, found)
+        copied = [part.start for part in found.traffic if part.into.link]
+        assert copied and min(copied) >= 4.0
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -20,13 +20,15 @@ def profiles(draw: st.DrawFn) -> LifetimeProfile:
     forward, backward, optimizer = st.integers(0, turn - 1), st.integers(turn, end - 1), st.integers(end, last)
     size = st.integers(1, 50)
     tensors: list[TensorLifetime] = []
-    for number in range(draw(st.integers(0, 4))):
-        unit = f"unit{number}"
-        uses = draw(forward), draw(backward), draw(optimizer)
+    for _ in range(draw(st.integers(0, 4))):
+        unit = f"unit{draw(st.integers(0, 2))}"  # of several weights, or one
+        step = draw(optimizer)
+        before, after = (sorted(draw(st.sets(one, min_size=1, max_size=3))) for one in (forward, backward))
+        summed = sorted(draw(st.sets(backward, min_size=1, max_size=2)))
         nbytes = draw(size)
-        tensors.append(TensorLifetime(len(tensors), "w", "weight", nbytes, uses, unit=unit))
-        tensors.append(TensorLifetime(len(tensors), "g", "gradient", nbytes, uses[1:], uses[1], uses[2], unit))
-        tensors.append(TensorLifetime(len(tensors), "s", "optimizer state", 2 * nbytes, uses[2:], unit=unit))
+        tensors.append(TensorLifetime(len(tensors), "w", "weight", nbytes, (*before, *after, step), unit=unit))
+        tensors.append(TensorLifetime(len(tensors), "g", "gradient", nbytes, (*summed, step), summed[0], step, unit))
+        tensors.append(TensorLifetime(len(tensors), "s", "optimizer state", 2 * nbytes, (step,), unit=unit))
     for _ in range(draw(st.integers(1, 8))):
         uses = draw(forward), draw(backward)
         again = draw(st.one_of(st.none(), st.floats(0.01, 1.0)))

@@ -30,14 +30,40 @@ def slow_bytes(changes: list[tuple[int, int, int]], count: int) -> list[int]:
     return nbytes
 
 
+def slow_renewed(profile: LifetimeProfile, cpu_units: Collection[str]) -> dict[int, tuple[int, int]]:
+    """Returns the weights that the CPU steps: last use in backward, and first one in the next step; as in `Migration`.
+
+    The optimizer's uses are not among them, because it makes none on the GPU.
+    """
+    found = {}
+    for index, tensor in enumerate(profile.tensors):
+        if tensor.kind == "weight" and tensor.unit in cpu_units:
+            uses = [use for use in tensor.uses if profile.operators[use].phase != "optimizer"]
+            if uses and len(uses) < len(tensor.uses):
+                found[index] = uses[-1], uses[0] + len(profile.operators)
+    return found
+
+
 def slow_evictions(
-    profile: LifetimeProfile, machine: MigrationMachine, step: GPUStep, recomputed: Sequence[Period], in_flight: float
+    profile: LifetimeProfile,
+    machine: MigrationMachine,
+    min_bytes: int,
+    step: GPUStep,
+    recomputed: Sequence[Period],
+    in_flight: float,
 ) -> list[tuple[int, ...]]:
     """Returns the migrations of `EvictionPlanner.plan` without their tiers: examines all tensors at each operator."""
     count = len(profile.operators)
     ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
     sizes = [tensor.nbytes for tensor in profile.tensors]
     dropped = [[one.tensor, one.after, one.after + 1, one.before, one.before] for one in recomputed]
+    masters = slow_renewed(profile, step.cpu_units)
+    renewed = [
+        [index, after, after + 1, before, before]
+        for unit in profile.by_unit
+        for index, (after, before) in masters.items()
+        if profile.tensors[index].unit == unit and after + 1 < before and sizes[index] >= min_bytes
+    ]
     candidates = []
     for tensor, after, before, _ in profile.periods if machine.drives or machine.host_bytes else ():
         before += count if before <= after else 0
@@ -47,7 +73,7 @@ def slow_evictions(
             if tensor in [ids[source] for source in profile.tensors[other].sources]:
                 uses = [one for one in (use, use + count) if after < one < before]
                 before = min(uses, default=before)
-        if after + 1 < before:
+        if after + 1 < before and sizes[tensor] >= min_bytes:
             candidates.append((tensor, after, before))
 
     def changed(nbytes: list[int], *absences: list[int], sign: int = -1) -> list[int]:
@@ -65,7 +91,7 @@ def slow_evictions(
         return nbytes, kept
 
     limit = int((1 - in_flight) * machine.gpu_bytes)
-    nbytes = changed(step.nbytes.tolist(), *dropped)
+    nbytes = changed(step.nbytes.tolist(), *renewed, *dropped)
     # Eviction: `orders` has the next use of each tensor that may be evicted, inf if it is absent when the step begins.
     host = step.host_bytes.tolist()
     firsts = [(after + 1) % count for _, after, _ in candidates]
@@ -83,7 +109,7 @@ def slow_evictions(
             order = orders.pop(number)
             if order <= operator:
                 continue
-            if number not in starts and not machine.drives:
+            if number not in starts and not machine.drives and tensor not in masters:
                 held = [one + other for one, other in zip(
                     host, slow_bytes([(after + 1, before + 1, sizes[tensor])], count), strict=True
                 )]  # fmt: skip
@@ -93,11 +119,11 @@ def slow_evictions(
             early = order < lasts[number]
             starts[number] = operator + count if early else operator
             away.append((lasts[number] - count if early else lasts[number], sizes[tensor]))
-    evicted = []
+    evicted = renewed.copy()
     for number, start in starts.items():
         tensor, after, before = candidates[number]
         evicted.append([tensor, after, before - lasts[number] + start, before, before])
-    nbytes = changed(nbytes, *evicted)
+    nbytes = changed(nbytes, *evicted[len(renewed) :])
     nbytes, dropped = necessary(nbytes, dropped, limit)
     # Prefetches, backwards: `early` are those that have begun before the operator.
     early_ones: set[int] = set()
@@ -219,6 +245,10 @@ class _SlowSimulation:
             one.nbytes for one in tensors.values()
             if one.kind == "optimizer state" or (one.kind == "weight" and self.is_trained(one.uses))
         )  # fmt: skip
+        self.renewed = slow_renewed(profile, plan.cpu_units)
+        self.versions = dict.fromkeys(self.renewed, 0)
+        """Number of the CPU's steps that have made each weight on the GPU."""
+        self.master_versions = self.versions.copy()
         self.offloading: dict[int, _SlowTransfer] = {}
         """Offloads of tensors that are on the GPU until these have ended, by tensor."""
         self.away = {index for index, one in tensors.items() if one.kind == "optimizer state"}
@@ -227,9 +257,20 @@ class _SlowSimulation:
         self.in_host: dict[int, int] = {}
         """Bytes of each tensor in host memory."""
         self.jobs: list[tuple[CPUStep, list[int], _SlowTransfer, int]] = []
+        """CPU steps without all gradients: gradients, their transfer, first operator of the step."""
         self.computed: list[tuple[float, CPUStep, list[int], int]] = []
+        """CPU steps that have begun: end, job, gradients, first operator of the step."""
+        self.pending: list[tuple[int, int]] = []
+        """Operator with which the copy of a new weight may begin, and the weight, if the CPU has made it."""
+        count = self.count
+        self.begins = {index: after + 1 for index, (after, _) in self.renewed.items()}
         for one in plan.migrations:
-            tensor, count = profile.tensors[one.tensor], self.count
+            if self.renewed.get(one.tensor) == (one.after, one.before):
+                self.begins[one.tensor] = one.absent_until
+        for one in plan.migrations:
+            tensor = profile.tensors[one.tensor]
+            if one.tensor in self.renewed:
+                continue
             if one.tier is None:
                 self.seconds[one.before % count] += tensor.recompute_seconds or 0.0
             if one.before >= count > one.after and one.tier is not None:
@@ -291,24 +332,31 @@ class _SlowSimulation:
                         self.in_host.pop(gradient, None)
             self.sample(index, runs=runs)
 
-    def follow_cpu(self) -> None:
+    def weights_of(self, job: CPUStep) -> list[int]:
+        return [index for index in self.renewed if self.profile.tensors[index].unit == job.unit]
+
+    def follow_cpu(self, index: int) -> None:
         """Starts CPU steps whose gradients have arrived, and copies of the weights that are computed."""
         for entry in [one for one in self.jobs if not one[2].left["link"]]:
             self.jobs.remove(entry)
-            job, gradients, _, due = entry
+            job, gradients, _, begin = entry
             self.cpu_free_at = max(self.cpu_free_at, self.now) + job.parameters / self.machine.cpu_step_rate
-            self.computed.append((self.cpu_free_at, job, gradients, due))
+            self.computed.append((self.cpu_free_at, job, gradients, begin))
+            for weight in self.weights_of(job):
+                assert weight not in self.prefetching or not any(self.prefetching[weight].left.values())
+                self.master_versions[weight] += 1
         while self.computed and self.computed[0][0] <= self.now:
-            _, job, gradients, due = self.computed.pop(0)
+            _, job, gradients, begin = self.computed.pop(0)
             for gradient in gradients:
                 self.in_host.pop(gradient, None)
-            weights = [
-                index for index in self.profile.by_unit[job.unit] if self.profile.tensors[index].kind == "weight"
-            ]
-            for index in weights if self.now >= self.began else ():
-                trained = self.is_trained(self.profile.tensors[index].uses)
-                assert not trained or index not in {*self.away, *self.offloading, *self.prefetching}
-            self.ways["in"].add("host", due, job.weights)
+            self.pending += [(begin + self.begins[weight], weight) for weight in self.weights_of(job)]
+        for entry in [one for one in self.pending if one[0] <= index]:
+            self.pending.remove(entry)
+            begin, weight = entry
+            due = begin - self.begins[weight] + self.renewed[weight][1]
+            self.away.discard(weight)
+            self.versions[weight] = self.master_versions[weight]
+            self.prefetching[weight] = self.ways["in"].add("host", due, self.profile.tensors[weight].nbytes)
 
     def run(self) -> SlowStep:
         """Simulates two steps, and returns the second one."""
@@ -328,16 +376,16 @@ class _SlowSimulation:
             out.finish(index)
             self.sample(index, runs=False)
             self.begin_prefetches(index)
-            self.follow_cpu()
+            self.follow_cpu(index)
             while True:
                 seconds = into.seconds_until(index)
-                late = [done for done, *_, due in self.computed if due <= index]
+                late = [done for done, job, _, begin in self.computed if begin + count + job.before <= index]
                 if not seconds and not late:
                     break
                 self.advance(index, seconds or max(0.0, late[0] - self.now))
                 if seconds:
                     into.finish(index)
-                self.follow_cpu()
+                self.follow_cpu(index)
             self.sample(index, runs=False)
             self.use(index)
             self.sample(index, runs=True)
@@ -348,10 +396,16 @@ class _SlowSimulation:
         return SlowStep(self.now - self.began, carried, queued, *self.peaks)
 
     def queued(self) -> dict[tuple[Direction, str], float]:
-        return {
+        """Returns the bytes of transfers that have not ended, and of new weights whose copies have not begun."""
+        found = {
             (name, carrier): sum(one.left.get(carrier, 0.0) for one in way.queue)
             for name, way in self.ways.items() for carrier in way.rates
         }  # fmt: skip
+        weights = [weight for _, weight in self.pending]
+        weights += [weight for job, *_ in self.jobs for weight in self.weights_of(job)]
+        weights += [weight for _, job, *_ in self.computed for weight in self.weights_of(job)]
+        found["in", "link"] += sum(self.profile.tensors[weight].nbytes for weight in weights)
+        return found
 
     def begin_offloads(self, index: int) -> None:
         """The operator before `index` has ended. The first step has only offloads that it has begun itself."""
@@ -359,7 +413,7 @@ class _SlowSimulation:
         for one in self.plan.migrations:
             if (one.after + 1) % count == index % count and index:
                 due, nbytes = index + one.absent_from - one.after - 1, self.profile.tensors[one.tensor].nbytes
-                if one.tier is None:
+                if one.tier is None or one.tensor in self.renewed:
                     self.away.add(one.tensor)
                     continue
                 assert one.tensor not in self.prefetching and one.tensor not in self.away
@@ -378,13 +432,15 @@ class _SlowSimulation:
                     assert number not in self.in_host  # the step before has used it
                     self.offloading[number] = transfer
                     self.in_host[number] = self.profile.tensors[number].nbytes
-                self.jobs.append((job, gradients, transfer, cycle + count + job.before))
+                self.jobs.append((job, gradients, transfer, cycle))
 
     def begin_prefetches(self, index: int) -> None:
         for one in self.plan.migrations:
             if one.absent_until % self.count == index % self.count:
-                if one.tier is None:
+                if one.tier is None or self.renewed.get(one.tensor) == (one.after, one.before):
                     continue
+                if one.tensor in self.renewed:
+                    self.versions[one.tensor] = self.master_versions[one.tensor]
                 due, nbytes = index + one.before - one.absent_until, self.profile.tensors[one.tensor].nbytes
                 if index >= self.count:
                     assert one.tensor in self.away
@@ -402,9 +458,11 @@ class _SlowSimulation:
             if one.allocated == operator:
                 self.away.discard(number)
                 self.offloading.pop(number, None)
-            is_cpu_step = number in self.is_stepped and self.profile.operators[operator].phase == "optimizer"
+            by_optimizer = self.profile.operators[operator].phase == "optimizer"
+            is_cpu_step = by_optimizer and (number in self.is_stepped or number in self.renewed)
             if operator in one.uses and not is_cpu_step and index >= self.count:
                 assert number not in self.away and number not in self.prefetching and number not in self.offloading
+                assert self.versions.get(number, index // self.count) == index // self.count
 
 
 def slow_step(profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> SlowStep:
@@ -415,7 +473,12 @@ def slow_step(profile: LifetimeProfile, machine: MigrationMachine, plan: Migrati
 def slow_host_bytes(profile: LifetimeProfile, migrations: Sequence[Migration], cpu_units: Collection[str]) -> list[int]:
     """Returns the bytes in host memory while each operator waits and runs, from the uses of each tensor."""
     count = len(profile.operators)
-    held = [(one.after + 1, one.before + 1, one.tensor) for one in migrations if one.tier == "host"]
+    masters = slow_renewed(profile, cpu_units)
+    held = [
+        (one.after + 1, one.before + 1, one.tensor)
+        for one in migrations
+        if one.tier == "host" and one.tensor not in masters
+    ]
     for unit in cpu_units:
         states, trained, gradients = [], [], []
         needed, ready = count, 0
@@ -439,22 +502,9 @@ def slow_host_bytes(profile: LifetimeProfile, migrations: Sequence[Migration], c
 
 def slow_with_room(profile: LifetimeProfile, machine: MigrationMachine, units: Sequence[str]) -> list[str]:
     """Returns the units, in order, that the CPU can step beside those before them."""
-    count = len(profile.operators)
-
-    def kept(units: Sequence[str]) -> list[int]:
-        """Returns the bytes of weights from their last use in backward to the first one in the next forward."""
-        steps = {use for unit in units for use in profile.optimizer_bytes[unit]}
-        changes = []
-        for one in profile.tensors:
-            uses = [use for use in one.uses if use not in steps]
-            if one.kind == "weight" and one.unit in units and uses and len(uses) < len(one.uses):
-                changes.append((uses[-1], min(uses[0] + count + 1, uses[-1] + count), one.nbytes))
-        return slow_bytes(changes, count)
-
     found: list[str] = []
     for unit in units:
-        some = [*found, unit]
-        if max(slow_host_bytes(profile, (), some)) <= machine.host_bytes and max(kept(some)) <= machine.gpu_bytes:
+        if max(slow_host_bytes(profile, (), [*found, unit])) <= machine.host_bytes:
             found.append(unit)
     return found
 
@@ -473,7 +523,7 @@ class SlowSearch:
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
             needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
-            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at + job.weights / machine.link_in - needed))
+            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at - needed))
         self.choice: tuple[int, float | None, float, bool, float] = (0, None, 1.0, False, IN_FLIGHT)
         self.best = self.simulate(*self.choice)
 
