@@ -162,8 +162,11 @@ class _BestPlan:
         for job in (one for one in jobs if one.unit in fitting):
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
-            needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
-            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at - needed))
+            seconds, copied = self.cpu_seconds[-1], free_at
+            for one in sorted(job.weights, key=lambda one: one.before):
+                copied += one.nbytes / machine.link_in
+                seconds = max(seconds, copied - profile.operators[one.before % len(profile.operators)].start)
+            self.cpu_seconds.append(seconds)
         self._steps: dict[int, GPUStep] = {}
         """Steps by the number of units that the CPU steps."""
         self.best: Simulation

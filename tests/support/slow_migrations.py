@@ -522,8 +522,13 @@ class SlowSearch:
         for job in (one for one in jobs if one.unit in self.units):
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
             free_at = max(free_at, arrived) + job.parameters / machine.cpu_step_rate
-            needed = profile.operators[job.before].start if job.before < len(profile.operators) else inf
-            self.cpu_seconds.append(max(self.cpu_seconds[-1], free_at - needed))
+            first = {index: before - len(profile.operators) for index, (_, before) in
+                     slow_renewed(profile, [job.unit]).items()}  # fmt: skip
+            self.cpu_seconds.append(self.cpu_seconds[-1])
+            for use in first.values():
+                nbytes = sum(profile.tensors[index].nbytes for index, other in first.items() if other <= use)
+                late = free_at + nbytes / machine.link_in - profile.operators[use].start
+                self.cpu_seconds[-1] = max(self.cpu_seconds[-1], late)
         self.choice: tuple[int, float | None, float, bool, float] = (0, None, 1.0, False, IN_FLIGHT)
         self.best = self.simulate(*self.choice)
 
