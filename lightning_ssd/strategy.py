@@ -58,6 +58,7 @@ from lightning_ssd.model_states import (
     StatesConfig,
     UnitTiers,
     bytes_on_device,
+    check_unit_classes,
     compiled_regions,
     find_blocks,
     find_replaced,
@@ -361,6 +362,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
         fitting = _is_fitting(trainer)
         assert self.model is not None
+        if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
+            check_unit_classes(self.model, self.states_config.units)
         self._storage = self.config.resolve(trainer.default_root_dir)
         self._offloads = None
         if fitting and self._compile:

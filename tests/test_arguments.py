@@ -1,6 +1,7 @@
 """Arguments of the strategy, the callbacks and `register_optimizer`: each value has its meaning, or is refused."""
 
 import inspect
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,13 @@ def test_percentages_are_shares_of_the_free_memory(tmp_path: Path) -> None:
     assert isinstance(one.host_memory, int) and isinstance(one.ssd_capacity, int) and one.staging_memory == "1GiB"
     assert isinstance(two.host_memory, int) and 0 < two.host_memory < 0.7 * one.host_memory
     assert one.resolve(tmp_path) == one
+
+
+def test_directories_of_one_drive_share_its_free_space(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    config = OffloadConfig([tmp_path, tmp_path / "other"], ssd_capacity="50%")
+    capacity = config.resolve(tmp_path).ssd_capacity
+    assert isinstance(capacity, int) and capacity < 0.7 * shutil.disk_usage(tmp_path).free
 
 
 def test_a_percentage_of_the_device() -> None:

@@ -90,7 +90,9 @@ class TestBeforeTheFirstStep:
             assert package_threads() == []
 
     def test_a_path_that_is_missing(self, tmp_path: Path) -> None:
-        self._refused(tmp_path, StorageError, "missing' does not exist.*mkdir", path=tmp_path / "missing")
+        for capacity in (None, "1MiB", "50%"):
+            arguments = {"path": tmp_path / "missing", "ssd_capacity": capacity}
+            self._refused(tmp_path, StorageError, "missing' does not exist.*mkdir", **arguments)
 
     def test_a_path_that_is_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
@@ -105,6 +107,13 @@ class TestBeforeTheFirstStep:
         for build in (offloading, ActivationOffload):
             with pytest.raises(ValueError, match=r"`path=\[\]` names no directory"):
                 build(path=[])
+
+    def test_a_directory_that_is_given_twice(self, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(tmp_path)
+        for build in (offloading, ActivationOffload):
+            for other in (tmp_path, f"{tmp_path}/", tmp_path / "link"):
+                with pytest.raises(ValueError, match="`path=.*names one directory twice"):
+                    build(path=[tmp_path, other])
 
     def test_a_path_on_a_filesystem_that_refuses_directories(self, tmp_path: Path) -> None:
         """This also holds for root."""
@@ -125,6 +134,12 @@ class TestBeforeTheFirstStep:
     def test_host_memory_that_is_too_small_for_a_tier(self, tmp_path: Path) -> None:
         for tier in ("host", "ssd"):
             self._refused(tmp_path, ValueError, "`host_memory='1MiB'` is too small", host_memory="1MiB", tier=tier)
+
+    @pytest.mark.parametrize("states", ["auto", "gpu", "host"])
+    def test_a_class_of_units_that_the_model_lacks(self, states: Any, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, offloading(states=states, units=["Missing"]))
+        with pytest.raises(ValueError, match="`units` names Missing, which the model does not contain"):
+            trainer.fit(small_model(), batches())
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="kvikio may work here")
     def test_kvikio_where_there_is_no_gpu(self, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import CopyEngine, allocator_memory, available_memory, make_clock, make_copy_engine
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, check_choice, check_flag, format_bytes, parse_bytes, show_argument
-from lightning_ssd.storage import Backend, BlobStore, PinnedPool
+from lightning_ssd.storage import Backend, BlobStore, PinnedPool, striped_free_bytes
 from lightning_ssd.types import BACKENDS, BackendName, OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -86,8 +85,7 @@ class OffloadConfig:
         staging = _bytes_of(STAGING_MEMORY, self.staging_memory, memory)
         capacity = self.ssd_capacity
         if capacity is not None and isinstance(SSD_CAPACITY.parse(capacity), float):
-            paths = self.paths(default_path)
-            free = len(paths) * min(shutil.disk_usage(path).free for path in paths)  # striped
+            free = striped_free_bytes(self.paths(default_path))
             capacity = _bytes_of(SSD_CAPACITY, capacity, free // processes)
         return replace(self, host_memory=host, staging_memory=staging, ssd_capacity=capacity)
 
@@ -336,3 +334,8 @@ def check_paths(path: object) -> None:
             raise ValueError(f"{show_argument('path', path)} is no directory. {legal}")
         if text.startswith("~") and os.path.expanduser(text) == text:
             raise ValueError(f"{show_argument('path', path)} begins with the name of no user. {legal}")
+    if len({os.path.realpath(os.path.expanduser(one)) for one in paths}) < len(paths):
+        raise ValueError(
+            f"{show_argument('path', path)} names one directory twice: data are striped over directories of several "
+            f"drives. {legal}"
+        )

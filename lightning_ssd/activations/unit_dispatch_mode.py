@@ -21,7 +21,7 @@ from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.untraced import skipped
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
-_NOT_WRAPPING = (torch.Tensor, nn.Parameter)
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # inherited by classes that do not dispatch
 
 
 class Segment(NamedTuple):
@@ -193,6 +193,8 @@ def wraps(types: Iterable[type]) -> bool:
     the subclasses may be queries of attributes (`aten.sym_size`), and their results have no bytes.
 
     Args:
-        types: classes of the arguments that dispatch, as a mode gets them.
+        types: classes of the arguments, as a mode gets them: those that dispatch, and any class for the `detach` by
+            which autograd unpacks a saved tensor.
     """
-    return any(kind not in _NOT_WRAPPING and not issubclass(kind, FakeTensor) for kind in types)
+    dispatching = (kind for kind in types if getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH)
+    return any(not issubclass(kind, FakeTensor) for kind in dispatching)

@@ -48,7 +48,7 @@ from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
 from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
-from lightning_ssd.model_states.units import Unit, UnitPart, find_blocks, find_units
+from lightning_ssd.model_states.units import Unit, UnitPart, check_unit_classes, find_blocks, find_units
 from lightning_ssd.model_states.user_optimizers import (
     register_optimizer,
     runs_within_step,
@@ -86,6 +86,7 @@ __all__ = [
     "UnitPart",
     "UnitTiers",
     "bytes_on_device",
+    "check_unit_classes",
     "compiled_regions",
     "count_stored_bytes",
     "describe",

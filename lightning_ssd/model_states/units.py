@@ -161,19 +161,12 @@ def _block_rule(
         raise ValueError(f"`units={by!r}` must be a list of class names, such as [{by!r}], or a function.")
     if callable(by):
         return by
-    classes = {type(child).__name__ for child in module.modules()}
     if by is not None:
-        missing = sorted(set(by) - classes)
-        if missing:
-            raise ValueError(
-                f"`units` names {', '.join(missing)}, which the model does not contain. Its classes are: "
-                + ", ".join(sorted(classes))
-                + "."
-            )
+        check_unit_classes(module, by)
         chosen = set(by)
     else:
         chosen = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
-        chosen &= classes
+        chosen &= _class_names(module)
     if chosen:
         return lambda child: type(child).__name__ in chosen
     repeated = {
@@ -183,6 +176,20 @@ def _block_rule(
         for child in _repeated(container)
     }
     return lambda child: child in repeated
+
+
+def check_unit_classes(module: nn.Module, names: Sequence[str]) -> None:
+    """Raises a ValueError if a class name of the argument `units` is not that of a module in `module`."""
+    classes = _class_names(module)
+    if missing := sorted(set(names) - classes):
+        raise ValueError(
+            f"`units` names {', '.join(missing)}, which the model does not contain. Its classes are: "
+            f"{', '.join(sorted(classes))}."
+        )
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {type(child).__name__ for child in module.modules()}
 
 
 def _repeated(container: nn.Module) -> list[nn.Module]:

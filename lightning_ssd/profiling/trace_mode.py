@@ -30,6 +30,7 @@ from lightning_ssd.activations import (
     other_random_states,
     outer_autocast,
     rerun_arguments,
+    storage_of,
     tensors_of,
     wraps,
     written,
@@ -383,7 +384,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
-    return [value.untyped_storage() for value in written(func, args, kwargs) if value.layout is torch.strided]
+    return [storage_of(value) for value in written(func, args, kwargs) if value.layout is torch.strided]
 
 
 def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
@@ -391,7 +392,7 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
     found: dict[torch.UntypedStorage, bool] = {}
     for value in tensors_of(tree):
         if value.layout is torch.strided and not value.is_quantized:
-            storage = value.untyped_storage()
+            storage = storage_of(value)
             found[storage] = offloaded_weights(storage) is not None or is_weight(value, storage)
     return found
 

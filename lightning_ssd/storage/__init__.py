@@ -16,7 +16,7 @@ from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
-from lightning_ssd.storage.scratch import ScratchDirectory
+from lightning_ssd.storage.scratch import ScratchDirectory, striped_free_bytes
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
 from lightning_ssd.storage.smart import read_wear
@@ -58,4 +58,5 @@ __all__ = [
     "from_os_error",
     "read_manifest",
     "read_wear",
+    "striped_free_bytes",
 ]

@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import secrets
+import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 
-__all__ = ["ScratchDirectory", "kept_directory"]
+__all__ = ["ScratchDirectory", "kept_directory", "striped_free_bytes"]
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
@@ -27,6 +29,32 @@ _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
 def kept_directory(path: str | Path, rank: int = 0) -> Path:
     """Returns the directory inside `path` in which a killed run leaves its files for the next one."""
     return Path(path).absolute() / f"lightning_ssd-kept-rank{rank}"
+
+
+def striped_free_bytes(paths: Sequence[str | Path]) -> int:
+    """Returns the bytes for which the drives of `paths` have room, if data are striped evenly over the directories.
+
+    Raises:
+        StorageError: a path is missing, or is no directory, or its filesystem failed.
+    """
+    drives: list[int] = []
+    free: list[int] = []
+    for path in paths:
+        _check_directory(path)
+        try:
+            drives.append(os.stat(path).st_dev)
+            free.append(shutil.disk_usage(path).free)
+        except OSError as error:
+            raise from_os_error(error, "ask for free space", path) from error
+    return len(paths) * min(nbytes // drives.count(drive) for nbytes, drive in zip(free, drives, strict=True))
+
+
+def _check_directory(path: str | Path) -> None:
+    parent = Path(path).absolute()
+    if not parent.exists():
+        raise StorageError(f"path {str(path)!r} does not exist: create it first (`mkdir -p {parent}`)")
+    if not parent.is_dir():
+        raise StorageError(f"path {str(path)!r} is not a directory: give one on the drive to use")
 
 
 class ScratchDirectory:
@@ -64,10 +92,7 @@ class ScratchDirectory:
         opened: tuple[PrivateDirectory, int] | None = None
         with ExitStack() as undo:
             try:
-                if not parent.exists():
-                    raise StorageError(f"path {str(path)!r} does not exist: create it first (`mkdir -p {parent}`)")
-                if not parent.is_dir():
-                    raise StorageError(f"path {str(path)!r} is not a directory: give one on the drive to use")
+                _check_directory(path)
                 # The user gave this path: links in it are followed, once.
                 self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 undo.callback(close_fd, self._parent, parent)

@@ -96,6 +96,24 @@ def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path
         assert_same(list(model.parameters()), list(plain.parameters()))
 
 
+class SavedByUser(Model):
+    """Saves the tensors of its blocks by hooks of its own, which keep the weights themselves."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(tokens)
+
+
+def test_offloaded_weights_that_hooks_of_the_user_save(tmp_path: Path) -> None:
+    plain = train_states(tmp_path, "auto", SavedByUser(), limit_val_batches=0)
+    first = planner()
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
+    model = train_states(tmp_path, strategy, SavedByUser(), callbacks=[first], limit_val_batches=0)
+    assert first.plan is not None
+    assert model.losses == plain.losses
+    assert_same(list(model.parameters()), list(plain.parameters()))
+
+
 class Unsteady(TinyGPT):
     """Runs additional operators in every other step, before its blocks and inside them."""
 
