@@ -40,6 +40,7 @@ from lightning_ssd.types import InputChoice, Tier
 log = logging.getLogger(__name__)
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
+_NAME_SHAPES = "Name the shapes of a batch instead, such as `--batch input_ids=8x1024:int64`."
 
 
 def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] = ()) -> ModelProfile:
@@ -112,7 +113,7 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
         module = _attach(_module(config), trainer)
         with unset_fake_temporarily():
             first = parse_batch(batch) if batch else _first_batch(config, module, trainer)
-        _configure(module)
+        _configure(module, named=bool(batch))
         if dtype is not torch.float32:
             first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
         units = [unit for unit in find_units(module, _strategy_argument(config, "units")) if unit.parameters]
@@ -215,12 +216,14 @@ def _attach(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModu
     return module.train()
 
 
-def _configure(module: pl.LightningModule) -> None:
+def _configure(module: pl.LightningModule, *, named: bool) -> None:
+    """Builds the module's layers. `named`: the user has named the shapes of a batch, so that no data is read."""
     try:
         module.setup("fit")
         module.configure_model()
     except Exception as error:
-        raise ValueError(f"`model` of the recipe can't be built without memory: {error}") from error
+        other = "" if named else f". Is other data meant? {_NAME_SHAPES}"
+        raise ValueError(f"`model` of the recipe can't be built without memory: {error}{other}") from error
     _from_meta(module)
     module.train()
 
@@ -263,7 +266,6 @@ def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -
     Raises:
         ValueError: no batch can be loaded.
     """
-    remedy = "Name the shapes of a batch instead, such as `--batch input_ids=8x1024:int64`."
     source: Any = module
     if config.get("data") is not None:
         source = _instantiate(config, "data", pl.LightningDataModule)
@@ -275,7 +277,7 @@ def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -
             source.setup("fit")
         return next(iter(source.train_dataloader()))
     except Exception as error:
-        raise ValueError(f"The recipe's data can't be read: {error or type(error).__name__}. {remedy}") from error
+        raise ValueError(f"The recipe's data can't be read: {error or type(error).__name__}. {_NAME_SHAPES}") from error
 
 
 def _step(module: pl.LightningModule, config: Any) -> Any:

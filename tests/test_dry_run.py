@@ -163,6 +163,17 @@ def test_shapes_stand_for_data() -> None:
     assert (found.samples, found.tokens) == (4, 32)
 
 
+def test_latents_that_are_elsewhere_are_planned_by_their_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(ROOT / "recipes/dit.yaml"), "-c", str(ROOT / "configs/models/dit-xl-2.yaml")]
+    command += ["--model.num_layers=2", "--machine", MACHINE]
+    with pytest.raises(SystemExit):  # the recipe's data has other images
+        cli.main(command)
+    assert "`--batch " in capsys.readouterr().err
+    assert cli.main([*command, "--batch", "images=32x4x64x64", "--batch", "labels=32:int64"]) == 0
+    printed = capsys.readouterr().out
+    assert " samples/s" in printed and "tokens/s" not in printed
+
+
 @pytest.mark.parametrize("hint", ["8y1024", "ids=8x1024:int65", "0x4", "ids="])
 def test_refuses_shapes(hint: str) -> None:
     with pytest.raises(ValueError, match="is not \\[NAME=\\]SHAPE"):

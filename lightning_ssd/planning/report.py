@@ -54,6 +54,7 @@ class Report:
         over: text that names the exceeded limit.
         placed: bytes of each class in each tier.
         swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
+        counted: name of the counted items, "tokens", or "samples" where each sample of a batch counts as one token.
         tokens_per_second: predicted throughput.
         what_ifs: pairs of a change of the hardware and throughput with it / throughput, the largest gain first.
         largest_samples: samples of the largest micro-batch that fits with the plan of least memory; 0: none fits.
@@ -70,6 +71,7 @@ class Report:
     over: str
     placed: tuple[TierBytes, ...]
     swap_coefficient: float
+    counted: str
     tokens_per_second: float
     what_ifs: tuple[tuple[str, float], ...]
     largest_samples: int
@@ -115,6 +117,7 @@ def make_report(
         over=" is written to SSDs in a step for the daily limit" if prediction.excess_written(hardware) else "",
         placed=placed,
         swap_coefficient=coefficient,
+        counted="samples" if model.tokens == model.samples else "tokens",
         tokens_per_second=throughput,
         what_ifs=find_what_ifs(model, hardware, plan, fixed),
         largest_samples=largest_samples(model, hardware),
@@ -201,16 +204,17 @@ def render_report(report: Report) -> str:
     """Returns the report as text."""
     prediction = report.prediction
     busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in prediction.busy_seconds.items())
+    throughput, counted = report.tokens_per_second, report.counted
     lines = [
         "It fits." if report.fits else f"It does not fit: {format_bytes(report.excess_bytes)} too much{report.over}.",
-        f"step               {format_seconds(prediction.step_seconds)}, {report.tokens_per_second:.0f} tokens/s",
+        f"step               {format_seconds(prediction.step_seconds)}, {throughput:.0f} {counted}/s",
         f"peak               GPU {format_bytes(prediction.gpu_peak_bytes)}, host "
         f"{format_bytes(prediction.host_peak_bytes)}, SSD {format_bytes(prediction.ssd_peak_bytes)}",
         f"busy               {busy}",
         f"bound by           {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)}",
     ]
     for change, gain in report.what_ifs:
-        lines.append(f"  with {change}: {gain * report.tokens_per_second:.0f} tokens/s ({gain:.2f}x)")
+        lines.append(f"  with {change}: {gain * throughput:.0f} {counted}/s ({gain:.2f}x)")
     lines.append(f"{'':<18} {'GPU':>12} {'host':>12} {'SSD':>12} {'recomputed':>12}")
     for row in report.placed:
         sizes = (format_bytes(nbytes) for nbytes in (row.gpu, row.host, row.ssd, row.recomputed))
@@ -220,7 +224,8 @@ def render_report(report: Report) -> str:
         f"largest micro-batch: {report.largest_samples} samples",
     ]
     if report.breakeven_tokens != 0:
-        hidden = "never" if report.breakeven_tokens is None else f"from {report.breakeven_tokens:.0f} tokens a step on"
+        tokens = report.breakeven_tokens
+        hidden = "never" if tokens is None else f"from {tokens:.0f} {counted} a step on"
         lines.append(f"SSDs hidden        {hidden}")
     lines.append(
         f"write bandwidth    {report.required_write_bandwidth / 1e9:.3g} GB/s would offload all activations within "
@@ -234,7 +239,7 @@ def render_report(report: Report) -> str:
         lines.append(f"SSD life           {report.ssd_years:.1f} years of training without a pause")
     if report.cost is not None:
         cost = f"{report.cost:.2f}" if report.cost >= 0.1 else f"{report.cost:.2g}"
-        lines.append(f"cost               {cost} for a million tokens")
+        lines.append(f"cost               {cost} for a million {counted}")
     return "\n".join(lines)
 
 
