@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
@@ -16,7 +17,7 @@ from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.module_records import ModuleRecords
 from lightning_ssd.step_state import StepState
 from tests.support.states import offloading
-from tests.support.trainings import batches, make_trainer, nothing_left, small_model  # noqa: F401
+from tests.support.trainings import WIDTH, SmallModel, batches, make_trainer, nothing_left, small_model  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +113,34 @@ def test_an_interrupt_leaves_whole_weights(
     for name, value in module.state_dict().items():
         assert value.untyped_storage().nbytes() and torch.isfinite(value).all(), name
         assert method == "hand_over" or torch.equal(value, plain.state_dict()[name]), name
+
+
+class Fused(SmallModel):
+    """Layers that torch evaluates by fused kernels; an interrupt in the first layer of the first validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.net = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, WIDTH))
+        self.net[0].layers[0].register_forward_pre_hook(self._press)  # type: ignore[operator, union-attr]
+        self.pressed = False
+
+    def _press(self, layer: nn.Module, args: Any) -> None:
+        if not layer.training and not self.pressed:
+            self.pressed = True
+            press()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch[:, None])[:, 0]
+
+
+def test_an_interrupt_in_a_fused_layer_leaves_an_ordinary_model(tmp_path: Path) -> None:
+    module, plain = small_model(kind=Fused), small_model(kind=Fused)
+    for strategy, one in ((offloading(states="host", min_bytes=1), module), ("auto", plain)):
+        with pytest.raises(SystemExit):
+            make_trainer(tmp_path, strategy).fit(one, batches(2), batches(1))
+    for (name, value), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert type(value) is nn.Parameter and torch.equal(value, other), name
+    assert not any("modules" in vars(layer) for layer in module.modules())
+    row = torch.ones(1, WIDTH)
+    assert torch.equal(module.eval()(row), plain.eval()(row))
