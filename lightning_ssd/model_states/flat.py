@@ -134,7 +134,7 @@ class FlatParameter:
         """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
         self.release_views()
-        if not self.aliased:
+        if not self.aliased and self._storage.resizable():  # it is not once a NumPy array was made of it
             self._free()
             return
         unmark_offloaded(self._storage)

@@ -97,19 +97,36 @@ def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path
 
 
 class SavedByUser(Model):
-    """Saves the tensors of its blocks by hooks of its own, which keep the weights themselves."""
+    """Saves the tensors of its blocks by hooks of its own.
+
+    Args:
+        hooks: makes the hooks.
+    """
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__()
+        self.hooks = hooks
 
     def forward(self, tokens: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
+        with self.hooks():
             return super().forward(tokens)
 
 
-def test_offloaded_weights_that_hooks_of_the_user_save(tmp_path: Path) -> None:
-    plain = train_states(tmp_path, "auto", SavedByUser(), limit_val_batches=0)
-    first = planner()
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        torch.autograd.graph.save_on_cpu,  # keeps the memory of the weights themselves on a CPU
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy),
+    ],
+    ids=["save_on_cpu", "numpy"],
+)
+@pytest.mark.parametrize("plans", [False, True])
+def test_offloaded_weights_that_hooks_of_the_user_save(plans: bool, hooks: Any, tmp_path: Path) -> None:
+    plain = train_states(tmp_path, "auto", SavedByUser(hooks), limit_val_batches=0)
+    chosen = [planner()] if plans else []
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
-    model = train_states(tmp_path, strategy, SavedByUser(), callbacks=[first], limit_val_batches=0)
-    assert first.plan is not None
+    model = train_states(tmp_path, strategy, SavedByUser(hooks), callbacks=chosen, limit_val_batches=0)
+    assert all(one.plan is not None for one in chosen)
     assert model.losses == plain.losses
     assert_same(list(model.parameters()), list(plain.parameters()))
 
