@@ -290,6 +290,8 @@ def _is_function(value: object) -> TypeGuard[FunctionType]:
 
 def _calls_are_compiled(module: nn.Module) -> bool:
     """Returns whether calls of `module` run compiled code: `module.compile()`, `torch.compile(module)`, a decorator."""
+    if not _can_be_called(module):
+        return False
     if type(module).__name__ == "OptimizedModule":
         return is_compiled_function(vars(module).get("forward"))  # else made by `torch.compiler.disable`
     return is_compiled_function(module._compiled_call_impl) or is_compiled_function(
@@ -308,7 +310,16 @@ def is_compiled_function(value: object) -> bool:
 
 def _compiled_functions(module: nn.Module) -> list[str]:
     """Returns the names of compiled functions among the attributes of the instance, which are no submodules."""
-    return [name for name, value in vars(module).items() if is_compiled_function(value)]
+    return [
+        name
+        for name, value in vars(module).items()
+        if is_compiled_function(value) and (name != "_compiled_call_impl" or _can_be_called(module))
+    ]
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Returns whether `module` has a forward: `compile()` of a ModuleList, whose modules are called, has no effect."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _compiled_methods(module: nn.Module) -> list[str]:

@@ -102,6 +102,15 @@ def test_own_parameters_and_lists_of_them() -> None:
     assert len(units[0].parameters) == 3
 
 
+def test_a_compiled_list_is_no_region() -> None:
+    """torch ignores its `compile()`: it is never called."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+    model["blocks"].compile(backend="eager")
+    assert names(find_units(model)) == ["blocks.0", "blocks.1"]
+    model["blocks"][0].compile(backend="eager")
+    assert list(compiled_regions(model)) == [model["blocks"][0]]
+
+
 class Held(nn.Module):
     """Blocks, and functions among the attributes of the instance."""
 
