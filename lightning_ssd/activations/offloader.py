@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
@@ -326,8 +327,11 @@ class ActivationOffloader(Uncopied):
         if type(tensor) in _PLAIN:
             if not (_num_dispatch_modes() or _num_function_modes()):
                 return self._pack(tensor)
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                return self._pack(tensor)
+            if not _traces():
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                    return self._pack(tensor)
+        if isinstance(tensor, FakeTensor) or _traces():
+            return _keep(tensor)  # the trace follows tensors through all operators, and backward is a part of it
         if (weights := _weights_of(tensor)) is not None:
             with torch._C._DisableTorchDispatch():
                 return weights.save(tensor)  # its class answers for its dtype, unless a caller has disabled functions
@@ -639,6 +643,11 @@ def _innermost() -> tuple[object, object]:
     """
     innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if innermost_hooks is None else innermost_hooks(False), _get_current_dispatch_mode()
+
+
+def _traces() -> bool:
+    """Returns whether operators are traced to a graph, as by `make_fx`, also inside of `torch.cond` and the like."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _keep(tensor: Tensor) -> "InlineSaved":

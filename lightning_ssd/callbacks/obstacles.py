@@ -134,9 +134,14 @@ class Obstacles:
 
 
 def _compiled_frames() -> int:
-    """Returns the number of frames that `torch.compile` has seen in this process."""
+    """Returns a number that grows with each frame that `torch.compile` sees in this process.
+
+    Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone.
+    """
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["frames"]["total"] + dynamo.counters["stats"]["unique_graphs"])
 
 
 def obstacle_to_planning(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:

@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
@@ -232,6 +233,21 @@ def without_own_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
             users = {key: hook for key, hook in hooks.items() if key not in before}
             hooks.clear()
             hooks.update(before | users)
+
+
+@contextlib.contextmanager
+def before_compilations(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` whenever Dynamo begins to compile code within the context, on the thread that compiles."""
+
+    def begin(*_: object) -> None:  # older torch gives it no argument
+        action()
+
+    callback_handler.register_start_callback(begin)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # `torch.compiler.reset` has removed it
+            callback_handler.remove_start_callback(begin)
 
 
 def run_functions_within(model: nn.Module, context: CallContext) -> list[Callable[[], None]]:

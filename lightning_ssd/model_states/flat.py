@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _to_dlpack as to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, unmark_offloaded
 from lightning_ssd.device import allow_access, refuse_access
@@ -164,6 +166,20 @@ class FlatParameter:
                 item.parameter.data = view
         self.attached = True
 
+    def separate(self) -> None:
+        """Makes each parameter the only view of a storage of its own, over its part of the memory, until `attach`.
+
+        The flat parameter must be resident. Parameters that share a storage are aliases to `torch.compile`.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+            for item in self.param_views:
+                first = item.start * self.dtype.itemsize
+                own = from_dlpack(to_dlpack(self._bytes[first : first + item.numel * self.dtype.itemsize]))
+                storage = own.untyped_storage()
+                mark_offloaded(storage, _FlatReferences(self, item.start))
+                view = torch.empty(0, dtype=self.dtype, device=self.device)
+                item.parameter.data = view.set_(storage, 0, item.shape, item.stride)
+
     def adopt(self) -> None:
         """Makes the parameters views of the flat parameter, whose store has their values already.
 
@@ -217,13 +233,19 @@ class FlatParameter:
         """Returns the compute weights of parameter `index`. The flat parameter must be resident."""
         return self._views[index].detach()
 
-    def save(self, tensor: Tensor) -> SavedWeight:
-        """Returns the reference that autograd saves in place of `tensor`, a parameter or a view of one."""
+    def save(self, tensor: Tensor, start: int = 0) -> SavedWeight:
+        """Returns the reference that autograd saves in place of a parameter or a view of one.
+
+        Args:
+            tensor: the parameter or view.
+            start: offset of the tensor's storage in the flat parameter, elements.
+        """
         if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # saved by a function that read fp32 values
             return _SavedWhole(self, tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            offset = tensor.storage_offset() * tensor.itemsize // self.dtype.itemsize
-            return _SavedView(self, bisect_right(self._starts, offset) - 1, tensor)
+            offset = int(tensor.storage_offset()) + start * self.dtype.itemsize // tensor.itemsize
+            index = bisect_right(self._starts, offset * tensor.itemsize // self.dtype.itemsize) - 1
+            return _SavedView(self, index, tensor, offset)
 
     def load(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]) -> Tensor:
         """Returns a view of the storage, which must be resident."""
@@ -263,12 +285,14 @@ class _FlatReferences:
     Args:
         flat: the flat parameter, which is not kept alive: this object belongs to its storage, and the garbage collector
             does not see that the storage belongs to tensors of the flat parameter.
+        start: offset of the storage in the flat parameter, elements.
     """
 
-    __slots__ = ("_flat",)
+    __slots__ = ("_flat", "_start")
 
-    def __init__(self, flat: FlatParameter) -> None:
+    def __init__(self, flat: FlatParameter, start: int = 0) -> None:
         self._flat = weakref.ref(flat)
+        self._start = start
 
     def save(self, tensor: Tensor) -> SavedWeight:
         flat = self._flat()
@@ -276,7 +300,7 @@ class _FlatReferences:
             raise RuntimeError(
                 "autograd can't save weights of a training that has ended. Take a `.clone()` inside of it."
             )
-        return flat.save(tensor)
+        return flat.save(tensor, self._start)
 
 
 class _SavedView(SavedWeight):
@@ -284,11 +308,11 @@ class _SavedView(SavedWeight):
 
     __slots__ = ("_dtype", "_flat", "_index", "_offset", "_size", "_stride", "_version")
 
-    def __init__(self, flat: FlatParameter, index: int, tensor: Tensor) -> None:
+    def __init__(self, flat: FlatParameter, index: int, tensor: Tensor, offset: int) -> None:
         self._flat = flat
         self._index = index
         self._dtype = tensor.dtype
-        self._offset = int(tensor.storage_offset())
+        self._offset = offset
         self._size = tensor.size()
         self._stride = tensor.stride()
         # The parameter's version: tensors that share its memory need not share its counter (`.data`).

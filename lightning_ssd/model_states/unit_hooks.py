@@ -1,7 +1,7 @@
 """Hooks on the modules of a model, which keep the weights of a unit on the device while its forward runs."""
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.compile import (
     around_calls,
+    before_compilations,
     compiled_regions,
     run_calls_within,
     run_functions_within,
@@ -216,7 +217,32 @@ class _CompiledWeights:
                 stack.enter_context(access.whole(self.owners, under_autocast=under_autocast))
                 stack.enter_context(access.ordinary(self.offloaded))
                 stack.enter_context(ordinary(self.with_masters))
+                stack.enter_context(_separate_when_compiled(self.flat_params))
             yield
+
+
+@contextlib.contextmanager
+def _separate_when_compiled(flat_params: Iterable[FlatParameter]) -> Iterator[None]:
+    """Gives resident parameters storages of their own while torch compiles code that uses them, and runs it first.
+
+    Higher-order operators (`torch.cond`, `torch.compiler.nested_compile_region`) refuse operands that share a storage.
+    Later calls of the code run with shared ones: compiled code does not depend on it, as the parameters do not overlap.
+    """
+
+    separated: list[FlatParameter] = []
+
+    def separate() -> None:
+        if not separated:
+            separated.extend(flat_params)
+            for flat in separated:
+                flat.separate()
+
+    try:
+        with before_compilations(separate):
+            yield
+    finally:
+        for flat in separated:
+            flat.attach()
 
 
 def hook_fused_layers(

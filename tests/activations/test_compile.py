@@ -139,6 +139,61 @@ def given(backend: str) -> nn.Module:
     return Given()
 
 
+def regional(backend: str) -> nn.Module:
+    """Blocks of a compiled module that are compiled once for all."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        @torch.compiler.nested_compile_region  # type: ignore[misc,untyped-decorator]
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    model.compile(backend=backend)
+    return model
+
+
+class Conditional(nn.Module):
+    """Chooses one of two modules by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(
+            x.sum() > 0, lambda x: self.first(x).sin(), lambda x: self.second(x).cos() * self.first.weight[0], (x,)
+        )
+        return chosen
+
+
+def conditional(backend: str) -> nn.Module:
+    """`torch.cond` in compiled code: weights are operands."""
+    model = nn.Sequential(nn.Linear(32, 32), Conditional())
+    model[1].compile(backend=backend)
+    return model
+
+
+def scanned(backend: str) -> nn.Module:
+    """`scan` in eager code traces its function, and the backward of it, to graphs."""
+    from torch._higher_order_ops.scan import scan
+
+    class Scanned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            added: Tensor = scan(lambda total, row: (total + row, (total * row).sin()), x[0].clone(), x)[1]
+            return added
+
+    return Scanned()
+
+
 class Llama(nn.Module):
     """A Hugging Face model of which some layers are compiled in place."""
 
@@ -199,12 +254,13 @@ def train(
     return [*module.losses, *weights], counts
 
 
-CASES = [sequential, broken, wrapped, method, nested, doubled, function, one_layer]
-LONG = [pytest.param(build, marks=pytest.mark.thorough) for build in (every_layer, decorated, given)]
+REGIONAL = pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="needs torch 2.8")
+CASES = [sequential, broken, wrapped, method, nested, doubled, function, one_layer, scanned]
+LONG = [pytest.param(build, marks=pytest.mark.thorough) for build in (every_layer, decorated, given, conditional)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("build", [*CASES, *LONG])
+@pytest.mark.parametrize("build", [*CASES, pytest.param(regional, marks=REGIONAL), *LONG])
 def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], backend: str, tmp_path: Path) -> None:
     """Frames, graphs, graph breaks, recompilations and numbers are plain Lightning's."""
     plain, expected = train(build, backend, "auto", tmp_path)

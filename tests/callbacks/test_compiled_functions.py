@@ -23,14 +23,14 @@ STEPS = 16
 class Augmented(pl.LightningModule):
     """Calls a compiled function of tensors from some step on, without gradients."""
 
-    def __init__(self, begin: int) -> None:
+    def __init__(self, begin: int, **how: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(12)))
         self.begin = begin
         self.num_compiled_calls = 0
         self.losses: list[Tensor] = []
-        noisy = torch.compile(lambda x: x.sin() * 1.1, backend=self._count)
+        noisy = torch.compile(lambda x: x.sin() * 1.1, backend=self._count, **how)
         self.functions = [noisy]  # not an attribute, by which it would be found
 
     def _count(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -60,10 +60,11 @@ def fit(module: Augmented, path: Path, strategy: Any, **how: Any) -> list[Tensor
     return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())]
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_second_training_under_the_default_compiles_what_the_first_one_has_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fullgraph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, other = Augmented(0), Augmented(0)
+    module, other = Augmented(0, fullgraph=fullgraph), Augmented(0, fullgraph=fullgraph)
     use(Meter(1e6, 980_000), monkeypatch)
     for num_trainings in (1, 2):
         plain = fit(other, tmp_path, "auto")

@@ -30,7 +30,8 @@ def counted() -> Iterator[dict[str, dict[str, int]]]:
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """No code is compiled before and after each test of a module that imports this fixture."""
+    """No code is compiled, or counted, before each test of a module that imports this fixture, and none after it."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.offloader import Forward
@@ -82,6 +83,17 @@ def _checkpointed(reentrant: bool) -> Forward:
     return forward
 
 
+def _traced(x: Tensor, y: Tensor) -> Tensor:
+    """A graph is traced that contains a backward."""
+
+    def gradient(a: Tensor) -> Tensor:
+        a = a.detach().requires_grad_()
+        return torch.autograd.grad((a.sin() * a.exp()).sum(), a)[0]
+
+    graph = make_fx(gradient)(x.detach() + 1)
+    return (x * graph(y.detach()) * y).sum()
+
+
 def _in_place(x: Tensor, y: Tensor) -> Tensor:
     hidden = (x @ y).relu_()
     hidden = (hidden * y).mul_(2).sin() + (x * 2).view(-1).view(32, 32).t().exp_().t()
@@ -122,6 +134,7 @@ FORWARDS = [
     pytest.param(_sparse, id="sparse"),
     pytest.param(_custom, id="custom function"),
     pytest.param(_in_place, id="in place"),
+    pytest.param(_traced, id="make_fx"),
     pytest.param(_checkpointed(False), id="checkpoint"),
     pytest.param(_checkpointed(True), id="reentrant checkpoint"),
     pytest.param(lambda x, y: torch.func.vmap(lambda a, b: (a * b).exp().sum())(x, y).sin().sum(), id="vmap"),
