@@ -18,9 +18,11 @@ from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.checkpointed_call import EmptyCaches, rerun_arguments
 from lightning_ssd.activations.compiled_code import (
+    GuardHook,
     check_no_cuda_graphs,
     compile_seconds,
     compile_settings,
+    count_compiled,
     records_cuda_graphs,
 )
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_auto_placement, make_offloader
@@ -66,6 +68,7 @@ __all__ = [
     "Buffer",
     "EmptyCaches",
     "ForwardGraph",
+    "GuardHook",
     "HostTier",
     "Interval",
     "KeepAll",
@@ -97,6 +100,7 @@ __all__ = [
     "check_no_cuda_graphs",
     "compile_seconds",
     "compile_settings",
+    "count_compiled",
     "in_backward",
     "is_random",
     "is_weight",

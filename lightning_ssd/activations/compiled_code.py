@@ -1,13 +1,55 @@
 """State of `torch.compile` in this process, without an import of it by trainings that do not compile."""
 
 import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["check_no_cuda_graphs", "compile_seconds", "compile_settings", "records_cuda_graphs"]
+__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "compile_settings", "count_compiled",
+           "records_cuda_graphs"]  # fmt: skip
+
+_set_hook: Any = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
+
+
+class GuardHook:
+    """Calls a function whenever Dynamo has checked the guards of compiled code, until `close`, if torch can.
+
+    Args:
+        action: the function.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+        self._replaced: Callable[[bool], bool] | None = None
+        """The hook of other code."""
+        if _set_hook is not None:
+            self._replaced = _set_hook(self._on_guards)
+
+    def close(self) -> None:
+        """Ends the calls, which cost the host a call of Python for each check of guards."""
+        if self._action is not None:
+            self._action = None
+            if _set_hook is not None:
+                _set_hook(self._replaced)
+
+    def _on_guards(self, found: bool) -> bool:
+        if self._action is not None:
+            self._action()
+        return found if self._replaced is None else self._replaced(found)
+
+
+def count_compiled() -> int:
+    """Returns a number that grows with each frame that `torch.compile` sees in this process.
+
+    Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["frames"]["total"] + dynamo.counters["stats"]["unique_graphs"])
 
 
 def compile_seconds() -> float:

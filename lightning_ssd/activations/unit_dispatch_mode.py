@@ -18,8 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
+from lightning_ssd.activations.compiled_code import GuardHook, count_compiled
 from lightning_ssd.activations.untraced import skipped
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
+
+_COMPILES = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether torch compiles code under modes that allow it."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__  # inherited by classes that do not dispatch
 
@@ -61,17 +65,24 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         units: modules of each unit. Operations of modules that take no hooks belong to the unit before.
 
     Attributes:
-        num_not_compiled: operations, under any of these modes in this process, of functions that `torch.compile`
-            compiles elsewhere: Dynamo leaves all code that runs under a dispatch mode uncompiled.
+        num_compiled: forwards, under any of these modes in this process, that have called compiled code. Its operations
+            are those of its graphs.
+        num_not_compiled: operations under any of these modes of functions that `torch.compile` compiles elsewhere, and
+            that older torch leaves uncompiled under every dispatch mode.
     """
 
     supports_higher_order_operators = True
+    num_compiled: ClassVar[int] = 0
     num_not_compiled: ClassVar[int] = 0
 
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []
         self._entered = 0
+        self._guards: GuardHook | None = None
+        """Notices calls of code that was compiled before the running forward; None: no forward runs."""
+        self._count = 0
+        """What `count_compiled` was when the forward began."""
         self._thread = 0
         """Identifier of the thread of the running forward."""
         self._open: list[UnitCall] = []
@@ -96,12 +107,29 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self.unit_call = UnitCall(0, 0)
         self.begin_segment(Segment("start", 0, 0))
         self._entered += 1
+        if self._guards is None:
+            self._count = count_compiled()
+            self._guards = GuardHook(self._on_compiled_call)
         self._thread = threading.get_ident()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._entered -= 1
+        if not self._entered and self._guards is not None:
+            self._guards.close()
+            self._guards = None
+            if count_compiled() != self._count:
+                self._on_compiled_call()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _on_compiled_call() -> None:
+        UnitDispatchMode.num_compiled += 1
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: Dynamo compiles code that runs under the mode, and the mode intercepts the compiled code."""
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -111,7 +139,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
     @skipped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         callback = set_eval_frame(None)
-        if callable(callback):  # Dynamo's, which compiles the code that calls the operation
+        if callable(callback) and not _COMPILES:  # Dynamo's, which compiles the code that calls the operation
             UnitDispatchMode.num_not_compiled += 1
         try:
             return self._dispatch(func, types, args, kwargs)

@@ -428,11 +428,10 @@ class AutoPlanner(pl.Callback):
         self._begin_rules(trainer, get_offloader(trainer))
 
     def _plan_compiled(self, trainer: pl.Trainer) -> None:
-        """Ends the plan of operators, as code that is to be compiled runs uncompiled under it."""
+        """Ends the plan of operators, as compiled code runs under it."""
         pl.utilities.rank_zero_info(
-            "offload='auto': code of this training that `torch.compile` compiles was called late, and ran uncompiled "
-            "in this step, whose operators were recorded or planned. It is compiled from now on, and so is all other "
-            "compiled code of the process, anew."
+            "offload='auto': compiled code of this training was called late, in a step whose operators were recorded "
+            "or planned. Saved tensors of all its code are planned from now on, and no operators are recomputed."
         )
         self._remove_planner(trainer)
         self._measure_again(trainer)

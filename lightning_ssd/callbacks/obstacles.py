@@ -1,14 +1,16 @@
 """Trainings whose operators can't be planned: those on several devices, and those with compiled code."""
 
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import UnitDispatchMode, backward_nodes, records_cuda_graphs
+from lightning_ssd.activations import (
+    GuardHook,
+    UnitDispatchMode,
+    backward_nodes,
+    count_compiled,
+    records_cuda_graphs,
+)
 from lightning_ssd.callbacks.offloader import offload_config
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.model_states import is_compiled
@@ -19,50 +21,53 @@ __all__ = ["COMPILED", "CompiledCode", "Obstacles", "check_can_plan"]
 COMPILED = "`torch.compile` compiles a part of the training"
 """The obstacle to planning in trainings with compiled code."""
 
-_set_hook: Any = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
-
 
 class CompiledCode(Uncopied):
     """Notices code that `torch.compile` compiles, from now on.
 
     Code that was compiled earlier, such as in another training of this process, is noticed when Dynamo checks its
-    guards, until `close` is called, if torch has `set_guard_complete_hook`.
+    guards, until `close` is called, and under dispatch modes of plans and profiles, if torch has
+    `set_guard_complete_hook`.
     """
 
     def __init__(self) -> None:
-        self._frames = _compiled_frames()
+        self._count = count_compiled()
+        self._under_modes = UnitDispatchMode.num_compiled
         self._not_compiled = UnitDispatchMode.num_not_compiled
         self._called = False
-        self._replaced: Callable[[bool], bool] | None = None
-        """The hook of other code."""
-        self._hooked = bool(self._frames) and _set_hook is not None
-        if self._hooked:
-            self._replaced = _set_hook(self._on_guards)
+        self._hook = GuardHook(self._on_call) if self._count else None
 
     @property
     def ran(self) -> bool:
         """Whether code was compiled, or compiled code was called."""
-        return self._called or self.ran_eagerly or _compiled_frames() != self._frames
+        return self._called or self.ran_under_mode or count_compiled() != self._count
 
     @property
-    def ran_eagerly(self) -> bool:
-        """Whether code that is to be compiled ran under a dispatch mode of a plan or profile, uncompiled."""
+    def ran_under_mode(self) -> bool:
+        """Whether code that is compiled, or to be compiled, ran under a dispatch mode of a plan or profile."""
+        return UnitDispatchMode.num_compiled != self._under_modes or self._ran_eagerly
+
+    @property
+    def _ran_eagerly(self) -> bool:
+        """Whether older torch ran such code uncompiled."""
         return UnitDispatchMode.num_not_compiled != self._not_compiled
 
     def forget(self) -> None:
         """Has all code of the process compiled anew, if some ran uncompiled: Dynamo skips such code for ever."""
-        if self.ran_eagerly:
+        if self._ran_eagerly:
             torch.compiler.reset()
+            pl.utilities.rank_zero_info(
+                "This version of torch ran code uncompiled in a step whose operators were recorded or planned. It is "
+                "compiled from now on, and so is all other compiled code of the process, anew."
+            )
 
     def close(self) -> None:
-        """Ends the notice of earlier compiled code, which costs the host a call of Python for each check of guards."""
-        if self._hooked:
-            self._hooked = False
-            _set_hook(self._replaced)
+        """Ends the notice of earlier compiled code outside of modes."""
+        if self._hook is not None:
+            self._hook.close()
 
-    def _on_guards(self, found: bool) -> bool:
+    def _on_call(self) -> None:
         self._called = True
-        return found if self._replaced is None else self._replaced(found)
 
 
 class Obstacles:
@@ -107,11 +112,11 @@ class Obstacles:
         return self.lasting
 
     def find_late(self) -> bool:
-        """Returns whether code that is to be compiled ran uncompiled under a plan, which has to end then.
+        """Returns whether compiled code ran under a plan of operators, which has to end then.
 
-        All code of the process is compiled anew in that case.
+        If older torch ran it uncompiled, all code of the process is compiled anew.
         """
-        if self._code is None or not self._code.ran_eagerly:
+        if self._code is None or not self._code.ran_under_mode:
             return False
         self.lasting = COMPILED
         self._code.forget()
@@ -131,17 +136,6 @@ class Obstacles:
     @property
     def _ran_compiled(self) -> bool:
         return self._code is not None and self._code.ran
-
-
-def _compiled_frames() -> int:
-    """Returns a number that grows with each frame that `torch.compile` sees in this process.
-
-    Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone.
-    """
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    return int(dynamo.counters["frames"]["total"] + dynamo.counters["stats"]["unique_graphs"])
 
 
 def obstacle_to_planning(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:

@@ -161,16 +161,17 @@ class StepProfiling(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._check_not_compiled(self._compiled.ran_eagerly)
+        self._check_not_compiled(self._compiled.ran_under_mode)
         self.profiler.begin_backward()
 
     def _check_not_compiled(self, compiled: bool) -> None:
-        """Raises ValueError if `compiled`: code of the training is compiled, or should be but ran under a mode."""
+        """Raises ValueError if `compiled`: code of the training is or should be compiled."""
         if compiled:
             self._compiled.forget()
             raise ValueError(
                 "`torch.compile` compiles a part of `training_step`, whose single operations "
-                f"{type(self).__name__} can't follow. Remove `torch.compile`, or remove the callback."
+                f"{type(self).__name__} can't follow. Remove `torch.compile`, or remove the callback. (`torch.cond` "
+                "and other operators that take functions compile them, too.)"
             )
 
     @override

@@ -1,4 +1,4 @@
-"""Compiled functions that the model does not show: plans of operators would leave them uncompiled, for ever."""
+"""Compiled functions that the model does not show, whose single operations no plan can follow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy
@@ -18,6 +19,8 @@ from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, planner, quiet_trainer
 
 STEPS = 16
+COMPILES_UNDER_MODES = hasattr(TorchDispatchMode, "ignore_compile_internals")
+NEEDS_COMPILATION_UNDER_MODES = pytest.mark.skipif(not COMPILES_UNDER_MODES, reason="Dynamo skips code under modes")
 
 
 class Augmented(pl.LightningModule):
@@ -73,18 +76,46 @@ def test_a_second_training_under_the_default_compiles_what_the_first_one_has_com
 
 
 @pytest.mark.parametrize("begin", [3, *(pytest.param(step, marks=pytest.mark.thorough) for step in (5, 8))])
-def test_code_that_is_compiled_late_is_uncompiled_in_one_step_only(
+def test_code_that_is_compiled_late_runs_compiled_and_ends_plans_of_operators(
     begin: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is compiled again after a step under a mode of a plan or profile, in which Dynamo compiles nothing."""
+    """Older torch, in which Dynamo compiles nothing under a dispatch mode, runs it uncompiled in one step."""
     plain = fit(Augmented(begin), tmp_path, "auto")
     torch._dynamo.reset()
     use(Meter(1e6, 980_000), monkeypatch)
     module = Augmented(begin)
     with caplog.at_level("INFO"):
         assert_same(fit(module, tmp_path, SSDOffloadStrategy(**BOTH)), plain)
-    assert "ran uncompiled in this step" in caplog.text
-    assert module.num_compiled_calls == STEPS - begin - 1
+    assert "was called late" in caplog.text
+    assert module.num_compiled_calls == STEPS - begin - (not COMPILES_UNDER_MODES)
+
+
+@NEEDS_COMPILATION_UNDER_MODES
+@pytest.mark.parametrize("case", ["fullgraph", "compiled before", "cond"])
+def test_late_code_that_must_be_compiled(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps plain Lightning's numbers, and ends plans of operators also if an earlier training has compiled it."""
+
+    class Chooses(Augmented):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if self.trainer.global_step >= 4:
+                loss = torch.cond(loss > 0.05, lambda loss: loss.sin(), lambda loss: loss.cos(), (loss,))
+            return loss
+
+    module, other = (
+        Chooses(STEPS) if case == "cond" else Augmented(4, fullgraph=case == "fullgraph") for _ in range(2)
+    )
+    plain = fit(other, tmp_path, "auto")
+    if case == "compiled before":
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        fit(module, tmp_path, "auto")
+        module.load_state_dict(weights)
+    use(Meter(1e6, 980_000), monkeypatch)
+    with caplog.at_level("INFO"):
+        assert_same(fit(module, tmp_path, SSDOffloadStrategy(**BOTH)), plain)
+    assert "was called late" in caplog.text
 
 
 @pytest.mark.parametrize("profiles", ["SwapPlanner", "ModelProfiler"])
