@@ -29,9 +29,10 @@ class PartitionerBudget:
         """Whether the setting may be changed.
 
         It may not if the user has set it, or has asked for deterministic algorithms: the user then expects the same
-        digits from the same program, and when the setting changes depends on measured times.
+        digits from the same program, and when the setting changes depends on measured times. Nor may it under a stance
+        (`torch.compiler.set_stance`), which may refuse to compile code, or run it uncompiled, once it is discarded.
         """
-        return (self._entered or _get() == 1.0) and not torch.are_deterministic_algorithms_enabled()
+        return (self._entered or _get() == 1.0) and not (torch.are_deterministic_algorithms_enabled() or _has_stance())
 
     def change(self, value: float) -> None:
         """Makes torch compile code with another value from now on. Called between two steps."""
@@ -51,10 +52,23 @@ class PartitionerBudget:
             _set(1.0)
 
     def close(self) -> None:
-        """Restores the user's value, with which code is compiled from now on. Called at the end of a training."""
+        """Restores the user's value, with which code is compiled from now on. Called at the end of a training.
+
+        Under a stance, code that is compiled already is kept.
+        """
         self.exit()
         if self.value != 1.0:
-            self.change(1.0)
+            if _has_stance():
+                self.value = 1.0
+            else:
+                self.change(1.0)
+
+
+def _has_stance() -> bool:
+    """Returns whether the user has set another stance than the default one."""
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance.stance != "default"
 
 
 def _get() -> float:

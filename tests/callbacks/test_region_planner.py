@@ -150,13 +150,30 @@ def test_code_that_stalls_is_compiled_to_save_less(
     assert functorch.activation_memory_budget == 1.0
 
 
+class Refuse(pl.Callback):
+    """Lets no code be compiled again."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2:
+            torch.compiler.set_stance("fail_on_recompile")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.compiler.set_stance("default")
+
+
 @pytest.mark.parametrize(
-    "reason", ["set", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("deterministic", "no time", "eager"))]
+    "reason",
+    [
+        "set",
+        "stance",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("deterministic", "no time", "eager")),
+    ],
 )
 def test_code_is_not_compiled_again_where_it_may_not(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """The user has set the budget or asks for deterministic algorithms; there is no time; backward is not compiled."""
+    """The user has set the budget or a stance, or asks for deterministic algorithms; there is no time; backward is not
+    compiled."""
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
     lower_budgets(monkeypatch)
@@ -166,7 +183,8 @@ def test_code_is_not_compiled_again_where_it_may_not(
         monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 0.0)
     backend = "eager" if reason == "eager" else "aot_eager"
     with functorch.patch(activation_memory_budget=0.5 if reason == "set" else 1.0):
-        _, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])
+        callbacks = [see, Refuse()] if reason == "stance" else [see]
+        _, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=callbacks)
     assert see.regions.decided and see.placements[-1] is PlannedExcess
     assert set(see.settings) == ({0.5} if reason == "set" else {1.0})
     assert counters["stats"]["unique_graphs"] == 2  # the input of the first block requires no gradient
