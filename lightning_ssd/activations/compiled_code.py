@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,32 +17,47 @@ _set_hook: Any = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook",
 class GuardHook:
     """Calls a function whenever Dynamo has checked the guards of compiled code, until `close`, if torch can.
 
+    Dynamo has one hook for the process, which serves all open objects and the hook of other code that it replaces. It
+    is called on the thread that calls compiled code.
+
     Args:
         action: the function.
     """
 
+    _open: "ClassVar[list[GuardHook]]" = []
+    _replaced: ClassVar[Callable[[bool], bool] | None] = None
+    """The hook of other code."""
+
     def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
-        self._replaced: Callable[[bool], bool] | None = None
-        """The hook of other code."""
-        if _set_hook is not None:
-            self._replaced = _set_hook(self._on_guards)
+        self._action = action
+        if not self._open and _set_hook is not None:
+            GuardHook._replaced = _set_hook(_on_guards)
+        self._open.append(self)
 
     def close(self) -> None:
         """Ends the calls, which cost the host a call of Python for each check of guards."""
-        if self._action is not None:
-            self._action = None
-            if _set_hook is not None:
-                _set_hook(self._replaced)
+        if self not in self._open:
+            return
+        self._open.remove(self)
+        if not self._open and _set_hook is not None:
+            present = _set_hook(GuardHook._replaced)
+            if present is not _on_guards:  # other code has replaced ours since
+                _set_hook(present)
 
-    def _on_guards(self, found: bool) -> bool:
-        if self._action is not None:
-            self._action()
-        return found if self._replaced is None else self._replaced(found)
+    @classmethod
+    def call_all(cls, found: bool) -> bool:
+        """Calls the functions of all open objects, and returns the answer of the hook that ours has replaced."""
+        for hook in tuple(cls._open):
+            hook._action()
+        return found if cls._replaced is None else cls._replaced(found)
+
+
+def _on_guards(found: bool) -> bool:
+    return GuardHook.call_all(found)
 
 
 def count_compiled() -> int:
-    """Returns a number that grows with each frame that `torch.compile` sees in this process.
+    """Returns a number that grows with each frame that `torch.compile` sees in this process, on any thread.
 
     Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone.
     """

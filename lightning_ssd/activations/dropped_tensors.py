@@ -6,37 +6,44 @@ the tuple of `save_for_backward` holds them all. No hook is called when it drops
 region, whose kernels are launched by then, so that a copy that is issued there begins a whole region late.
 """
 
+import functools
 import sys
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.activations.untraced import untraced
 
-__all__ = ["is_dropped"]
+__all__ = ["counts_if_dropped", "is_dropped"]
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # it is a class method
 
-_Counts = tuple[int, int, int]
+_Counts = tuple[int, int, int, int]
 
 
 def is_dropped(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Returns whether a `Function` that is saving `tensor` now drops it then, and nothing else references its bytes.
+    """Returns whether a `Function` drops `tensor` once its tensors are saved, and nothing else references the bytes.
 
-    Then the bytes can't change any more. Tensors that are inputs or outputs of the function, and those that user code
-    has kept, count as referenced. The references of the calls in between are known, so it is called only by the method
-    that an `untraced` pack hook calls.
+    The bytes of such a tensor can't change any more. Tensors that are inputs or outputs of the function, and those that
+    user code or a running collective has kept, count as referenced. The references of the calls in between are known,
+    so it is called only by the method that an `untraced` pack hook calls.
 
     Args:
         tensor: the argument of the pack hook.
         storage: its storage, which has no record.
     """
-    return sys._getframe(4).f_code is _APPLY and _counts(tensor, storage) == _COUNTS_IF_DROPPED
+    if sys._getframe(4).f_code is not _APPLY:
+        return False
+    expected = counts_if_dropped()
+    return expected is not None and _counts(tensor, storage) == expected
 
 
 def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> _Counts:
-    """Returns the references to a tensor and its storage, and the use count of the storage."""
-    return sys.getrefcount(tensor), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+    """Returns the counts of references to a tensor and its storage, of Python objects and of their C++ objects."""
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    storage_uses = torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(tensor), uses, sys.getrefcount(storage), storage_uses
 
 
 class _Hooks:
@@ -69,12 +76,21 @@ class _Drop(torch.autograd.Function):
         return tensor.sum()
 
 
-def _counts_if_dropped() -> _Counts:
-    """Returns the counts for such a tensor, which depend on the versions of Python and torch."""
+@functools.cache
+def counts_if_dropped() -> _Counts | None:
+    """Returns the counts for such a tensor, which depend on the versions of Python and torch; `None`: torch has none.
+
+    They are counted in the first call, which an offloader makes before the first forward: Python inlines calls, unless
+    Dynamo runs on this thread.
+    """
+    if not hasattr(Tensor, "_use_count"):
+        return None
     hooks = _Hooks()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
+    ):
         _Drop.apply(torch.empty(1, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
     return hooks.counts
-
-
-_COUNTS_IF_DROPPED = _counts_if_dropped()

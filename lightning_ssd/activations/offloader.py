@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from lightning_ssd.activations.dropped_tensors import is_dropped
+from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.plan_mode import choice_of
@@ -146,6 +146,7 @@ class ActivationOffloader(Uncopied):
         self._forwards = 0
         """Number of running forwards: 0 in backward, unless backward is called in a forward."""
         self._lock = threading.RLock()
+        counts_if_dropped()  # no forward runs yet
         self.run(policy)
 
     @property

@@ -47,7 +47,7 @@ class PlannedExcess(OffloadExcess):
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         position, self._position = self._position, self._position + 1
         if position >= len(self._planned) or nbytes > self._planned[position][0]:
-            self._planned = self._saved_at = ()
+            self._planned = ()
         if not self._planned or not self.limit.known:
             return super().tiers_for(nbytes)
         _, choice, movable = self._planned[position]
@@ -56,4 +56,5 @@ class PlannedExcess(OffloadExcess):
         return (choice, *(tier for tier in self._tiers if tier != choice))
 
     def elapsed(self, num_saved: int) -> float | None:
-        return self._saved_at[num_saved - 1] if 0 < num_saved <= len(self._saved_at) else None
+        # Also for other storages than the plan's: the times of one micro-batch have one unit.
+        return self._saved_at[min(max(num_saved, 1), len(self._saved_at)) - 1] if self._saved_at else None

@@ -65,8 +65,8 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         units: modules of each unit. Operations of modules that take no hooks belong to the unit before.
 
     Attributes:
-        num_compiled: forwards, under any of these modes in this process, that have called compiled code. Its operations
-            are those of its graphs.
+        num_compiled: calls of compiled code in forwards under any of these modes in this process, each counted at least
+            once. Its operations are those of its graphs.
         num_not_compiled: operations under any of these modes of functions that `torch.compile` compiles elsewhere, and
             that older torch leaves uncompiled under every dispatch mode.
     """
@@ -82,7 +82,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self._guards: GuardHook | None = None
         """Notices calls of code that was compiled before the running forward; None: no forward runs."""
         self._count = 0
-        """What `count_compiled` was when the forward began."""
+        """Value of `count_compiled` at the begin of the forward."""
         self._thread = 0
         """Identifier of the thread of the running forward."""
         self._open: list[UnitCall] = []
@@ -107,10 +107,10 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self.unit_call = UnitCall(0, 0)
         self.begin_segment(Segment("start", 0, 0))
         self._entered += 1
+        self._thread = threading.get_ident()
         if self._guards is None:
             self._count = count_compiled()
             self._guards = GuardHook(self._on_compiled_call)
-        self._thread = threading.get_ident()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -122,9 +122,9 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
                 self._on_compiled_call()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def _on_compiled_call() -> None:
-        UnitDispatchMode.num_compiled += 1
+    def _on_compiled_call(self) -> None:
+        if threading.get_ident() == self._thread:
+            UnitDispatchMode.num_compiled += 1
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

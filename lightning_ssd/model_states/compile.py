@@ -5,6 +5,7 @@ its parameters are ordinary ones meanwhile. So Dynamo compiles the same program 
 """
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
@@ -237,10 +238,12 @@ def without_own_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_compilations(action: Callable[[], None]) -> Iterator[None]:
-    """Calls `action` whenever Dynamo begins to compile code within the context, on the thread that compiles."""
+    """Calls `action` whenever torch begins to compile code, or kernels of it, within the context on this thread."""
+    thread = threading.get_ident()
 
     def begin(*_: object) -> None:  # older torch gives it no argument
-        action()
+        if threading.get_ident() == thread:
+            action()
 
     callback_handler.register_start_callback(begin)
     try:
@@ -335,7 +338,8 @@ def _compiled_functions(module: nn.Module) -> list[str]:
 
 def _can_be_called(module: nn.Module) -> bool:
     """Returns whether `module` has a forward: `compile()` of a ModuleList, whose modules are called, has no effect."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # The class of TorchScript's modules has no such attribute.
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _compiled_methods(module: nn.Module) -> list[str]:

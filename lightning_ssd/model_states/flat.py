@@ -105,6 +105,10 @@ class FlatParameter:
         """Whether a parameter had another dtype than the compute weights when the model was built."""
         self.attached = False
         """Whether the parameters are views of the flat parameter."""
+        self.has_own_storages = False
+        """Whether the parameters have storages of their own (`use_own_storages`)."""
+        self._own_storages: list[weakref.ref[torch.UntypedStorage]] = []
+        """Such storages since the weights became resident."""
         self.resident = False
         """Whether the compute weights are on the device, or being copied there."""
         self.users = 0
@@ -136,7 +140,11 @@ class FlatParameter:
         """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
         self.release_views()
-        if not self.aliased and self._storage.resizable():  # it is not once a NumPy array was made of it
+        for reference in self._own_storages:
+            if (storage := reference()) is not None:  # of a result of compiled code
+                unmark_offloaded(storage)
+        self._own_storages.clear()
+        if not self.aliased and self._storage.resizable():  # a storage that NumPy has shared is not resizable
             self._free()
             return
         unmark_offloaded(self._storage)
@@ -164,19 +172,21 @@ class FlatParameter:
         with torch._C.DisableTorchFunctionSubclass():
             for item, view in zip(self.param_views, self._views, strict=True):
                 item.parameter.data = view
-        self.attached = True
+        self.attached, self.has_own_storages = True, False
 
-    def separate(self) -> None:
+    def use_own_storages(self) -> None:
         """Makes each parameter the only view of a storage of its own, over its part of the memory, until `attach`.
 
         The flat parameter must be resident. Parameters that share a storage are aliases to `torch.compile`.
         """
+        self.has_own_storages = True
         with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             for item in self.param_views:
                 first = item.start * self.dtype.itemsize
                 own = from_dlpack(to_dlpack(self._bytes[first : first + item.numel * self.dtype.itemsize]))
                 storage = own.untyped_storage()
                 mark_offloaded(storage, _FlatReferences(self, item.start))
+                self._own_storages.append(weakref.ref(storage))
                 view = torch.empty(0, dtype=self.dtype, device=self.device)
                 item.parameter.data = view.set_(storage, 0, item.shape, item.stride)
 

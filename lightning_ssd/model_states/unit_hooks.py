@@ -217,31 +217,30 @@ class _CompiledWeights:
                 stack.enter_context(access.whole(self.owners, under_autocast=under_autocast))
                 stack.enter_context(access.ordinary(self.offloaded))
                 stack.enter_context(ordinary(self.with_masters))
-                stack.enter_context(_separate_when_compiled(self.flat_params))
+                stack.enter_context(_own_storages_when_compiled(self.flat_params))
             yield
 
 
 @contextlib.contextmanager
-def _separate_when_compiled(flat_params: Iterable[FlatParameter]) -> Iterator[None]:
+def _own_storages_when_compiled(flat_params: Iterable[FlatParameter]) -> Iterator[None]:
     """Gives resident parameters storages of their own while torch compiles code that uses them, and runs it first.
 
     Higher-order operators (`torch.cond`, `torch.compiler.nested_compile_region`) refuse operands that share a storage.
     Later calls of the code run with shared ones: compiled code does not depend on it, as the parameters do not overlap.
     """
+    changed: list[FlatParameter] = []
 
-    separated: list[FlatParameter] = []
-
-    def separate() -> None:
-        if not separated:
-            separated.extend(flat_params)
-            for flat in separated:
-                flat.separate()
+    def change() -> None:
+        if not changed:
+            changed.extend(flat for flat in flat_params if not flat.has_own_storages)  # others are of an outer call
+            for flat in changed:
+                flat.use_own_storages()
 
     try:
-        with before_compilations(separate):
+        with before_compilations(change):
             yield
     finally:
-        for flat in separated:
+        for flat in changed:
             flat.attach()
 
 

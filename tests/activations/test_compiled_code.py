@@ -1,6 +1,7 @@
-"""Modules that are compiled with CUDA graphs are refused where weights are offloaded."""
+"""Compiled code: CUDA graphs are refused where weights are offloaded, and calls are noticed."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import SSDOffloadStrategy, strategy
-from lightning_ssd.activations import check_no_cuda_graphs
+from lightning_ssd.activations import GuardHook, check_no_cuda_graphs
 from tests.support.trainings import SmallModel, batches, make_trainer
 
 GPU = torch.device("cuda")
@@ -68,3 +69,31 @@ def test_a_wrapped_module_is_named() -> None:
     wrapped = torch.compile(nn.Linear(2, 2), mode="reduce-overhead")
     with pytest.raises(ValueError, match="CUDA graphs"):
         check_no_cuda_graphs(wrapped, GPU)  # type: ignore[arg-type]
+
+
+def test_guards_are_noticed_until_each_hook_is_closed_in_any_order() -> None:
+    """Hooks of several objects are open at once, and other code may have replaced Dynamo's only hook since."""
+    set_hook = torch._C._dynamo.eval_frame.set_guard_complete_hook
+    compiled = torch.compile(lambda tensor: tensor + 1, backend="eager")
+    compiled(torch.ones(2))
+    noticed: list[str] = []
+    before = set_hook(None)
+    set_hook(before)
+    first, second = (GuardHook(partial(noticed.append, name)) for name in ("first", "second"))
+    compiled(torch.ones(2))
+    first.close()
+    compiled(torch.ones(2))
+    assert noticed == ["first", "second", "second"]
+    second.close()
+    second.close()
+    compiled(torch.ones(2))
+    assert len(noticed) == 3 and set_hook(before) is before
+
+    third = GuardHook(partial(noticed.append, "third"))
+
+    def foreign(found: bool) -> bool:
+        return found
+
+    set_hook(foreign)
+    third.close()
+    assert set_hook(before) is foreign

@@ -3,6 +3,8 @@
 A compiled region is such a function: all that it saves is packed after its forward, while a tuple holds it all.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _to_dlpack as to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from lightning_ssd.activations import ActivationOffloader, config
 from lightning_ssd.device import CPUCopyEngine
@@ -109,6 +113,11 @@ def keep_on_context(ctx: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def as_function(function: Callable[[Any], Any], argument: Any) -> Callable[[], Any]:
+    """Returns a call of `function`: only objects of C++ reference the tensor until then."""
+    return functools.partial(function, argument)
+
+
 KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
     "tensor": lambda ctx, tensor: tensor,
     "list": lambda ctx, tensor: [tensor],
@@ -119,6 +128,8 @@ KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
     "storage": lambda ctx, tensor: tensor.untyped_storage(),
     "array": lambda ctx, tensor: tensor.numpy(),
     "closure": lambda ctx, tensor: lambda: tensor,
+    "capsule": lambda ctx, tensor: as_function(from_dlpack, to_dlpack(tensor)),
+    "C++ list": lambda ctx, tensor: as_function(operator.itemgetter(0), torch._C.ScriptList([tensor])),
 }
 """Ways in which user code may reach a saved tensor after its function."""
 
