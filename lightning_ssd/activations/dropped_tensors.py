@@ -33,10 +33,7 @@ def is_dropped(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         tensor: the argument of the pack hook.
         storage: its storage, which has no record.
     """
-    if sys._getframe(4).f_code is not _APPLY:
-        return False
-    expected = counts_if_dropped()
-    return expected is not None and _counts(tensor, storage) == expected
+    return sys._getframe(4).f_code is _APPLY and _counts(tensor, storage) == counts_if_dropped()
 
 
 def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> _Counts:
@@ -77,14 +74,12 @@ class _Drop(torch.autograd.Function):
 
 
 @functools.cache
-def counts_if_dropped() -> _Counts | None:
-    """Returns the counts for such a tensor, which depend on the versions of Python and torch; `None`: torch has none.
+def counts_if_dropped() -> _Counts:
+    """Returns the counts for such a tensor, which depend on the versions of Python and torch.
 
     They are counted in the first call, which an offloader makes before the first forward: Python inlines calls, unless
     Dynamo runs on this thread.
     """
-    if not hasattr(Tensor, "_use_count"):
-        return None
     hooks = _Hooks()
     with (
         torch.inference_mode(False),
