@@ -108,6 +108,16 @@ def test_copies_of_a_region_are_issued_before_the_next_one_runs(
     assert torch.equal(found, plain[0])
 
 
+def gradient_with_offloads(offloader: ActivationOffloader, run: Callable[[], Tensor], leaf: Tensor) -> Tensor:
+    """Returns the gradient at `leaf` of a loss whose saved tensors are offloaded."""
+    offloader.begin_micro_batch()
+    with offloader.hooks():
+        loss = run()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    offloader.end_backward()
+    return gradient
+
+
 def keep_on_context(ctx: Any, tensor: Tensor) -> Tensor:
     ctx.squares = tensor
     return tensor
@@ -163,12 +173,7 @@ def test_backward_sees_changes_of_saved_tensors_that_user_code_has_kept(
     (plain,) = torch.autograd.grad(run(), leaf)
     (unchanged,) = torch.autograd.grad(run_region(leaf).sum(), leaf)
     assert not torch.equal(plain, unchanged)
-    offloader.begin_micro_batch()
-    with offloader.hooks():
-        loss = run()
-    (found,) = torch.autograd.grad(loss, leaf)
-    offloader.end_backward()
-    assert torch.equal(found, plain)
+    assert torch.equal(gradient_with_offloads(offloader, run, leaf), plain)
 
 
 def test_inputs_and_outputs_of_functions_may_change_after_them(offloader: ActivationOffloader) -> None:
@@ -195,9 +200,4 @@ def test_inputs_and_outputs_of_functions_may_change_after_them(offloader: Activa
         return loss
 
     (plain,) = torch.autograd.grad(run(), leaf)
-    offloader.begin_micro_batch()
-    with offloader.hooks():
-        loss = run()
-    (found,) = torch.autograd.grad(loss, leaf)
-    offloader.end_backward()
-    assert torch.equal(found, plain)
+    assert torch.equal(gradient_with_offloads(offloader, run, leaf), plain)
