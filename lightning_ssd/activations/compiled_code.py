@@ -44,16 +44,12 @@ class GuardHook:
             if present is not _on_guards:  # other code has replaced ours since
                 _set_hook(present)
 
-    @classmethod
-    def call_all(cls, found: bool) -> bool:
-        """Calls the functions of all open objects, and returns the answer of the hook that ours has replaced."""
-        for hook in tuple(cls._open):
-            hook._action()
-        return found if cls._replaced is None else cls._replaced(found)
-
 
 def _on_guards(found: bool) -> bool:
-    return GuardHook.call_all(found)
+    """Calls the functions of all open objects, and returns the answer of the hook that this one has replaced."""
+    for hook in tuple(GuardHook._open):
+        hook._action()
+    return found if GuardHook._replaced is None else GuardHook._replaced(found)
 
 
 def count_compiled() -> int:

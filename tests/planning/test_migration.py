@@ -546,18 +546,21 @@ def test_urgent_transfers_overtake_others() -> None:
     assert not [stall for stall in found.stalls if stall[0] == 4]
 
 
+EIGHT_OPERATORS = tuple(
+    OperatorSpan("work", phase, float(index), index + 1.0)
+    for index, phase in enumerate(["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2)
+)
+"""Operators of a second."""
+
+
 def one_unit() -> LifetimeProfile:
     """Eight operators of a second, of which the last two are the optimizer, and a unit of 40 bytes."""
-    operators = tuple(
-        OperatorSpan("work", phase, float(index), index + 1.0)
-        for index, phase in enumerate(["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2)
-    )
     tensors = (
         TensorLifetime(0, "w", "weight", 40, (0, 5, 6), unit="unit"),
         TensorLifetime(1, "g", "gradient", 40, (5, 6), 5, 6, "unit"),
         TensorLifetime(2, "s", "optimizer state", 80, (6, 7), unit="unit"),
     )
-    return LifetimeProfile("model", operators, tensors)
+    return LifetimeProfile("model", EIGHT_OPERATORS, tensors)
 
 
 def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
@@ -578,10 +581,6 @@ def unit_with_workspaces(last: int) -> LifetimeProfile:
     Args:
         last: bytes of the workspace of the last operator.
     """
-    operators = tuple(
-        OperatorSpan("work", phase, float(index), index + 1.0)
-        for index, phase in enumerate(["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2)
-    )
     tensors = (
         TensorLifetime(0, "w", "weight", 40, (0, 5, 6), unit="unit"),
         TensorLifetime(1, "g", "gradient", 4, (5, 6), 5, 6, "unit"),
@@ -589,7 +588,7 @@ def unit_with_workspaces(last: int) -> LifetimeProfile:
         TensorLifetime(3, "workspace", "transient", 40, (2, 3), 2, 3),
         TensorLifetime(4, "workspace", "transient", last, (7,), 7, 7),
     )
-    return LifetimeProfile("model", operators, tensors)
+    return LifetimeProfile("model", EIGHT_OPERATORS, tensors)
 
 
 @pytest.mark.parametrize("drives", [(), ((100.0, 100.0),)])
