@@ -14,7 +14,8 @@ Options:
   mixed            `precision="bf16-mixed"` instead of `bf16-true`
   compiled         every layer is compiled
   recompute        gradient checkpointing of every layer
-  unclipped        gradients are not clipped; else to norm 1
+  norm=N           gradients are clipped to that norm (1); 0: not clipped; 1000: clipped, though no step exceeds it
+  clip=MODE        `clip=` of the strategy (auto)
   hooked           a hook of the user runs between backward and step
   plain            Lightning's own strategy, on the whole GPU
 
@@ -63,7 +64,7 @@ from lightning_ssd.timeline import BETWEEN, Timeline, TimelineProfile
 
 CASES = (
     "llama:2048x16,mixed,states=host",
-    "llama:2048x16,mixed,states=host,unclipped",
+    "llama:2048x16,mixed,states=host,norm=0",
     "llama:2048x24,mixed",
     "llama:2048x24,mixed,compiled",
     "gpt:2560x24,batch=16",
@@ -251,13 +252,13 @@ def parse(text: str) -> dict[str, Any]:
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"family": family, "hidden": hidden, "layers": layers, "batch": 8, "tokens": 1024}
-    case |= {"gpu": 24.0, "states": "auto"}
-    case |= dict.fromkeys(("mixed", "compiled", "recompute", "unclipped", "hooked", "plain"), False)
+    case |= {"gpu": 24.0, "states": "auto", "norm": 1.0, "clip": "auto"}
+    case |= dict.fromkeys(("mixed", "compiled", "recompute", "hooked", "plain"), False)
     for option in options:
         name, _, value = option.partition("=")
         if name not in case:
             raise ValueError(f"{text!r} has the unknown option {name!r}")
-        case[name] = value if name == "states" else float(value) if name == "gpu" else int(value) if value else True
+        case[name] = type(case[name])(value) if value else True
     return case
 
 
@@ -279,9 +280,9 @@ def train(case: dict[str, Any], path: Path, steps: int, gpu_memory: str | None =
         callbacks.append(pl.callbacks.LambdaCallback(on_before_optimizer_step=lambda *_: None))
     if gpu_memory is not None:
         callbacks.append(SwapPlanner(gpu_memory=gpu_memory, cache=False))
-    strategy: Any = "auto" if case["plain"] else SSDOffloadStrategy(path, states=case["states"])
+    strategy: Any = "auto" if case["plain"] else SSDOffloadStrategy(path, states=case["states"], clip=case["clip"])
     trainer = quiet_trainer("bf16-mixed" if case["mixed"] else "bf16-true", strategy, -1, callbacks, path)
-    trainer.gradient_clip_val = None if case["unclipped"] else 1.0
+    trainer.gradient_clip_val = case["norm"] or None
     with torch.device("meta" if not case["plain"] else "cuda" if on_gpu else "cpu"):
         model = Model(
             case["family"],

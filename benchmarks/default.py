@@ -5,7 +5,7 @@
     python -m benchmarks.default --batch 1 --tokens 32768 --modes recompute-eager ours-eager
     python -m benchmarks.default --report llama.json gpt.json ... --draw default.png    # of earlier results
 
-Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, `--rounds` times:
+Modes, each a training in a process of its own with the same weights and data, in turn, `--rounds` times:
   plain        Lightning's own strategy, every layer compiled
   plain=0.5    the same with that `activation_memory_budget` of torch's partitioner
   recompute    Lightning's own strategy with gradient checkpointing of every layer, each layer compiled
@@ -24,9 +24,9 @@ Peak: the most that was allocated in the measured steps. Without a GPU, steps ar
 """
 
 import argparse
-import gc
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.activation_offload import quiet_trainer
 from benchmarks.default_models import FAMILIES, Model, RandomSamples
-from benchmarks.processes import cap_gpu_memory
+from benchmarks.processes import cap_gpu_memory, run_alone
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks import AutoPlanner
@@ -45,6 +45,7 @@ from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import allocator_memory, make_clock
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
+SIZES = ("hidden", "layers", "batch", "tokens")
 PROFILED = 3
 """Steps after the measured ones, which a trace has."""
 
@@ -126,7 +127,8 @@ class Probe(pl.Callback):
             self._profiler.stop()
             assert self._trace is not None
             self._profiler.export_chrome_trace(str(self._trace))
-            print(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+            table = self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+            print(table, file=sys.stderr)
 
 
 def _synchronize() -> None:
@@ -187,14 +189,13 @@ def strategy_for(mode: str) -> Any:
     return SSDOffloadStrategy(offload=float(share)) if share else "ssd_offload"
 
 
-def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[str, Any]:
-    """Trains once and returns the measurements, or `error` where the GPU's memory did not suffice."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+def fit(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains the first mode, and returns the measurements, or `error` where the GPU's memory did not suffice."""
     torch.manual_seed(0)
+    mode = arguments.modes[0]
     name, _, value = mode.partition("=")
     torch._functorch.config.activation_memory_budget = float(value) if value and name.startswith("plain") else 1.0
-    probe = Probe(arguments.warm_up, arguments.steps, trace)
+    probe = Probe(arguments.warm_up, arguments.steps, arguments.profile)
     total = max(arguments.warm_up, MOST_WARM_UP) + arguments.steps + PROFILED + 1
     callbacks = [probe, SwapPlanner(cache=False)] if name.startswith("planned") else [probe]
     with tempfile.TemporaryDirectory() as path:
@@ -218,9 +219,6 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
     counters = torch._dynamo.utils.counters
     probe.result["graph_breaks"] = sum(counters["graph_break"].values())
     probe.result["graphs"] = counters["stats"]["unique_graphs"]
-    del model, trainer, callbacks
-    gc.collect()
-    torch.cuda.empty_cache()
     return probe.result
 
 
@@ -305,27 +303,8 @@ def lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float
     return hull
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains every mode in turn, and returns all runs."""
-    family = FAMILIES[arguments.model]
-    for name in ("hidden", "layers", "batch", "tokens"):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, getattr(family, name))
-    if arguments.gpu:
-        cap_gpu_memory(arguments.gpu)
-    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
-    for number in range(arguments.rounds):
-        for mode in arguments.modes:
-            trace = arguments.profile if mode == "ours" and number == 0 else None
-            runs[mode].append(fit(mode, arguments, trace))
-            print(mode, json.dumps(runs[mode][-1]), flush=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    shape = {name: getattr(arguments, name) for name in ("model", "hidden", "layers", "batch", "tokens", "gpu")}
-    return {"device": device, "torch": torch.__version__, **shape, "runs": runs}
-
-
-def main() -> None:
-    """Measures a model, prints its table, and writes every run to `--out`; or reports earlier results."""
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """Returns the arguments of a command line, with the sizes of the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", choices=FAMILIES, default="llama")
@@ -333,13 +312,45 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=20)
-    for name in ("hidden", "layers", "batch", "tokens"):
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: that of the model")
     parser.add_argument("--gpu", type=float, help="GiB of the GPU that may be used")
     parser.add_argument("--profile", type=Path, help="write a trace of the last steps of mode `ours` there")
+    parser.add_argument("--one", action="store_true", help="train the first mode in this process, and print the result")
     parser.add_argument("--report", nargs="+", type=Path, help="files of earlier results; measures nothing")
     parser.add_argument("--draw", type=Path, metavar="PNG", help="draw the results")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    for name in SIZES:
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(FAMILIES[arguments.model], name))
+    return arguments
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains every mode in turn, each in a process of its own, and returns all runs."""
+    shape = {name: getattr(arguments, name) for name in ("model", *SIZES, "gpu")}
+    given = shape | {"steps": arguments.steps, "warm-up": arguments.warm_up}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.default", "--one", *options]
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
+    for number in range(arguments.rounds):
+        for mode in arguments.modes:
+            traced = arguments.profile is not None and mode == "ours" and number == 0
+            profile = [f"--profile={arguments.profile}"] if traced else []
+            runs[mode].append(run_alone([*command, *profile, "--modes", mode]))
+            print(mode, json.dumps(runs[mode][-1]), flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": device, "torch": torch.__version__, **shape, "runs": runs}
+
+
+def main() -> None:
+    """Measures a model, prints its table, and writes every run to `--out`; or reports earlier results."""
+    arguments = parse(sys.argv[1:])
+    if arguments.one:
+        if arguments.gpu:
+            cap_gpu_memory(arguments.gpu)
+        print(json.dumps(fit(arguments)))
+        return
     if arguments.report:
         results = [json.loads(path.read_text()) for path in arguments.report]
     else:

@@ -13,14 +13,13 @@ begins after `--seconds`. Model, batches and measurements are those of `benchmar
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import run_alone
 from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
 
 
@@ -33,18 +32,10 @@ def run_case(mode: str, gpu_bytes: float | None, seconds: float, arguments: Sequ
         seconds: the process is ended after so many.
         arguments: further arguments of `benchmarks.default`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "benchmarks.default", "--modes", mode, "--rounds", "1", "--out", str(out)]
-        command += [] if gpu_bytes is None else ["--gpu", str(gpu_bytes / 2**30)]
-        began = time.monotonic()
-        try:
-            process = subprocess.run([*command, *arguments], timeout=seconds, stdout=subprocess.DEVNULL)
-        except subprocess.TimeoutExpired:
-            return {"error": f"ended after {seconds:.0f} s"}
-        if not out.exists():
-            return {"error": f"exit code {process.returncode}"}
-        result: dict[str, Any] = json.loads(out.read_text())["runs"][mode][0]
+    command = [sys.executable, "-m", "benchmarks.default", "--one", "--modes", mode]
+    command += [] if gpu_bytes is None else ["--gpu", str(gpu_bytes / 2**30)]
+    began = time.monotonic()
+    result = run_alone([*command, *arguments], seconds)
     return result | {"wall": time.monotonic() - began}
 
 
