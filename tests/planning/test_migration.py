@@ -610,6 +610,30 @@ def test_weights_that_the_cpu_steps_are_dropped_and_copied_back(drives: tuple[tu
     assert simulate_better(profile, machine, plan, step, (0, found.step_seconds + 1.0)) is not None
 
 
+@pytest.mark.parametrize("nbytes", [30, 40])
+def test_weights_with_masters_take_no_room_in_host_memory_from_other_tensors(nbytes: int) -> None:
+    """Drives are too slow, and host memory has room for masters, states, gradients, and one other tensor.
+
+    The dropped weights, of 40 bytes, are absent for less time than that one: they would be assigned before it. In host
+    memory they would leave no room for a tensor of 40 bytes, and have no room beside what one of 30 bytes needs.
+    """
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (1, 4, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (4, 6), 4, 6, "unit"),
+        TensorLifetime(2, "s", "optimizer state", 80, (6,), unit="unit"),
+        TensorLifetime(3, "a", "saved tensor", nbytes, (0, 5), 0, 5),
+        TensorLifetime(4, "workspace", "transient", 40, (2, 3), 2, 3),
+    )
+    profile = LifetimeProfile("model", EIGHT_OPERATORS, tensors)
+    machine = MigrationMachine(44, 124 + nbytes, 100.0, 100.0, ((1.0, 1.0),))
+    step = GPUSteps(profile, machine).without(frozenset({"unit"}))
+    plan = EvictionPlanner(profile, machine, 1).plan(step, in_flight=0.0)
+    assert {(one.tensor, one.after, one.tier) for one in plan.migrations} == {
+        (0, 1, "host"), (0, 4, "host"), (3, 0, "host"),
+    }  # fmt: skip
+    check_physics(profile, machine, plan, simulate_migrations(profile, machine, plan))
+
+
 @pytest.mark.parametrize(("last", "excess"), [(44, 0), (60, 16)])
 def test_the_bound_counts_dropped_weights_nowhere(last: int, excess: int) -> None:
     profile, machine = unit_with_workspaces(last), MigrationMachine(44, 124, 1.0, 100.0, ())
