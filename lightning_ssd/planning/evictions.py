@@ -156,14 +156,23 @@ class EvictionPlanner:
         self._prefetch(memory.beyond(capacity), prefetched)
         memory.add([(one.stop, one.period.before, one.period.nbytes) for one in prefetched])
         absent = memory.necessary([one for one in prefetched if one.start < one.stop] + dropped, capacity)
-        offloaded = [one for one in absent if not one.recomputed and one.period.tensor not in step.with_masters]
-        tiers = iter(self._assign(offloaded, host, prefers_host=prefers_host))
+        of_masters: list[_Absence] = []
+        offloaded: list[_Absence] = []
+        for one in absent:
+            if not one.recomputed:
+                (of_masters if one.period.tensor in step.with_masters else offloaded).append(one)
+        tiers = iter(self._assign(offloaded, host, self._timeline(step, of_masters), prefers_host=prefers_host))
         migrations = []
         for one in absent:
             tensor, _, after, before, *_ = one.period
-            tier = None if one.recomputed else "host" if tensor in step.with_masters else next(tiers)
+            if one.recomputed:
+                tier = None
+            elif tensor in step.with_masters:
+                tier = step.tier_of_master(tensor, after, one.stop)
+            else:
+                tier = next(tiers)
             migrations.append(Migration(tensor, after, one.start, one.stop, before, tier))
-        return MigrationPlan(tuple(migrations), step.cpu_units)
+        return MigrationPlan(tuple(migrations), step.cpu_units, step.staged_units)
 
     def _candidates(self, step: GPUStep, recomputed: tuple[Period, ...]) -> list[Period | None]:
         """Returns the periods of tensors that may be evicted, until they are needed to recompute others, by number."""
@@ -291,14 +300,32 @@ class EvictionPlanner:
         for number in early:
             evicted[number].stop -= lasts[number] + 1
 
+    def _timeline(self, step: GPUStep, of_masters: Sequence[_Absence]) -> "_SSDTimeline":
+        """Returns the bytes that drives can carry beside CPU steps with staged states.
+
+        Args:
+            step: the step without the units that the CPU steps.
+            of_masters: weights that have masters, and are dropped.
+        """
+        timeline = _SSDTimeline(self._profile.step_seconds, self._segments, self._machine)
+        for job in step.jobs:
+            timeline.read(job.staged_from, job.ready + 1, job.staged)
+            timeline.write(job.ready + 1, job.until, job.staged)
+        for one in of_masters:
+            tensor, nbytes, after, before, *_ = one.period
+            if step.tier_of_master(tensor, after, one.stop) == "ssd":
+                timeline.read(one.stop, before, nbytes)
+        return timeline
+
     def _assign(
-        self, migrated: Sequence[_Absence], host: "_HostMemory", *, prefers_host: bool
+        self, migrated: Sequence[_Absence], host: "_HostMemory", timeline: "_SSDTimeline", *, prefers_host: bool
     ) -> list[OffloadTierName]:
         """Returns the tier of each migration: host memory, where there is room, if drives are too busy for it.
 
         Args:
-            migrated: migrations.
+            migrated: migrations of tensors that have no masters.
             host: host memory.
+            timeline: bytes that drives can carry.
             prefers_host: whether drives count as too busy for each one.
         """
         machine = self._machine
@@ -306,7 +333,6 @@ class EvictionPlanner:
             return ["host"] * len(migrated)
         tiers: list[OffloadTierName] = ["ssd"] * len(migrated)
         if machine.host_bytes:
-            timeline = _SSDTimeline(self._profile.step_seconds, self._segments, machine)
             seconds = [one.period.seconds for one in migrated]
             for number in sorted(range(len(migrated)), key=seconds.__getitem__):
                 one = migrated[number]
@@ -336,6 +362,22 @@ class _SSDTimeline:
             [step_seconds / PARTS * machine.rate("ssd", direction)] * PARTS for direction in ("out", "in")
         )
         self._segments = segments
+
+    def read(self, start: int, stop: int, nbytes: int) -> None:
+        """Uses the last room from an operator on and before another one for a transfer, as far as there is room."""
+        self._use(self._into, range(self._segments[stop], self._segments[start] - 1, -1), nbytes)
+
+    def write(self, start: int, stop: int, nbytes: int) -> None:
+        """Uses the first room from an operator on and before another one for a transfer, as far as there is room."""
+        self._use(self._out, range(self._segments[start], self._segments[stop] + 1), nbytes)
+
+    def _use(self, room: list[float], parts: range, nbytes: float) -> None:
+        for part in parts:
+            if not nbytes:
+                return
+            used = min(nbytes, room[part % PARTS])
+            room[part % PARTS] -= used
+            nbytes -= used
 
     def carry(self, one: _Absence) -> bool:
         """Plans offload and prefetch of a tensor, and returns True, if both have room."""

@@ -117,8 +117,11 @@ def simulate_migrations(
     tensors that the operator needs: prefetches into that room begin between the two. In each direction, the link
     carries one transfer at a time, and drives another one, those that an operator needs first. Both work on different
     pieces of a transfer at once, with staging memory in between: drives do not wait while the link carries other bytes.
+
+    The CPU steps a unit when its gradients have arrived in host memory and its staged states, if any, have been read.
+    An operator waits until the states are written whose host memory must be free when it runs (`CPUStep.until`).
     """
-    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    step = GPUSteps(profile, machine).without(plan.cpu_units, plan.staged_units)
     simulation = Simulation(profile, machine, plan, step)
     simulation.run()
     return simulation.prediction()
@@ -240,9 +243,9 @@ class _Carrier:
 class _Transfers:
     """The transfers of one direction.
 
-    The link carries the bytes of all transfers, and drives those of their own: a transfer ends when both have carried
-    it. Each of the two carries first what an operator needs first, so that urgent transfers overtake others, and faster
-    drives delay none on the link.
+    The link carries the bytes of all transfers but those between drives and host memory, and drives those of their own:
+    a transfer ends when both have carried it. Each of the two carries first what an operator needs first, so that
+    urgent transfers overtake others, and faster drives delay none on the link.
 
     Args:
         machine: the machine.
@@ -269,6 +272,17 @@ class _Transfers:
         if due < self.first_due:
             self.first_due = due
         return self._count
+
+    def stage(self, now: float, due: int, nbytes: float) -> int:
+        """Queues a transfer between drives and host memory that the operator `due` waits for. Returns its number."""
+        self._count += 1
+        self.ssd.add(now, due, self._count, nbytes)
+        self.first_due = min(self.first_due, due)
+        return self._count
+
+    def is_on_drives(self, number: int) -> bool:
+        """Returns whether drives have not carried all of a transfer when their time last passed."""
+        return any(entry[1] == number for entry in self.ssd.queue)
 
     def is_on_link(self, number: int) -> bool:
         """Returns whether the link has not carried all of a transfer when its time last passed."""
@@ -345,21 +359,31 @@ class Simulation:
         """CPU steps, with the last operator of backward that uses their gradients."""
         self.waiting: list[tuple[int, CPUStep, int]] = []
         """CPU steps whose gradients are offloaded: number of the transfer, job, first operator of the step."""
+        self.reads: dict[int, list[CPUStep]] = defaultdict(list)
+        """CPU steps whose states begin to be read from drives with an operator of each step."""
+        for job in step.jobs:
+            if job.staged:
+                self.reads[job.staged_from].append(job)
+        self.reading: dict[str, int] = {}
+        """Numbers of the transfers that read the states of CPU steps that have not begun, by unit."""
         self.computed: list[tuple[float, CPUStep, int]] = []
         """CPU steps that have begun: when the CPU has made the new weights, job, first operator of the step."""
         self.renewed_from = {one.tensor: one.after + 1 for one in step.renewed}
-        """Operator at whose begin the copy of each new weight may begin."""
+        """Operator at whose begin the copy of each new weight from host memory may begin."""
         self.delayed: dict[int, list[tuple[int, int]]] = defaultdict(list)
         """Copies of new weights that begin with an operator, if the CPU has made them: operator that waits, bytes."""
         self.num_arrived = 0
-        """Transfers that the link had carried from the GPU when CPU steps last began."""
+        """Transfers that had ended when CPU steps last began."""
         self.cpu_free_at = 0.0
         self.recomputed = 0.0
         renewed = {(one.tensor, one.after) for one in step.renewed}
         for migration, nbytes in zip(plan.migrations, self.sizes.tolist(), strict=True):
-            if migration[:2] in renewed:
+            if migration[:2] not in renewed:
+                self._add(migration, nbytes)
+            elif migration.tier == "host":
                 self.renewed_from[migration.tensor] = migration.absent_until
             else:
+                del self.renewed_from[migration.tensor]
                 self._add(migration, nbytes)
 
     def _add(self, migration: Migration, nbytes: int) -> None:
@@ -411,13 +435,15 @@ class Simulation:
                 wait = self._wait_for_room(index) if index >= out.first_due else 0.0
                 for tier, due, nbytes in prefetches:
                     into.add(self.now, tier, base + due, nbytes)
+                for job in self.reads.get(operator, ()):
+                    self.reading[job.unit] = into.stage(self.now, base + job.ready + 1, job.staged)
                 for due, nbytes in self.delayed.pop(index, ()):
                     into.add(self.now, "host", due, nbytes)
                 if self.waiting:
                     self._start_jobs()
                 if self.computed:
                     self._return_weights(index)
-                if index >= into.first_due or (self.computed and self._late_weights(index)):
+                if index >= into.first_due or index >= out.first_due or (self.computed and self._late_steps(index)):
                     wait += self._wait_for_tensors(index)
                 if wait > 0:
                     self.stalls.append((operator, wait))
@@ -438,7 +464,7 @@ class Simulation:
 
     def prediction(self) -> MigrationPrediction:
         """Returns the prediction of a simulation that has run."""
-        on_ssd = np.array([one.tier == "ssd" for one in self.plan.migrations], bool)
+        written = np.array([one.tier == "ssd" for one in self.plan.migrations], bool) & self.is_offloaded
         return MigrationPrediction(
             self.score[1],
             tuple(self.stalls),
@@ -446,7 +472,7 @@ class Simulation:
             tuple(self._gpu_bytes().tolist()),
             self.score[0],
             int(self._host_bytes().max()),
-            int(self.sizes[on_ssd].sum()),
+            int(self.sizes[written].sum()) + sum(job.staged for job in self.step.jobs),
             tuple(self._traffic()),
         )
 
@@ -486,9 +512,10 @@ class Simulation:
         for operators in ([*self.offloads], [*self.prefetches], self.absent_from, self.before):
             is_event[np.array(operators, np.int64) % self.count] = True
         for job in self.step.jobs:
-            is_event[np.array((job.ready + 1, job.absent_from, job.before)) % self.count] = True
+            is_event[np.array((job.ready + 1, job.absent_from, job.until, job.staged_from)) % self.count] = True
             for one in job.weights:
-                is_event[one.before % self.count] = is_event[self.renewed_from[one.tensor] % self.count] = True
+                begin = self.renewed_from.get(one.tensor, one.before)
+                is_event[one.before % self.count] = is_event[begin % self.count] = True
         inside: list[int] = np.flatnonzero(is_event).tolist()
         return [
             (one, times[following] - times[one], self.offloads.get(one, []), self.prefetches.get(one, []))
@@ -501,9 +528,9 @@ class Simulation:
         number = self.out.add(self.now, "host", base + job.absent_from, job.gradients)
         self.waiting.append((number, job, base))
 
-    def _late_weights(self, index: int) -> list[float]:
-        """Returns when the CPU has computed the weights that operator `index` lacks."""
-        return [ready for ready, job, base in self.computed if base + self.count + job.before <= index]
+    def _late_steps(self, index: int) -> list[float]:
+        """Returns when the CPU steps end that operator `index` waits for."""
+        return [ready for ready, job, base in self.computed if base + job.until <= index]
 
     def _wait_for_room(self, index: int) -> float:
         """Lets operator `index` wait for offloads. Returns the seconds."""
@@ -515,15 +542,16 @@ class Simulation:
         return wait
 
     def _wait_for_tensors(self, index: int) -> float:
-        """Lets operator `index` wait for prefetches and the CPU. Returns the seconds."""
+        """Lets operator `index` wait for prefetches, and for the CPU and its transfers. Returns the seconds."""
         begin = self.now
         wait = 0.0
         while True:
-            seconds = self.into.seconds_until(index, self.now)
-            late = self._late_weights(index) if self.computed else ()
+            seconds = max(one.seconds_until(index, self.now) for one in (self.into, self.out))
+            late = self._late_steps(index) if self.computed else ()
             if seconds:
                 self.now += seconds
                 self.into.finish(index, self.now)
+                self.out.finish(index, self.now)
             elif late:
                 seconds = max(0.0, late[0] - self.now)
                 self.now = max(self.now, late[0])
@@ -539,23 +567,38 @@ class Simulation:
         return wait
 
     def _start_jobs(self) -> None:
-        """Starts the CPU steps whose gradients have arrived."""
-        self.out.link.advance(self.now)
-        if self.num_arrived == self.out.link.num_ended:
+        """Starts the CPU steps whose gradients, and staged states, are in host memory."""
+        carriers = (self.out.link, self.into.ssd) if self.reads else (self.out.link,)
+        for one in carriers:
+            one.advance(self.now)
+        num_arrived = sum(one.num_ended for one in carriers)
+        if self.num_arrived == num_arrived:
             return
-        self.num_arrived = self.out.link.num_ended
-        for entry in [one for one in self.waiting if not self.out.is_on_link(one[0])]:
+        self.num_arrived = num_arrived
+        for entry in self.waiting.copy():
+            number, job, base = entry
+            if self.out.is_on_link(number) or (job.staged and self.into.is_on_drives(self.reading[job.unit])):
+                continue
             self.waiting.remove(entry)
-            self.cpu_free_at = max(self.cpu_free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
-            self.computed.append((self.cpu_free_at, *entry[1:]))
+            self.reading.pop(job.unit, None)
+            self.cpu_free_at = max(self.cpu_free_at, self.now) + job.parameters / self.machine.cpu_step_rate
+            self.computed.append((self.cpu_free_at, job, base))
 
     def _return_weights(self, index: int) -> None:
-        """Begins the copies of the weights that the CPU has computed by now, as far as operator `index` allows."""
+        """Begins the transfers of the weights and states that the CPU has computed by now.
+
+        Copies of weights begin as far as operator `index` allows.
+        """
         while self.computed and self.computed[0][0] <= self.now:
             _, job, base = self.computed.pop(0)
+            if job.staged:
+                self.out.stage(self.now, base + job.until, job.staged)
             for one in job.weights:
+                if one.tensor not in self.renewed_from:
+                    continue
                 begin = base + self.renewed_from[one.tensor]
+                due = base + (min(job.until, one.before) if job.staged else one.before)
                 if begin <= index:
-                    self.into.add(self.now, "host", base + one.before, one.nbytes)
+                    self.into.add(self.now, "host", due, one.nbytes)
                 else:
-                    self.delayed[begin].append((base + one.before, one.nbytes))
+                    self.delayed[begin].append((due, one.nbytes))

@@ -8,7 +8,7 @@ transfers as possible fit into the step as it is.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -128,9 +128,15 @@ def plan_migrations(
 
 @dataclass(frozen=True)
 class _Choice:
-    """Arguments of `EvictionPlanner.plan`, with the number of units that the CPU steps."""
+    """Arguments of `EvictionPlanner.plan`, with the number of units that the CPU steps.
+
+    Attributes:
+        cpu_units: number of units that the CPU steps.
+        staged: whether the states of all of them are staged; else of as many as host memory has no room for.
+    """
 
     cpu_units: int = 0
+    staged: bool = False
     recomputed: tuple[Period, ...] = ()
     in_flight: float = IN_FLIGHT
     prefers_host: bool = False
@@ -153,8 +159,8 @@ class _BestPlan:
         self.steps = GPUSteps(profile, machine)
         # Units whose gradients are complete first have the most time for a CPU step.
         jobs = sorted(self.steps.without(frozenset(profile.by_unit)).jobs, key=lambda job: job.ready)
-        self.units = self.steps.with_room(job.unit for job in jobs)
-        """Units that the CPU may step: host memory has room for all of them."""
+        self.units, self.staged = self.steps.with_room([job.unit for job in jobs])
+        """Units that the CPU may step, and those of the first ones that have to be staged, by their number."""
         self.cpu_seconds = [0.0]
         """Seconds of a step by the work of the CPU, by the number of units that it steps."""
         free_at = 0.0
@@ -167,8 +173,8 @@ class _BestPlan:
                 copied += one.nbytes / machine.link_in
                 seconds = max(seconds, copied - profile.operators[one.before % len(profile.operators)].start)
             self.cpu_seconds.append(seconds)
-        self._steps: dict[int, GPUStep] = {}
-        """Steps by the number of units that the CPU steps."""
+        self._steps: dict[tuple[int, frozenset[str]], GPUStep] = {}
+        """Steps by the number of units that the CPU steps, and those whose states are staged."""
         self.best: Simulation
 
     def find(self) -> Simulation:
@@ -178,43 +184,45 @@ class _BestPlan:
         plan = self._plan(self.chosen)
         self.plans: set[MigrationPlan] = {plan}
         """All plans that were simulated."""
-        self.best = Simulation(self.profile, self.machine, plan, self._step(0))
+        self.best = Simulation(self.profile, self.machine, plan, self._step(self.chosen))
         self.best.run()
         # The CPU steps as many units as it can without making the GPU wait; then more or fewer are tried.
-        hidden = _Choice(bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1)
-        is_better = self._try(hidden)
-        self._improve(max(1, len(self.units) // (8 if is_better else 4)))
+        hidden = bisect_right(self.cpu_seconds, self.profile.step_seconds) - 1
+        is_better = self._try(_Choice(hidden))
+        # Without staged states, drives carry less.
+        if (in_host := bisect_right(self.staged, 0, key=len) - 1) < hidden:
+            is_better |= self._try(_Choice(in_host))
+        self._improve(max(1, len(self.units) // (8 if is_better else 2)))
         return self.best
 
     def may_improve(self, score: tuple[int, float]) -> bool:
         """Returns whether the best plan without drives may have a better score, if the GPU never waits."""
         periods = [(one.tensor, one.after) for one in self._every_recomputed()]
         # A CPU step uses as many bytes of host memory as it frees on the GPU, or more.
-        least = self.bounds.excess(self._step(0), periods), sum(self._step(len(self.units)).seconds)
+        none, every = self._step(_Choice()), self._step(_Choice(len(self.units)))
+        least = self.bounds.excess(none, periods), sum(every.seconds)
         return least < (score[0], score[1] * (1 - ROUNDING))
 
     def _every_recomputed(self) -> frozenset[Period]:
         return frozenset(period for price in PRICES for period in self.planner.recomputed(price))
 
-    def _may_be_better(self, cpu_units: int, recomputed: Iterable[Period]) -> bool:
-        """Returns whether a plan with as many CPU steps may be better than the best one, by its transfers.
-
-        Args:
-            cpu_units: number of units that the CPU steps.
-            recomputed: periods after which it may recompute tensors.
-        """
-        periods = [(one.tensor, one.after) for one in recomputed]
-        excess, seconds = self.bounds.least_score(self._step(cpu_units), periods)
+    def _may_be_better(self, choice: _Choice) -> bool:
+        """Returns whether the plan of a choice may be better than the best one, by its transfers."""
+        periods = [(one.tensor, one.after) for one in choice.recomputed]
+        excess, seconds = self.bounds.least_score(self._step(choice), periods)
         return (excess, seconds) < (self.best.score[0], self.best.score[1] * (1 + ROUNDING))
 
-    def _step(self, cpu_units: int) -> GPUStep:
+    def _step(self, choice: _Choice) -> GPUStep:
         """Returns the step without the first units, as many as the CPU steps."""
-        if cpu_units not in self._steps:
-            self._steps[cpu_units] = self.steps.without(frozenset(self.units[:cpu_units]))
-        return self._steps[cpu_units]
+        count = choice.cpu_units
+        units = frozenset(self.units[:count])
+        staged = units if choice.staged else self.staged[count]
+        if (count, staged) not in self._steps:
+            self._steps[count, staged] = self.steps.without(units, staged)
+        return self._steps[count, staged]
 
     def _plan(self, choice: _Choice) -> MigrationPlan:
-        step = self._step(choice.cpu_units)
+        step = self._step(choice)
         return self.planner.plan(step, choice.recomputed, choice.in_flight, prefers_host=choice.prefers_host)
 
     def _improve(self, amount: int) -> None:
@@ -239,6 +247,7 @@ class _BestPlan:
                 break
         if self.machine.drives and self.machine.host_bytes:
             self._try(replace(self.chosen, prefers_host=True))
+            self._try(replace(self.chosen, staged=True))
         if self._try(replace(self.chosen, in_flight=LESS_IN_FLIGHT)):
             # The step waits less for transfers, and may wait for the CPU now.
             self._try(replace(self.chosen, cpu_units=self.chosen.cpu_units - 1))
@@ -254,14 +263,14 @@ class _BestPlan:
         if not excess and self.cpu_seconds[choice.cpu_units] > (1 - MIN_GAIN) * seconds:
             return False
         self.tried.add(choice)
-        if not self._may_be_better(choice.cpu_units, choice.recomputed):
+        if not self._may_be_better(choice):
             return False
         plan = self._plan(choice)
         if plan in self.plans:
             return False
         self.plans.add(plan)
         best = excess, seconds * (1 - ROUNDING)
-        found = simulate_better(self.profile, self.machine, plan, self._step(choice.cpu_units), best)
+        found = simulate_better(self.profile, self.machine, plan, self._step(choice), best)
         if found is None:
             return False
         self.best, self.chosen = found, choice

@@ -88,8 +88,12 @@ class TransferBounds:
         tiers = np.full(len(self.periods) + 1, ANY)
         tiers[:-1][self._among(step.absent)[self._period_tensors]] = NOWHERE
         tiers[[self.periods[one] for one in recomputed]] = NOWHERE
-        host: Bytes = np.minimum(step.host_bytes, self._machine.host_bytes)
-        return 0, self.least_seconds(tiers, host, step.seconds, step.with_masters)
+        # What is staged may be in host memory for as short a time as its transfers take.
+        staged = ByteChanges(len(step.seconds))
+        for job in step.jobs:
+            staged.add(job.staged_from, job.until + 1, job.staged)
+        host: Bytes = np.minimum(step.host_bytes - staged.sums(), self._machine.host_bytes)
+        return 0, self.least_seconds(tiers, host, step)
 
     def _among(self, tensors: Collection[int]) -> NDArray[np.bool_]:
         """Returns whether each tensor of the profile is one of `tensors`."""
@@ -123,8 +127,7 @@ class TransferBounds:
         self,
         tiers: Integers | None = None,
         host: Bytes | None = None,
-        seconds: list[float] | None = None,
-        with_masters: Collection[int] = (),
+        step: GPUStep | None = None,
     ) -> float:
         """Returns the seconds that a step takes at least if memory fits, and inf if it can't.
 
@@ -136,12 +139,11 @@ class TransferBounds:
             tiers: tier of the tensor in each period of the profile, and, as the last one, `ANY`; None: `ANY` in all.
             host: bytes that host memory, or GPU memory instead, has for other periods than those of `ANY` while each
                 operator runs; None: none.
-            seconds: GPU seconds of each operator; None: those of the profile.
-            with_masters: as in `GPUStep`.
+            step: the step without the units that the CPU steps; None: it steps none.
         """
         machine, bounds = self._machine, self._bounds
         size = len(bounds)
-        times = np.concatenate([[0.0], np.cumsum(self._seconds if seconds is None else seconds)])[bounds]
+        times = np.concatenate([[0.0], np.cumsum(self._seconds if step is None else step.seconds)])[bounds]
         least = times - times[:, None]
         if not len(self._nbytes):
             return _longest(least).item(0)
@@ -151,11 +153,19 @@ class TransferBounds:
             ("in", machine.link_in, self._previous, held[:, None]),
             ("out", machine.link_out, self._following, held),
         )
-        from_masters = self._among(with_masters)[self._tensors]
+        jobs = [] if step is None else [job for job in step.jobs if job.staged]
+        columns = [(job.staged_from, job.ready + 1, job.until, job.staged) for job in jobs]
+        begins, ready, ends, nbytes = np.array(columns, np.int64).reshape(-1, 4).T
+        staged = {"in": _within(bounds, begins, ready, nbytes), "out": _within(bounds, ready, ends, nbytes)}
+        from_masters, from_drives = (
+            self._among(tensors)[self._tensors]
+            for tensors in (((), ()) if step is None else (step.with_masters, step.staged))
+        )
         for direction, link, periods, other in ways:
             of_use = np.full(len(periods), ANY) if tiers is None else tiers[periods]
-            # Weights whose masters are in host memory are copied from there, and the optimizer on the GPU uses none.
+            # Weights with masters are copied from there, and the optimizer on the GPU uses none.
             of_use = np.where(from_masters, NOWHERE if direction == "out" else IN_HOST, of_use)
+            of_use[from_drives] = NOWHERE if direction == "out" else ANY
             of_use[from_masters & self._by_optimizer] = NOWHERE
             free, in_host, on_ssd = (
                 self._transferred(np.where(of_use == tier, self._nbytes, 0.0), is_read=direction == "in")
@@ -167,9 +177,13 @@ class TransferBounds:
             # Host memory has no tensors that migrate to drives, and each tensor in host memory leaves less room.
             room = machine.gpu_bytes + np.minimum(np.minimum(free, machine.host_bytes), machine.host_bytes - other)
             on_drives = np.maximum(0.0, free + on_ssd - room)
-            rate = machine.rate("ssd", direction)
             least = np.maximum(least, beyond / link)
-            least = np.maximum(least, on_drives / rate if rate else np.where(on_drives > 0, np.inf, 0.0))
+            # Between drives and host memory, the link carries nothing.
+            for nbytes, rate in (
+                (on_drives, machine.rate("ssd", direction)),
+                (on_drives + staged[direction], machine.ssd[direction == "out"]),
+            ):
+                least = np.maximum(least, nbytes / rate if rate else np.where(nbytes > 0, np.inf, 0.0))
         return _longest(least).item(0)
 
     def _transferred(self, nbytes: Floats, *, is_read: bool) -> Floats:
@@ -212,7 +226,6 @@ def least_stall_seconds(
     """
     count = len(seconds)
     bounds = np.unique(np.arange(PARTS + 1) * count // PARTS)
-    size = len(bounds)
     times = np.concatenate([[0.0], np.cumsum(seconds)])[bounds]
     least = times - times[:, None]
     columns = np.array([one[1:5] for one in plan.migrations], np.int64).reshape(-1, 4).T
@@ -224,20 +237,33 @@ def least_stall_seconds(
         (after + 1, absent_from, migrated & is_offloaded, machine.link_out, machine.ssd[1]),
         (absent_until, before, migrated, machine.link_in, machine.ssd[0]),
     ):
-        # A transfer that begins with the operator of a bound may run while that operator still waits for another one.
-        first = np.searchsorted(bounds, begins % count, "left") - 1
-        due = ends - begins + begins % count
-        last = np.searchsorted(bounds, due, "left")
-        within = (first >= 0) & (due < count)  # the first operator of the next step waits in that step
-        for carried, rate in ((moved, link), (on_ssd, ssd)):
-            chosen = within & carried
-            if chosen.any():
-                cells = first[chosen] * size + last[chosen]
-                nbytes = np.bincount(cells, sizes[chosen], size * size).reshape(size, size)
-                least = np.maximum(least, nbytes[::-1].cumsum(0)[::-1].cumsum(1) / rate)
+        for carried, rate in ((moved, link), (moved & on_ssd, ssd)):
+            if carried.any():
+                nbytes = _within(bounds, begins[carried], ends[carried], sizes[carried])
+                least = np.maximum(least, nbytes / rate)
     # Operators wait at least as long as after the next bound.
     stalls = _longest(least) - (times[-1] - times)
     return np.asarray(stalls[np.searchsorted(bounds, np.arange(count))])
+
+
+def _within(bounds: Integers, begins: Integers, ends: Integers, nbytes: Integers) -> Floats:
+    """Returns the bytes of the transfers that run between the bounds of a row and a column.
+
+    Args:
+        bounds: operators with which intervals begin and end; the last one is the number of operators.
+        begins: operator with which each transfer begins, as in `Migration`.
+        ends: operator that waits for it.
+        nbytes: its bytes.
+    """
+    size, count = len(bounds), bounds[-1]
+    # A transfer that begins with the operator of a bound may run while that operator still waits for another one.
+    first = np.searchsorted(bounds, begins % count, "left") - 1
+    due = ends - begins + begins % count
+    last = np.searchsorted(bounds, due, "left")
+    within = (first >= 0) & (due < count)  # the first operator of the next step waits in that step
+    cells = first[within] * size + last[within]
+    found = np.bincount(cells, nbytes[within], size * size).reshape(size, size)
+    return np.asarray(found[::-1].cumsum(0)[::-1].cumsum(1))
 
 
 def _longest(seconds: Floats) -> Floats:

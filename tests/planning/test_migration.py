@@ -1,6 +1,7 @@
 """Teraio's planner: memory fits while each operator runs, transfers fit their drives, and no migration is in vain."""
 
 import gc
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest import mock
@@ -15,15 +16,14 @@ from lightning_ssd.planning.evictions import EvictionPlanner
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import (
     ByteChanges,
-    Direction,
     GPUSteps,
     Migration,
     MigrationMachine,
     MigrationPlan,
+    spread,
     wrapped,
 )
 from lightning_ssd.planning.migration_simulator import (
-    Carried,
     MigrationPrediction,
     simulate_better,
     simulate_migrations,
@@ -31,7 +31,7 @@ from lightning_ssd.planning.migration_simulator import (
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
 from lightning_ssd.planning.transfer_bounds import ANY, IN_HOST, ON_SSD, TransferBounds
 from tests.support.garbage import collect
-from tests.support.lifetimes import profiles
+from tests.support.lifetimes import layers, profiles
 from tests.support.profiles import H100, models
 from tests.support.profiles import machines as machines_of_any
 from tests.support.slow_migrations import (
@@ -40,7 +40,9 @@ from tests.support.slow_migrations import (
     slow_evictions,
     slow_host_bytes,
     slow_renewed,
+    slow_state_bytes,
     slow_step,
+    slow_window,
 )
 from tests.support.transformer import transformer_profile
 
@@ -50,7 +52,7 @@ def machines(draw: st.DrawFn, profile: LifetimeProfile) -> MigrationMachine:
     speed = st.floats(0.5, 50.0)
     drives = draw(st.lists(st.tuples(speed, speed), max_size=3))
     capacity = draw(st.integers(max(profile.active), max(max(profile.total), max(profile.active))))
-    host = draw(st.sampled_from([0, 20, 60, 1000]))
+    host = draw(st.one_of(st.sampled_from([0, 20, 60, 1000]), st.integers(60, 400)))
     return MigrationMachine(capacity, host, draw(speed), draw(speed), tuple(drives), draw(speed))
 
 
@@ -61,13 +63,39 @@ def units_of(profile: LifetimeProfile) -> st.SearchStrategy[frozenset[str]]:
 
 
 @st.composite
+def cpu_steps(
+    draw: st.DrawFn, profile: LifetimeProfile, machine: MigrationMachine
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Any units that the CPU steps, and any of them whose states are staged."""
+    units = draw(units_of(profile))
+    return units, draw(units_of(profile)) & units if machine.drives else frozenset()
+
+
+@st.composite
+def layered(draw: st.DrawFn) -> tuple[LifetimeProfile, MigrationMachine]:
+    """A step of equal units, whose states host memory has room for in part: some plans stage them."""
+    profile = draw(layers())
+    speed = st.floats(10.0, 200.0)
+    host = draw(st.integers(4, 20)) * profile.tensors[0].nbytes
+    machine = replace(draw(machines(profile)), host_bytes=host, drives=((draw(speed), draw(speed)),))
+    return profile, replace(machine, link_out=draw(speed), link_in=draw(speed), cpu_step_rate=draw(speed))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[LifetimeProfile, MigrationMachine]:
+    """Any step and machine."""
+    profile = draw(profiles())
+    return profile, draw(machines(profile))
+
+
+@st.composite
 def planned(draw: st.DrawFn, profile: LifetimeProfile) -> tuple[MigrationMachine, MigrationPlan]:
     """Any plan, with a machine whose memories have room for it and no more: no search needs to find the plan."""
     speed = st.floats(0.5, 50.0)
     drives = draw(st.lists(st.tuples(speed, speed), max_size=2))
     roomy = MigrationMachine(0, 0, draw(speed), draw(speed), tuple(drives), draw(speed))
-    cpu_units = draw(units_of(profile))
-    step = GPUSteps(profile, roomy).without(cpu_units)
+    cpu_units, staged = draw(cpu_steps(profile, roomy))
+    step = GPUSteps(profile, roomy).without(cpu_units, staged)
     longest = draw(st.booleans())
     tier = draw(st.sampled_from([None, *roomy.tiers]))  # of most tensors
     renewed = slow_renewed(profile, cpu_units)
@@ -82,9 +110,12 @@ def planned(draw: st.DrawFn, profile: LifetimeProfile) -> tuple[MigrationMachine
             continue
         start = after + 1 if longest else draw(st.integers(after + 1, before - 1))
         stop = before if longest else draw(st.integers(start + 1, before))
-        chosen = "host" if tensor in renewed else tier or draw(st.sampled_from(roomy.tiers))
+        if tensor in renewed:
+            chosen = step.tier_of_master(tensor, after, stop)
+        else:
+            chosen = tier or draw(st.sampled_from(roomy.tiers))
         migrations.append(Migration(tensor, after, start, stop, before, chosen))
-    plan = MigrationPlan(tuple(migrations), cpu_units)
+    plan = MigrationPlan(tuple(migrations), cpu_units, staged)
     found = simulate_migrations(profile, roomy, plan)
     return replace(roomy, gpu_bytes=max(found.gpu_bytes), host_bytes=found.host_peak_bytes), plan
 
@@ -103,30 +134,39 @@ def check_physics(
     if not found.excess_bytes:
         assert slow.gpu_peak <= machine.gpu_bytes
     assert slow.host_peak <= found.host_peak_bytes <= machine.host_bytes
-    assert found.host_peak_bytes == max(slow_host_bytes(profile, plan.migrations, plan.cpu_units))
+    assert found.host_peak_bytes == max(slow_host_bytes(profile, machine, plan))
     for one, other in pairwise(found.traffic):
         assert other.start >= (one.start + one.seconds) * (1 - 1e-9)
     assert all(0 <= one.start <= one.start + one.seconds <= found.step_seconds * (1 + 1e-9) for one in found.traffic)
     renewed = slow_renewed(profile, plan.cpu_units)
-    moved = [
-        one for one in plan.migrations if one.tier is not None and renewed.get(one.tensor) != (one.after, one.before)
-    ]
-    on_ssd, back = (
-        sum(profile.tensors[one.tensor].nbytes for one in moved if one.tier in tiers)
-        for tiers in (("ssd",), ("ssd", "host"))
-    )
-    out = sum(profile.tensors[one.tensor].nbytes for one in moved if one.tensor not in renewed)
-    gradients = sum(job.gradients for job in GPUSteps(profile, machine).without(plan.cpu_units).jobs)
-    assert found.ssd_written_bytes == on_ssd
-    ways: tuple[tuple[Direction, list[Carried], int], ...] = (
-        ("out", [part.out for part in found.traffic], out + gradients),
-        ("in", [part.into for part in found.traffic], back + sum(profile.tensors[one].nbytes for one in renewed)),
-    )
-    for direction, carried, on_link in ways:
-        for name, planned_bytes in (("link", on_link), ("ssd", on_ssd)):
+    jobs = GPUSteps(profile, machine).without(plan.cpu_units, plan.staged_units).jobs
+    staged = sum(slow_state_bytes(profile, [job.unit for job in jobs if job.unit in plan.staged_units]).values())
+
+    def size(*, renews: bool, tiers: Collection[str] = ("ssd", "host"), masters: bool = True) -> int:
+        return sum(
+            profile.tensors[one.tensor].nbytes
+            for one in plan.migrations
+            if one.tier in tiers
+            and (masters or one.tensor not in renewed)
+            and (renews or renewed.get(one.tensor) != (one.after, one.before))
+        )
+
+    written = size(renews=True, tiers=["ssd"], masters=False) + staged
+    assert found.ssd_written_bytes == written
+    gradients = sum(job.gradients for job in jobs)
+    planned = {
+        ("out", "link"): size(renews=True, masters=False) + gradients,
+        ("out", "ssd"): written,
+        ("in", "link"): size(renews=False) + sum(profile.tensors[one].nbytes for one in renewed),
+        ("in", "ssd"): size(renews=True, tiers=["ssd"]) + staged,
+    }
+    for direction, carried in (
+        ("out", [part.out for part in found.traffic]), ("in", [part.into for part in found.traffic])
+    ):  # fmt: skip
+        for name in ("link", "ssd"):
             total = sum(getattr(one, name) for one in carried)
             assert total == pytest.approx(slow.carried[direction, name], abs=1e-6)
-            assert total == pytest.approx(planned_bytes - slow.queued[direction, name], abs=1e-6)
+            assert total == pytest.approx(planned[direction, name] - slow.queued[direction, name], abs=1e-6)
     for part in found.traffic:
         for carried, direction, link in ((part.out, "out", machine.link_out), (part.into, "in", machine.link_in)):
             assert carried.link <= link * part.seconds * (1 + 1e-9) + 1e-6
@@ -178,15 +218,14 @@ def test_each_migration_is_needed(planner: str, data: st.DataObject) -> None:
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) -> None:
-    profile = data.draw(profiles())
-    machine = data.draw(machines(profile))
+    profile, machine = data.draw(st.one_of(steps(), layered()))
     teraio = simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1))
     plan, found = plan_migrations(profile, machine, min_bytes=1)
     check_physics(profile, machine, plan, found)
     assert found.score <= (teraio.excess_bytes, teraio.step_seconds * (1 + 1e-9))
     assert found == simulate_migrations(profile, machine, plan)
     # GPU memory fits while each operator runs, or the prediction says so, and all time beyond the GPU's is in it.
-    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    step = GPUSteps(profile, machine).without(plan.cpu_units, plan.staged_units)
     absent = [(one.absent_from, one.absent_until, -profile.tensors[one.tensor].nbytes) for one in plan.migrations]
     nbytes = [
         one + change for one, change in zip(step.nbytes.tolist(), slow_bytes(absent, len(step.seconds)), strict=True)
@@ -232,7 +271,7 @@ def test_no_plan_at_all_is_faster_than_its_bound_or_physics(data: st.DataObject)
     assert not found.excess_bytes
     check_physics(profile, machine, plan, found)
     bounds = TransferBounds(profile, machine)
-    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    step = GPUSteps(profile, machine).without(plan.cpu_units, plan.staged_units)
     assert found.score >= (0, bounds.least_score(step)[1] * (1 - 1e-9))
     if not plan.cpu_units:
         tiers = np.full(len(bounds.periods) + 1, ANY)
@@ -272,8 +311,7 @@ def test_choices_of_teraio_bound_the_step_of_its_plan(data: st.DataObject) -> No
 @settings(deadline=None, max_examples=60)
 def test_the_search_finds_the_plan_of_one_that_simulates_everything(data: st.DataObject) -> None:
     """Neither plans that are simulated in part, or not at all, nor bounds change the result."""
-    profile = data.draw(profiles())
-    machine = data.draw(machines(profile))
+    profile, machine = data.draw(st.one_of(steps(), layered()))
     with mock.patch.object(teraio, "EXAMINED", 1):  # a few tensors have no more migrations
         plan, found = plan_migrations(profile, machine, min_bytes=1)
     expected = SlowSearch(profile, machine, min_bytes=1).find()
@@ -287,8 +325,8 @@ def test_the_search_finds_the_plan_of_one_that_simulates_everything(data: st.Dat
 def test_evictions_are_those_of_a_search_among_all_tensors_at_each_operator(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     machine = data.draw(machines(profile))
-    units = data.draw(units_of(profile))
-    step = GPUSteps(profile, machine).without(units)
+    units, staged = data.draw(cpu_steps(profile, machine))
+    step = GPUSteps(profile, machine).without(units, staged)
     min_bytes = data.draw(st.sampled_from([1, 1, 20]))
     planner = EvictionPlanner(profile, machine, min_bytes)
     recomputed = planner.recomputed(data.draw(st.sampled_from([0.5, 2.0]))) if data.draw(st.booleans()) else ()
@@ -296,8 +334,14 @@ def test_evictions_are_those_of_a_search_among_all_tensors_at_each_operator(data
     plan = planner.plan(step, recomputed, in_flight)
     expected = slow_evictions(profile, machine, min_bytes, step, recomputed, in_flight)
     assert [one[:5] for one in plan.migrations] == expected
-    masters = slow_renewed(profile, units)
-    assert all(one.tier == "host" for one in plan.migrations if one.tensor in masters)
+    for one in plan.migrations:
+        if (period := slow_renewed(profile, units).get(one.tensor)) is not None:
+            unit = profile.tensors[one.tensor].unit
+            # The masters of staged units are in host memory until they are written.
+            in_host = unit not in staged or (
+                period == (one.after, one.before) and one.absent_until <= slow_window(profile, machine, unit)[1]
+            )
+            assert one.tier == ("host" if in_host else "ssd")
     periods = [(one.tensor, one.after) for one in recomputed]
     excess, seconds = TransferBounds(profile, machine).least_score(step, periods)
     assert simulate_migrations(profile, machine, plan).score >= (excess, seconds * (1 - 1e-9))
@@ -311,7 +355,7 @@ def test_a_step_takes_as_long_as_in_a_simulation_of_each_operator(data: st.DataO
     machine = data.draw(machines(profile))
     planner = EvictionPlanner(profile, machine, 1)
     step = GPUSteps(profile, machine).without()
-    by_cpu = GPUSteps(profile, machine).without(data.draw(units_of(profile)))
+    by_cpu = GPUSteps(profile, machine).without(*data.draw(cpu_steps(profile, machine)))
     plans = [(plan_teraio(profile, machine, 1), step), (planner.plan(step, planner.recomputed(1.0)), step)]
     plans += [(planner.plan(one), one) for one in (step, by_cpu)]
     predictions = [simulate_migrations(profile, machine, plan) for plan, _ in plans]
@@ -327,10 +371,11 @@ def test_steps_of_the_cpu_do_not_depend_on_those_made_before(data: st.DataObject
     profile = data.draw(profiles())
     machine = data.draw(machines(profile))
     steps = GPUSteps(profile, machine)
-    for cpu_units in data.draw(st.lists(units_of(profile), max_size=4)):
-        step, alone = steps.without(cpu_units), GPUSteps(profile, machine).without(cpu_units)
+    for units in data.draw(st.lists(cpu_steps(profile, machine), max_size=4)):
+        step, alone = steps.without(*units), GPUSteps(profile, machine).without(*units)
         assert step.nbytes.tolist() == alone.nbytes.tolist()
-        assert step.host_bytes.tolist() == alone.host_bytes.tolist() == slow_host_bytes(profile, (), cpu_units)
+        in_host = slow_host_bytes(profile, machine, MigrationPlan((), *units))
+        assert step.host_bytes.tolist() == alone.host_bytes.tolist() == in_host
         assert (step.seconds, step.jobs) == (alone.seconds, alone.jobs)
         assert (step.absent, step.kept) == (alone.absent, alone.kept)
         present = [tensor for index, tensor in enumerate(profile.tensors) if index not in step.absent]
@@ -343,6 +388,16 @@ def test_steps_of_the_cpu_do_not_depend_on_those_made_before(data: st.DataObject
             )
             least, most = accumulate(both)
             assert least <= nbytes <= most
+
+
+@given(st.integers(1, 100), st.data())
+def test_few_of_many_units_are_spread_evenly(count: int, data: st.DataObject) -> None:
+    ranks = spread(count)
+    assert sorted(ranks) == list(range(count))
+    chosen = data.draw(st.integers(1, count))
+    numbers = [number for number, rank in enumerate(ranks) if rank < chosen]
+    distances = [other - one for one, other in pairwise([*numbers, count])]
+    assert max(distances) <= 4 * count / chosen
 
 
 @given(st.integers(1, 12), st.data())
@@ -605,7 +660,7 @@ def test_weights_that_the_cpu_steps_are_dropped_and_copied_back(drives: tuple[tu
     assert (found.excess_bytes, found.host_peak_bytes, found.ssd_written_bytes) == (0, 124, 0)
     # Forward and backward take six seconds, the offload of gradients four, and the copy of the weights 0.4.
     assert found.step_seconds == pytest.approx(10.4, abs=0.01)
-    step = GPUSteps(profile, machine).without(plan.cpu_units)
+    step = GPUSteps(profile, machine).without(plan.cpu_units, plan.staged_units)
     assert TransferBounds(profile, machine).least_score(step) <= found.score
     assert simulate_better(profile, machine, plan, step, (0, found.step_seconds + 1.0)) is not None
 
@@ -632,6 +687,149 @@ def test_weights_with_masters_take_no_room_in_host_memory_from_other_tensors(nby
         (0, 1, "host"), (0, 4, "host"), (3, 0, "host"),
     }  # fmt: skip
     check_physics(profile, machine, plan, simulate_migrations(profile, machine, plan))
+
+
+@pytest.mark.parametrize(("speed", "seconds"), [(10.0, 25.0), (1000.0, 6.8)])
+def test_staged_states_are_read_before_the_cpu_steps_and_written_after(speed: float, seconds: float) -> None:
+    """States and master weights, of 120 bytes, begin to be read with the second operator of six that take a second.
+
+    At 10 bytes/s the read ends after 13 seconds, and the write 12 seconds later, before the next step begins. At 1000
+    bytes/s the next step waits for copies of gradients and new weights, for 0.4 seconds each.
+    """
+    profile, unit = one_unit(), frozenset({"unit"})
+    machine = MigrationMachine(200, 160, 100.0, 100.0, ((speed, speed),), 1e9)
+    plan = MigrationPlan((), unit, unit)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    assert found.step_seconds == pytest.approx(seconds, abs=1e-3)
+    assert found.ssd_written_bytes == 120
+    for carried, link in (([part.out for part in found.traffic], 40), ([part.into for part in found.traffic], 40)):
+        assert sum(one.ssd for one in carried) == pytest.approx(120)
+        assert sum(one.link for one in carried) == pytest.approx(link)  # gradients, and weights
+    # Host memory has what is staged, and gradients, for a part of the step.
+    step = GPUSteps(profile, machine).without(unit, unit)
+    assert (max(step.host_bytes), found.host_peak_bytes) == (160, 160)
+    assert min(step.host_bytes) == (120 if speed == 10 else 0)
+
+
+def test_staged_weights_are_read_from_drives_when_they_are_written() -> None:
+    """The GPU has no room for new weights until the next step begins, nor for old ones until backward."""
+    profile, unit = unit_with_workspaces(40), frozenset({"unit"})
+    machine = MigrationMachine(44, 124, 100.0, 100.0, ((200.0, 200.0),))
+    step = GPUSteps(profile, machine).without(unit, unit)
+    (job,) = step.jobs
+    tiers = [step.tier_of_master(0, 5, one) for one in (job.until, job.until + 1)]
+    assert tiers == ["host", "ssd"]  # the operator begins to read when it begins to wait for the write
+    plan = EvictionPlanner(profile, machine, 1).plan(step)
+    assert [(one.tensor, one.after, one.before, one.tier) for one in plan.migrations] == [
+        (0, 5, 8, "ssd"), (0, 0, 5, "ssd"),
+    ]  # fmt: skip
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    # The GPU reads the weights twice, and writes none of them.
+    assert found.ssd_written_bytes == 120
+    assert sum(part.into.ssd for part in found.traffic) == pytest.approx(200)
+    assert sum(part.into.link for part in found.traffic) == pytest.approx(80)
+
+
+@pytest.mark.parametrize(("is_staged", "tier"), [(False, "ssd"), (True, "host")])
+def test_drives_that_read_staged_states_have_no_room_for_other_tensors(is_staged: bool, tier: str) -> None:
+    """A tensor of 30 bytes has a second for its prefetch, in which drives read 40 bytes: those of the states."""
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (3, 5, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (5, 6), 5, 6, "unit"),
+        TensorLifetime(2, "s", "optimizer state", 80, (6,), unit="unit"),
+        TensorLifetime(3, "a", "saved tensor", 30, (0, 5), 0, 5),
+        TensorLifetime(4, "workspace", "transient", 40, (3,), 3, 3),
+    )
+    profile, unit = LifetimeProfile("model", EIGHT_OPERATORS, tensors), frozenset({"unit"})
+    machine = MigrationMachine(80, 1000, 1000.0, 1000.0, ((40.0, 40.0),))
+    step = GPUSteps(profile, machine).without(unit, unit if is_staged else frozenset())
+    plan = EvictionPlanner(profile, machine, 1).plan(step, in_flight=0.0)
+    assert (3, 0, 3, 4, 5, tier) in plan.migrations
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_operators_wait_until_staged_states_are_written(is_early: bool) -> None:
+    """The CPU has stepped them before the seventh operator begins, which needs their host memory, not the weights.
+
+    The transfer takes 1.2 seconds, and one of a weight that is copied earlier from host memory 0.4.
+    """
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (0, 3, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (3, 6), 3, 6, "unit"),
+        TensorLifetime(2, "s", "optimizer state", 80, (6,), unit="unit"),
+    )
+    profile, unit = LifetimeProfile("model", EIGHT_OPERATORS, tensors), frozenset({"unit"})
+    machine = MigrationMachine(200, 124, 100.0, 100.0, ((1000.0, 100.0),))
+    (job,) = GPUSteps(profile, machine).without(unit, unit).jobs
+    assert (job.ready, job.until) == (3, 6)
+    migration = Migration(0, 3, 4, 6, 8, "host") if is_early else Migration(0, 3, 4, 7, 8, "ssd")
+    plan = MigrationPlan((migration,), unit, unit)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    assert found.stalls[0] == (6, pytest.approx(1.2))
+
+
+def test_the_cpu_steps_staged_states_when_they_are_read() -> None:
+    """Gradients arrive while an operator waits for an offload to drives, before the states have been read."""
+    tensors = (*one_unit().tensors, TensorLifetime(3, "frozen", "weight", 400, (0, 5)))
+    profile, unit = LifetimeProfile("model", EIGHT_OPERATORS, tensors), frozenset({"unit"})
+    machine = MigrationMachine(1000, 160, 1000.0, 1000.0, ((10.0, 100.0),), 10.0)
+    plan = MigrationPlan((Migration(3, 5, 6, 7, 8, "ssd"),), unit, unit)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    # The seventh operator waits for 4 seconds for the offload, and for as long as 120 bytes are read at 10 bytes/s.
+    stalls = dict(found.stalls)
+    assert stalls[6] == pytest.approx(7.0)
+    (written,) = [part for part in found.traffic if part.out.ssd == pytest.approx(120.0)]
+    assert written.seconds >= 1.0 + 1.2  # the CPU's second before the write
+
+
+def test_staged_weights_stay_in_host_memory_until_backward_has_used_the_old_ones() -> None:
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (0, 3, 5, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (3, 6), 3, 6, "unit"),
+    )
+    profile, unit = LifetimeProfile("model", EIGHT_OPERATORS, tensors), frozenset({"unit"})
+    machine = MigrationMachine(44, 44, 1e3, 1e3, ((1e3, 1e3),))
+    plan = MigrationPlan((), unit, unit)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    copied = [part.start for part in found.traffic if part.into.link]
+    assert copied and min(copied) >= 6.0 - 1e-6
+
+
+def test_the_best_plan_stages_states_that_host_memory_has_no_room_for() -> None:
+    """Host memory has room for the states of a unit and a half; the optimizer takes a third of the step on the GPU."""
+    phases = ["forward"] * 8 + ["backward"] * 8 + ["optimizer"] * 8
+    operators = tuple(OperatorSpan("work", phase, float(index), index + 1.0) for index, phase in enumerate(phases))
+    tensors = []
+    for number in range(8):
+        unit, back, step = f"unit{number}", 15 - number, 16 + number
+        tensors.append(TensorLifetime(3 * number, "w", "weight", 40, (number, back, step), unit=unit))
+        tensors.append(TensorLifetime(3 * number + 1, "g", "gradient", 40, (back, step), back, step, unit))
+        tensors.append(TensorLifetime(3 * number + 2, "s", "optimizer state", 80, (step,), unit=unit))
+    profile = LifetimeProfile("model", operators, tuple(tensors))
+    machine = MigrationMachine(320, 480, 1000.0, 1000.0, ((400.0, 400.0),))
+    plan, found = plan_migrations(profile, machine, min_bytes=1)
+    check_physics(profile, machine, plan, found)
+    assert plan.cpu_units == set(profile.by_unit)
+    assert plan.staged_units and found.excess_bytes == 0
+    assert found.step_seconds < 19  # without staging, the GPU would step six units or more, in a second each
+    alone = simulate_migrations(profile, machine, MigrationPlan(plan.migrations, plan.cpu_units))
+    assert alone.excess_bytes  # without staging
+
+
+def test_staged_units_are_steps_of_the_cpu() -> None:
+    with pytest.raises(ValueError, match="`staged_units` has units that are not in `cpu_units`: b"):
+        MigrationPlan((), frozenset({"a"}), frozenset({"a", "b"}))
+
+
+def test_states_are_staged_on_drives() -> None:
+    plan = MigrationPlan((), frozenset({"unit"}), frozenset({"unit"}))
+    with pytest.raises(ValueError, match="the machine has no `drives`"):
+        simulate_migrations(one_unit(), MigrationMachine(200, 1000, 100.0, 100.0, ()), plan)
 
 
 @pytest.mark.parametrize(("last", "excess"), [(44, 0), (60, 16)])

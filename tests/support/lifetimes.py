@@ -39,3 +39,25 @@ def profiles(draw: st.DrawFn) -> LifetimeProfile:
             TensorLifetime(len(tensors), "a", name, draw(size), uses, *uses, recompute_seconds=again, sources=sources)
         )
     return LifetimeProfile("any", tuple(operators), tuple(tensors))
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LifetimeProfile:
+    """A step through units of the same bytes, one operator after the other, in which host memory may stage states."""
+    num_units, nbytes = draw(st.integers(2, 6)), draw(st.integers(2, 20))
+    phases = ["forward"] * num_units + ["backward"] * num_units + ["optimizer"] * num_units
+    operators, now = [], 0.0
+    for phase in phases:
+        begin, now = now, now + draw(st.floats(0.5, 5.0))
+        operators.append(OperatorSpan("work", phase, begin, now))
+    tensors: list[TensorLifetime] = []
+    for number in range(num_units):
+        unit, back, step = f"unit{number}", 2 * num_units - 1 - number, 2 * num_units + number
+        ids = range(4 * number, 4 * number + 4)
+        tensors += [
+            TensorLifetime(ids[0], "w", "weight", nbytes, (number, back, step), unit=unit),
+            TensorLifetime(ids[1], "g", "gradient", nbytes, (back, step), back, step, unit),
+            TensorLifetime(ids[2], "s", "optimizer state", 2 * nbytes, (step,), unit=unit),
+            TensorLifetime(ids[3], "a", "saved tensor", draw(st.integers(1, 20)), (number, back), number, back),
+        ]
+    return LifetimeProfile("layers", tuple(operators), tuple(tensors))

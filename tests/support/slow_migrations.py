@@ -8,13 +8,15 @@ from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner, Period
 from lightning_ssd.planning.io_timeline import ROUNDING
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import (
+    COPY_SLACK,
+    STAGING_SLACK,
     CPUStep,
     Direction,
     GPUStep,
     GPUSteps,
-    Migration,
     MigrationMachine,
     MigrationPlan,
+    spread,
 )
 from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.planning.teraio import LESS_IN_FLIGHT, MIN_GAIN, PRICES, SHARES, plan_teraio
@@ -169,7 +171,9 @@ class _SlowTransfers:
         self.carried = dict.fromkeys(self.rates, 0.0)
 
     def add(self, tier: OffloadTierName, due: int, nbytes: int) -> _SlowTransfer:
-        carriers = ("link", "ssd") if tier == "ssd" else ("link",)
+        return self.queue_for(("link", "ssd") if tier == "ssd" else ("link",), due, nbytes)
+
+    def queue_for(self, carriers: Sequence[str], due: int, nbytes: int) -> _SlowTransfer:
         self.queue.append(_SlowTransfer(due, nbytes, dict.fromkeys(carriers, float(nbytes))))
         found = self.queue[-1]
         self.queue.sort(key=lambda one: one.due)
@@ -228,7 +232,7 @@ class _SlowSimulation:
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> None:
         self.profile, self.machine, self.plan = profile, machine, plan
         self.count = len(profile.operators)
-        self.step = GPUSteps(profile, machine).without(plan.cpu_units)
+        self.step = GPUSteps(profile, machine).without(plan.cpu_units, plan.staged_units)
         self.seconds = self.step.seconds.copy()
         self.ways: dict[Direction, _SlowTransfers] = {
             "out": _SlowTransfers(machine, "out"), "in": _SlowTransfers(machine, "in")
@@ -241,10 +245,15 @@ class _SlowSimulation:
         self.is_stepped = {
             index for index, one in tensors.items() if one.kind == "optimizer state" or one.kind == "gradient"
         }
-        self.masters = sum(
-            one.nbytes for one in tensors.values()
-            if one.kind == "optimizer state" or (one.kind == "weight" and self.is_trained(one.uses))
-        )  # fmt: skip
+        self.by_step = {job.unit: job for job in self.step.jobs if job.unit in plan.staged_units}
+        """CPU steps whose states are on drives, by unit."""
+        self.state_bytes = slow_state_bytes(profile, plan.cpu_units)
+        self.masters = sum(nbytes for unit, nbytes in self.state_bytes.items() if unit not in self.by_step)
+        self.reading: dict[str, _SlowTransfer] = {}
+        """Transfers that read the states of a unit, until the CPU begins its step."""
+        self.in_staging: dict[str, int] = {}
+        """Operator that waits until host memory is free of the states of each unit that are there."""
+        self.writing: dict[str, _SlowTransfer] = {}
         self.renewed = slow_renewed(profile, plan.cpu_units)
         self.versions = dict.fromkeys(self.renewed, 0)
         """Number of the CPU's steps that have made each weight on the GPU."""
@@ -264,9 +273,19 @@ class _SlowSimulation:
         """Operator with which the copy of a new weight may begin, and the weight, if the CPU has made it."""
         count = self.count
         self.begins = {index: after + 1 for index, (after, _) in self.renewed.items()}
+        self.dues = {index: before for index, (_, before) in self.renewed.items()}
+        for index in self.renewed:
+            if (job := self.by_step.get(profile.tensors[index].unit)) is not None:
+                self.dues[index] = min(self.dues[index], job.until)
         for one in plan.migrations:
             if self.renewed.get(one.tensor) == (one.after, one.before):
-                self.begins[one.tensor] = one.absent_until
+                if one.tier == "host":
+                    self.begins[one.tensor] = one.absent_until
+                    continue
+                del self.begins[one.tensor]  # it is read from drives
+                if one.absent_until < count <= one.before:
+                    nbytes = profile.tensors[one.tensor].nbytes
+                    self.prefetching[one.tensor] = self.ways["in"].add("ssd", one.before - count, nbytes)
         for one in plan.migrations:
             tensor = profile.tensors[one.tensor]
             if one.tensor in self.renewed:
@@ -285,10 +304,6 @@ class _SlowSimulation:
                     self.away.discard(one.tensor)
                     self.prefetching[one.tensor] = self.ways["in"].add(one.tier, one.before - count, tensor.nbytes)
 
-    def is_trained(self, uses: Sequence[int]) -> bool:
-        phases = {self.profile.operators[use].phase for use in uses}
-        return "optimizer" in phases and len(phases) > 1
-
     def sample(self, index: int, *, runs: bool) -> None:
         """Adds up the bytes of both memories, while operator `index` waits or runs."""
         operator = index % self.count
@@ -300,13 +315,19 @@ class _SlowSimulation:
             if not any(transfer.left.values()):
                 del self.prefetching[tensor]
                 self.in_host.pop(tensor, None)
+        for unit, transfer in list(self.writing.items()):
+            copied = [one for one in self.weights_of(self.by_step[unit]) if one in self.begins]
+            waits = self.prefetching.keys() | {weight for _, weight in self.pending}
+            if not any(transfer.left.values()) and waits.isdisjoint(copied):
+                del self.writing[unit]
+                del self.in_staging[unit]
         gpu = 0
         for number, one in enumerate(self.profile.tensors):
             begin = -1 if one.allocated is None else one.allocated
             end = self.count if one.freed is None else one.freed
             if begin <= (operator if runs else operator - 1) and operator <= end and number not in self.away:
                 gpu += one.nbytes
-        host = self.masters + sum(self.in_host.values())
+        host = self.masters + sum(self.in_host.values()) + sum(self.state_bytes[unit] for unit in self.in_staging)
         if index >= self.count:
             self.peaks = [max(self.peaks[0], gpu), max(self.peaks[1], host)]
 
@@ -337,9 +358,12 @@ class _SlowSimulation:
 
     def follow_cpu(self, index: int) -> None:
         """Starts CPU steps whose gradients have arrived, and copies of the weights that are computed."""
-        for entry in [one for one in self.jobs if not one[2].left["link"]]:
+        for entry in self.jobs.copy():
+            job, gradients, transfer, begin = entry
+            if transfer.left["link"] or (job.unit in self.reading and self.reading[job.unit].left["ssd"]):
+                continue
             self.jobs.remove(entry)
-            job, gradients, _, begin = entry
+            self.reading.pop(job.unit, None)
             self.cpu_free_at = max(self.cpu_free_at, self.now) + job.parameters / self.machine.cpu_step_rate
             self.computed.append((self.cpu_free_at, job, gradients, begin))
             for weight in self.weights_of(job):
@@ -349,11 +373,14 @@ class _SlowSimulation:
             _, job, gradients, begin = self.computed.pop(0)
             for gradient in gradients:
                 self.in_host.pop(gradient, None)
-            self.pending += [(begin + self.begins[weight], weight) for weight in self.weights_of(job)]
+            self.pending += [(begin + self.begins[one], one) for one in self.weights_of(job) if one in self.begins]
+            if job.unit in self.by_step:
+                nbytes = self.state_bytes[job.unit]
+                self.writing[job.unit] = self.ways["out"].queue_for(["ssd"], begin + job.until, nbytes)
         for entry in [one for one in self.pending if one[0] <= index]:
             self.pending.remove(entry)
             begin, weight = entry
-            due = begin - self.begins[weight] + self.renewed[weight][1]
+            due = begin - self.begins[weight] + self.dues[weight]
             self.away.discard(weight)
             self.versions[weight] = self.master_versions[weight]
             self.prefetching[weight] = self.ways["in"].add("host", due, self.profile.tensors[weight].nbytes)
@@ -378,13 +405,14 @@ class _SlowSimulation:
             self.begin_prefetches(index)
             self.follow_cpu(index)
             while True:
-                seconds = into.seconds_until(index)
-                late = [done for done, job, _, begin in self.computed if begin + count + job.before <= index]
+                seconds = max(into.seconds_until(index), out.seconds_until(index))
+                late = [done for done, job, _, begin in self.computed if begin + job.until <= index]
                 if not seconds and not late:
                     break
                 self.advance(index, seconds or max(0.0, late[0] - self.now))
                 if seconds:
                     into.finish(index)
+                    out.finish(index)
                 self.follow_cpu(index)
             self.sample(index, runs=False)
             self.use(index)
@@ -402,8 +430,9 @@ class _SlowSimulation:
             for name, way in self.ways.items() for carrier in way.rates
         }  # fmt: skip
         weights = [weight for _, weight in self.pending]
-        weights += [weight for job, *_ in self.jobs for weight in self.weights_of(job)]
-        weights += [weight for _, job, *_ in self.computed for weight in self.weights_of(job)]
+        for job in [*(one[0] for one in self.jobs), *(one[1] for one in self.computed)]:
+            weights += [weight for weight in self.weights_of(job) if weight in self.begins]
+            found["out", "ssd"] += self.state_bytes[job.unit] if job.unit in self.by_step else 0
         found["in", "link"] += sum(self.profile.tensors[weight].nbytes for weight in weights)
         return found
 
@@ -437,9 +466,13 @@ class _SlowSimulation:
     def begin_prefetches(self, index: int) -> None:
         for one in self.plan.migrations:
             if one.absent_until % self.count == index % self.count:
-                if one.tier is None or self.renewed.get(one.tensor) == (one.after, one.before):
+                is_new = self.renewed.get(one.tensor) == (one.after, one.before)
+                if one.tier is None or (is_new and one.tier == "host"):
                     continue
                 if one.tensor in self.renewed:
+                    unit = self.profile.tensors[one.tensor].unit
+                    assert (one.tier == "ssd") == (unit in self.by_step)
+                    assert unit not in self.writing  # drives have the latest weights
                     self.versions[one.tensor] = self.master_versions[one.tensor]
                 due, nbytes = index + one.before - one.absent_until, self.profile.tensors[one.tensor].nbytes
                 if index >= self.count:
@@ -447,10 +480,18 @@ class _SlowSimulation:
                 self.away.discard(one.tensor)
                 self.prefetching[one.tensor] = self.ways["in"].add(one.tier, due, nbytes)
 
+        for unit, job in self.by_step.items():
+            if job.staged_from == index % self.count:
+                assert unit not in self.writing and unit not in self.in_staging
+                begin = index - job.staged_from
+                self.reading[unit] = self.ways["in"].queue_for(["ssd"], begin + job.ready + 1, self.state_bytes[unit])
+                self.in_staging[unit] = begin + job.until
+
     def use(self, index: int) -> None:
         """Operator `index` begins: the tensors that it uses are on the GPU."""
         operator = index % self.count
         self.sample(index, runs=False)
+        assert all(until > index for until in self.in_staging.values())
         for one in self.plan.migrations:
             if one.tier is None and one.before % self.count == operator:
                 self.away.discard(one.tensor)
@@ -470,43 +511,101 @@ def slow_step(profile: LifetimeProfile, machine: MigrationMachine, plan: Migrati
     return _SlowSimulation(profile, machine, plan).run()
 
 
-def slow_host_bytes(profile: LifetimeProfile, migrations: Sequence[Migration], cpu_units: Collection[str]) -> list[int]:
+def slow_state_bytes(profile: LifetimeProfile, units: Collection[str]) -> dict[str, int]:
+    """Returns the bytes of optimizer states and master weights of each unit."""
+    masters = slow_renewed(profile, units)
+    found = dict.fromkeys(units, 0)
+    for index, tensor in enumerate(profile.tensors):
+        if tensor.unit in found and (tensor.kind == "optimizer state" or index in masters):
+            found[tensor.unit] += tensor.nbytes
+    return found
+
+
+def slow_window(profile: LifetimeProfile, machine: MigrationMachine, unit: str) -> tuple[int, int]:
+    """Returns the operator with which staged states begin to be read, and the one that waits until they are written.
+
+    Transfers have more time than they take on an idle machine.
+    """
+    operators, count = profile.operators, len(profile.operators)
+    of_unit = [index for index, tensor in enumerate(profile.tensors) if tensor.unit == unit]
+    weights = [profile.tensors[index] for index in of_unit if index in slow_renewed(profile, [unit])]
+    gradients = [profile.tensors[index] for index in of_unit if profile.tensors[index].kind == "gradient"]
+    trained, summed = (
+        [[use for use in one.uses if operators[use].phase != "optimizer"] for one in tensors]
+        for tensors in (weights, gradients)
+    )
+    ready = max(use for uses in summed for use in uses)
+    states = slow_state_bytes(profile, [unit])[unit]
+    begins = [one.start + step * profile.step_seconds for step in range(2) for one in operators]
+
+    def first_from(seconds: float) -> int:
+        return next((index for index, begin in enumerate(begins) if begin >= seconds), 2 * count)
+
+    end = operators[ready].end
+    copied = end + COPY_SLACK * sum(one.nbytes for one in gradients) / machine.link_out
+    read, write = machine.ssd
+    written = copied + sum(one.nbytes // one.itemsize for one in weights) / machine.cpu_step_rate
+    written += STAGING_SLACK * states / write
+    last = min([count, *(one[0] for one in trained)])
+    until = min(first_from(written), min(last, ready - 1) + count)
+    until = max([until, ready + 1, min(count, first_from(copied)), *(one[-1] + 1 for one in trained)])
+    first = first_from(end - STAGING_SLACK * states / read)
+    return max(min(first, ready), until + 1 - count, 0), until
+
+
+def slow_host_bytes(profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> list[int]:
     """Returns the bytes in host memory while each operator waits and runs, from the uses of each tensor."""
     count = len(profile.operators)
-    masters = slow_renewed(profile, cpu_units)
+    masters = slow_renewed(profile, plan.cpu_units)
     held = [
-        (one.after + 1, one.before + 1, one.tensor)
-        for one in migrations
+        (one.after + 1, one.before + 1, profile.tensors[one.tensor].nbytes)
+        for one in plan.migrations
         if one.tier == "host" and one.tensor not in masters
     ]
-    for unit in cpu_units:
-        states, trained, gradients = [], [], []
+    for unit in plan.cpu_units:
+        gradients = []
         needed, ready = count, 0
         for index in profile.by_unit.get(unit, ()):
             tensor = profile.tensors[index]
-            by_optimizer = [profile.operators[use].phase == "optimizer" for use in tensor.uses]
-            others = [use for use, is_step in zip(tensor.uses, by_optimizer, strict=True) if not is_step]
-            if tensor.kind == "optimizer state":
-                states.append(index)
-            elif tensor.kind == "weight" and others and any(by_optimizer):
-                trained.append(index)
+            others = [use for use in tensor.uses if profile.operators[use].phase != "optimizer"]
+            if index in masters:
                 needed = min(needed, others[0])
             elif tensor.kind == "gradient" and others:
-                gradients.append(index)
+                gradients.append(tensor.nbytes)
                 ready = max(ready, others[-1])
+        first, until = 0, needed + count
+        if unit in plan.staged_units and gradients:
+            first, until = slow_window(profile, machine, unit)
+            held.append((first, until + 1, slow_state_bytes(profile, [unit])[unit]))
+        else:
+            held.append((0, count, slow_state_bytes(profile, [unit])[unit]))
         # The optimizer reads gradients before the new weights are needed in the next step.
-        held += [(0, count, index) for index in (*states, *trained)]
-        held += [(ready + 1, min(needed + 1, ready + 1) + count, index) for index in gradients]
-    return slow_bytes([(start, stop, profile.tensors[index].nbytes) for start, stop, index in held], count)
+        held += [(ready + 1, min(until + 1, ready + 1 + count), nbytes) for nbytes in gradients]
+    return slow_bytes(held, count)
 
 
-def slow_with_room(profile: LifetimeProfile, machine: MigrationMachine, units: Sequence[str]) -> list[str]:
-    """Returns the units, in order, that the CPU can step beside those before them."""
+def slow_with_room(
+    profile: LifetimeProfile, machine: MigrationMachine, units: Sequence[str]
+) -> tuple[list[str], list[frozenset[str]]]:
+    """Returns the units, in order, that the CPU can step beside those before them, and those that are staged.
+
+    As few units as possible are staged, in the order of `spread`.
+    """
     found: list[str] = []
+    staged = [frozenset[str]()]
+    ranks = dict(zip(units, spread(len(units)), strict=True))
     for unit in units:
-        if max(slow_host_bytes(profile, (), [*found, unit])) <= machine.host_bytes:
-            found.append(unit)
-    return found
+        among = [*found, unit]
+        for least in range(len(units) + 1 if machine.drives else 1):
+            chosen = frozenset(one for one in among if ranks[one] < least)
+            if (
+                max(slow_host_bytes(profile, machine, MigrationPlan((), frozenset(among), chosen)))
+                <= machine.host_bytes
+            ):
+                found.append(unit)
+                staged.append(chosen)
+                break
+    return found, staged
 
 
 class SlowSearch:
@@ -517,7 +616,7 @@ class SlowSearch:
         self.planner = EvictionPlanner(profile, machine, min_bytes)
         jobs = GPUSteps(profile, machine).without(frozenset(profile.by_unit)).jobs
         jobs.sort(key=lambda job: job.ready)
-        self.units = slow_with_room(profile, machine, [job.unit for job in jobs])
+        self.units, self.staged = slow_with_room(profile, machine, [job.unit for job in jobs])
         self.cpu_seconds, free_at = [0.0], 0.0
         for job in (one for one in jobs if one.unit in self.units):
             arrived = profile.operators[job.ready].end + job.gradients / machine.link_out
@@ -529,11 +628,11 @@ class SlowSearch:
                 nbytes = sum(profile.tensors[index].nbytes for index, other in first.items() if other <= use)
                 late = free_at + nbytes / machine.link_in - profile.operators[use].start
                 self.cpu_seconds[-1] = max(self.cpu_seconds[-1], late)
-        self.choice: tuple[int, float | None, float, bool, float] = (0, None, 1.0, False, IN_FLIGHT)
+        self.choice: tuple[int, bool, float | None, float, bool, float] = (0, False, None, 1.0, False, IN_FLIGHT)
         self.best = self.simulate(*self.choice)
 
     def simulate(
-        self, units: int, price: float | None, share: float, prefers_host: bool, in_flight: float
+        self, units: int, staged: bool, price: float | None, share: float, prefers_host: bool, in_flight: float
     ) -> tuple[MigrationPlan, MigrationPrediction]:
         recomputed: list[Period] = []
         if price is not None:
@@ -543,7 +642,8 @@ class SlowSearch:
                 if left > 0:
                     recomputed.append(one)
                 left -= one.nbytes
-        step = GPUSteps(self.profile, self.machine).without(frozenset(self.units[:units]))
+        cpu_units = frozenset(self.units[:units])
+        step = GPUSteps(self.profile, self.machine).without(cpu_units, cpu_units if staged else self.staged[units])
         plan = self.planner.plan(step, tuple(recomputed), in_flight, prefers_host=prefers_host)
         return plan, simulate_migrations(self.profile, self.machine, plan)
 
@@ -571,13 +671,16 @@ class SlowSearch:
     def found(self) -> tuple[MigrationPlan, MigrationPrediction]:
         hidden = max(n for n, seconds in enumerate(self.cpu_seconds) if seconds <= self.profile.step_seconds)
         is_better = self.attempt(hidden, *self.choice[1:])
-        self.improve(max(1, len(self.units) // (8 if is_better else 4)))
+        in_host = max(number for number, staged in enumerate(self.staged) if not staged)
+        if in_host < hidden:
+            is_better |= self.attempt(in_host, *self.choice[1:])
+        self.improve(max(1, len(self.units) // (8 if is_better else 2)))
         return self.best
 
     def improve(self, amount: int) -> None:
         for price in PRICES:
-            units, chosen, *others = self.choice
-            if not self.attempt(units, price, *others) and chosen is not None:
+            units, staged, chosen, *others = self.choice
+            if not self.attempt(units, staged, price, *others) and chosen is not None:
                 break
         while amount:
             units, *others = self.choice
@@ -585,15 +688,17 @@ class SlowSearch:
             if not self.attempt(units + amount, *others) and not self.attempt(units - amount, *others):
                 amount //= 2
         for share in SHARES:
-            units, price, _, *others = self.choice
-            if price is None or not self.attempt(units, price, share, *others):
+            units, staged, price, _, *others = self.choice
+            if price is None or not self.attempt(units, staged, price, share, *others):
                 break
-        units, price, share, _, in_flight = self.choice
         if self.machine.drives:
-            self.attempt(units, price, share, True, in_flight)
+            *others, _, in_flight = self.choice
+            self.attempt(*others, True, in_flight)
+            units, _, *others = self.choice
+            self.attempt(units, True, *others)
         if self.attempt(*self.choice[:-1], LESS_IN_FLIGHT):
             units, *others = self.choice
             self.attempt(units - 1, *others)
-        for share in SHARES if self.choice[1] is None else ():
-            units, _, _, *others = self.choice
-            self.attempt(units, PRICES[0], share, *others)
+        for share in SHARES if self.choice[2] is None else ():
+            units, staged, _, _, *others = self.choice
+            self.attempt(units, staged, PRICES[0], share, *others)
