@@ -839,6 +839,25 @@ def test_the_bound_counts_dropped_weights_nowhere(last: int, excess: int) -> Non
     assert TransferBounds(profile, machine).least_score(step)[0] == excess
 
 
+def test_the_bound_counts_no_drives_for_new_weights_that_wait_in_host_memory() -> None:
+    """They are copied when the GPU has freed a saved tensor; drives read all states at 1 byte/s, and nothing else."""
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (3, 5, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 4, (5, 6), 5, 6, "unit"),
+        TensorLifetime(2, "s", "optimizer state", 80, (6,), unit="unit"),
+        TensorLifetime(3, "a", "saved tensor", 40, (0, 2), 0, 2),
+    )
+    profile, unit = LifetimeProfile("model", EIGHT_OPERATORS, tensors), frozenset({"unit"})
+    machine = MigrationMachine(44, 124, 1000.0, 1000.0, ((1.0, 40.0),))
+    step = GPUSteps(profile, machine).without(unit, unit)
+    assert step.jobs[0].until == 11  # a fourth operator
+    plan = MigrationPlan((Migration(0, 5, 6, 11, 11, "host"),), unit, unit)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(profile, machine, plan, found)
+    assert found.excess_bytes == 0
+    assert TransferBounds(profile, machine).least_score(step) <= found.score
+
+
 def test_the_bound_counts_no_weights_in_an_optimizer_step_of_the_cpu() -> None:
     """Eight weights are used one after the other, and by one operator of the optimizer, whose step the CPU makes."""
     phases = ["forward"] * 8 + ["backward"] * 8 + ["optimizer"]
