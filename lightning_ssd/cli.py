@@ -496,10 +496,12 @@ def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
 def _bench_io(parser: argparse.ArgumentParser, paths: Sequence[Path], size: int) -> None:
     import torch
 
+    from lightning_ssd.activations import check_paths
     from lightning_ssd.storage import bench_io, format_table
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _reporting(parser):
+        check_paths(list(map(str, paths)))
         print(format_table(bench_io(paths, size, device)))
 
 
@@ -565,3 +567,7 @@ def _size(option: str, *, least: int = 1) -> Callable[[str], int]:
         return size
 
     return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+import lightning_ssd
 from lightning_ssd import cli
 
 ROOT = Path(__file__).parent.parent
@@ -193,7 +195,9 @@ class TestRun:
 
 class TestBench:
     def test_prints_a_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["bench", "io", "--path", str(tmp_path), "--path", ".", "--size", "16MiB"]) == 0
+        other = tmp_path / "other"
+        other.mkdir()
+        assert cli.main(["bench", "io", "--path", str(other), "--path", ".", "--size", "16MiB"]) == 0
         assert "posix" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -208,6 +212,25 @@ class TestBench:
     def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert _exit(argv) == 2
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("other", ["drive", "drive/", "./drive", "link"])
+    def test_refuses_a_directory_that_is_given_twice(self, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+        drive = Path("drive").absolute()
+        drive.mkdir()
+        Path("link").symlink_to(drive)
+        assert _exit(["bench", "io", "--path", str(drive), "--path", other, "--size", "16MiB"]) == 2
+        assert "names one directory twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["lightning_ssd", "lightning_ssd.cli"])
+def test_python_runs_the_package_as_the_command(module: str) -> None:
+    """Also with its exit code."""
+    command = [sys.executable, "-m", module]
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=240)
+    assert (shown.returncode, shown.stdout.strip()) == (0, lightning_ssd.__version__)
+    refused = subprocess.run([*command, "bench"], capture_output=True, text=True, timeout=240)
+    assert refused.returncode == 2
+    assert "lightning-ssd bench: error" in refused.stderr
 
 
 class TestLightning:

@@ -25,7 +25,13 @@ from lightning_ssd.activations.compiled_code import (
     count_compiled,
     records_cuda_graphs,
 )
-from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_auto_placement, make_offloader
+from lightning_ssd.activations.config import (
+    LEAST_BUDGET,
+    OffloadConfig,
+    check_paths,
+    make_auto_placement,
+    make_offloader,
+)
 from lightning_ssd.activations.graph import (
     Buffer,
     ForwardGraph,
@@ -96,8 +102,9 @@ __all__ = [
     "backward_nodes",
     "calls_operators",
     "changes_statistics",
-    "check_version",
     "check_no_cuda_graphs",
+    "check_paths",
+    "check_version",
     "compile_seconds",
     "compile_settings",
     "count_compiled",
