@@ -4,7 +4,9 @@ Flat parameters are staged one after the other: a state dict needs the memory of
 """
 
 import contextlib
+import heapq
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
@@ -176,18 +178,24 @@ class StateDicts:
         self._summoned_masters.close()
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Adds copies of the optimizer states of offloaded parameters."""
+        """Adds copies of the optimizer states of offloaded parameters, by their numbers among those on the device."""
+        resident = state["state"]
         for number, _, _ in self._numbers(optimizer):
-            state["state"].pop(number, None)  # a value of `OffloadedOptimizerState`
+            resident.pop(number, None)  # a value of `OffloadedOptimizerState`
         if self._without:
             return
+        offloaded: dict[int, dict[str, Any]] = {}
         for number, flat, index in self._numbers(optimizer):
             of_parameter = self._flat_optimizers[flat].state_of(index, self._staged.stage(flat).values)
             if of_parameter:
-                state["state"][number] = {
+                offloaded[number] = {
                     name: self._shown(value, flat, index, name) for name, value in of_parameter.items()
                 }
         self._staged.unstage()
+        both = {**resident, **offloaded}
+        # Keys of `Optimizer.state` that are no tensors have no numbers.
+        order = heapq.merge(resident, offloaded, key=lambda key: key if isinstance(key, int) else inf)
+        state["state"] = {key: both[key] for key in order}
 
     def copy_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Returns a copy of the optimizer state of an offloaded parameter."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tests.support.compare import assert_same
 from tests.support.models import Model
-from tests.support.states import offloading, train
+from tests.support.states import offloading, some_stay, train
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -159,3 +159,25 @@ def test_a_hook_that_would_miss_states_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="Register it in `configure_optimizers`, or with `prepend=True`"):
         trained(tmp_path, offloading(), "AdamW", load)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("strategy", [lambda: offloading(min_bytes=300), some_stay], ids=["small stay", "units stay"])
+def test_states_have_the_order_of_plain_lightning(tmp_path: Path, strategy: Callable[[], Any], maker: str) -> None:
+    """Where some states are on the device and others are not, also after a checkpoint was loaded."""
+    saved: dict[str, list[Any]] = {}
+    for name, make in (("plain", lambda: "auto"), ("mine", strategy)):
+        checkpoint, resumed = tmp_path / f"{name}.ckpt", tmp_path / f"{name} resumed.ckpt"
+        model = Model(MAKERS[maker])
+        train(tmp_path, make(), model, max_epochs=1, callbacks=[SavesAtEnd(checkpoint)])
+        train(tmp_path, make(), model, max_epochs=2, callbacks=[SavesAtEnd(resumed)], ckpt_path=checkpoint)
+        saved[name] = [torch.load(file)["optimizer_states"] for file in (checkpoint, resumed)]
+    assert_same(saved["mine"], saved["plain"])
+
+
+class SavesAtEnd(pl.Callback):
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.file)

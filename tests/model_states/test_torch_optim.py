@@ -107,9 +107,9 @@ def differences(one: tuple[Odd, Any], other: tuple[Odd, Any]) -> dict[str, float
         if not torch.equal(mine, theirs):
             found[name] = float((mine - theirs).abs().max())
     states, others = one[1]["state"], other[1]["state"]
-    assert states.keys() == others.keys()
+    assert list(states) == list(others)
     for number, state in states.items():
-        assert state.keys() == others[number].keys(), number
+        assert list(state) == list(others[number]), number
         for name, value in state.items():
             expected = others[number][name]
             same = torch.equal(value, expected) if isinstance(value, Tensor) else value == expected
