@@ -949,3 +949,57 @@ def test_an_optimizer_that_differentiates_gradients_is_refused_by_name(
 @pytest.mark.parametrize("use", [_read, _change])
 def test_gradients_with_a_graph_are_read_and_changed(tmp_path: Path, use: Any) -> None:
     compare(tmp_path, lambda: GradientsWithGraph(use=use, **ADAMW), "host")
+
+
+class Kept(Manual):
+    """Tensors that were assigned to gradients are kept: backwards add to them, and clipping changes them."""
+
+    clips: str | None = None
+    zeroes = False
+    with_graph = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        parameters = list(self.blocks.parameters())
+        optimizer.zero_grad()
+        if batch_idx % 2:
+            self.manual_backward(self.loss(batch[0]))
+        kept = [torch.full_like(parameter, 0.01 * number) for number, parameter in enumerate(parameters)]
+        for parameter, tensor in list(zip(parameters, kept, strict=True))[:: batch_idx % 3 + 1]:
+            parameter.grad = tensor
+        for _ in range(2):
+            self.manual_backward(self.loss(batch[0]), create_graph=self.with_graph)
+            self.seen += [tensor.clone() for tensor in kept]
+        if self.zeroes:
+            optimizer.zero_grad(set_to_none=False)
+            self.seen += [tensor.clone() for tensor in kept]
+            self.manual_backward(self.loss(batch[0]))
+        if self.clips == "self.clip_gradients":
+            self.clip_gradients(optimizer, 0.05, "norm")
+        elif self.clips is not None:
+            getattr(nn.utils, self.clips)(self.parameters(), 0.05)
+        self.seen += [tensor.clone() for tensor in kept]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("clips", [None, "self.clip_gradients", "clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_tensors_that_were_assigned_to_gradients(
+    tmp_path: Path, zeroes: bool, clips: str | None, precision: str
+) -> None:
+    def make() -> Kept:
+        module = Kept(**ADAMW)
+        module.clips, module.zeroes = clips, zeroes
+        return module
+
+    compare(tmp_path, make, "host", precision=precision)
+
+
+def test_a_backward_with_a_graph_replaces_a_tensor_that_was_assigned_to_a_gradient(tmp_path: Path) -> None:
+    def make() -> Kept:
+        module = Kept(**ADAMW)
+        module.with_graph = True
+        return module
+
+    compare(tmp_path, make, "host")
