@@ -1007,6 +1007,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failure = exception
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            _drop_unread_loader(self.lightning_module._trainer)
         if isinstance(exception, torch.OutOfMemoryError) and self.offloader is not None:
             assert self.lightning_module is not None
             exception.add_note(
@@ -1057,6 +1059,17 @@ def _pop_gradients(parameters: Iterable[torch.nn.Parameter]) -> dict[torch.nn.Pa
             gradients[parameter] = parameter.grad.detach().to("cpu")
             parameter.grad = None
     return gradients
+
+
+def _drop_unread_loader(trainer: pl.Trainer) -> None:
+    """Drops a data loader whose iterator could not be made, as if its workers can't be started.
+
+    Lightning's shutdown would ask for its length, which is an error that hides the one that ended the run.
+    """
+    loop: Any = trainer._active_loop
+    loader = getattr(getattr(loop, "_data_fetcher", None), "_combined_loader", None)
+    if loader is not None and loader._iterator is None:
+        loop._data_fetcher = None
 
 
 def _is_fitting(trainer: pl.Trainer) -> bool:
