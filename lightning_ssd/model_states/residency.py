@@ -56,6 +56,9 @@ def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
 def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) -> set[nn.Parameter]:
     """Returns the parameters to offload: dense ones that are large enough, and that no module of TorchScript owns.
 
+    fp32 parameters without dimensions are kept: they save no memory, and torch clips their gradients by norm in fp64 if
+    another gradient is in fp64, which the optimizer steps of offloaded parameters do not.
+
     Args:
         module: the model.
         min_bytes: bytes of the smallest fp32, fp64 or fp16 parameter to offload. bf16 parameters of all sizes are
@@ -76,7 +79,7 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
         and type(parameter) in (nn.Parameter, MasteredParameter)
         and parameter.layout is torch.strided
         and (
-            (parameter.dtype in whole and parameter.nbytes >= max(1, min_bytes))
+            (parameter.dtype in whole and parameter.nbytes >= max(1, min_bytes) and parameter.dim() > 0)
             or (parameter.dtype in MASTERED_DTYPES and parameter.numel() > 0)
         )
     }

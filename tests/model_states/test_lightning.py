@@ -100,15 +100,21 @@ def test_clipping_by_value(tmp_path: Path, strategy: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=["fp64", "complex"])
 def test_clipping_by_norm_with_parameters_that_are_kept_on_the_device(tmp_path: Path, dtype: torch.dtype) -> None:
-    """torch adds the norms dtype by dtype, and clips in fp64 if a gradient has it."""
+    """torch adds the norms dtype by dtype, and clips in fp64 if a gradient has it.
+
+    Gradients without dimensions are then multiplied in fp64, too.
+    """
 
     class Mixed(BlocksModel):
         def __init__(self) -> None:
             super().__init__(partial(torch.optim.AdamW, lr=1e-2))
             self.extra = nn.Parameter(torch.randn(8, dtype=dtype))
+            self.scales = nn.ParameterList(torch.randn(()) for _ in range(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.extra.abs().float()
+            for scale in self.scales:
+                x = x + scale * super().forward(x)
+            return x + self.extra.abs().float()
 
     expected, actual = (
         fit(tmp_path, how, Mixed(), rows(8), gradient_clip_val=0.1, max_epochs=2) for how in ("auto", host())
