@@ -651,10 +651,10 @@ def _check_not_compiled(tensor: OffloadedParameter | OffloadedView) -> None:
     """Raises RuntimeError if Dynamo compiles a function that is given `tensor`."""
     if torch._guards.CompileContext.try_get() is not None:
         raise RuntimeError(
-            f"{tensor.source.name}, which is offloaded, is given to a compiled function. "
-            "Compile the module whose forward calls the function (`module.compile()`), in `setup` at the latest, "
-            "or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled functions, or set "
-            "`states='gpu'`."
+            f"{tensor.source.name}, which is offloaded, is given to a compiled function, or to `torch.cond` or another "
+            "operator that compiles its functions. Compile the module whose forward calls it (`module.compile()`), in "
+            "`setup` at the latest, or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled "
+            "functions and without compiled autograd. Or set `states='gpu'`."
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 from torch._dynamo.callback import callback_handler
+from torch.compiler import is_dynamo_compiling
 
 from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
@@ -195,6 +196,12 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
     """For each running call, whether `before` has returned. Torch calls `end` also after an error of another hook."""
 
     def begin(*_: object) -> None:
+        if is_dynamo_compiling():  # Dynamo shows the error if the operator can't be run otherwise
+            raise RuntimeError(
+                f"a {type(module).__name__}, whose weights are offloaded, is called in a function that `torch.cond` or "
+                "another operator compiles. Compile the module whose forward calls the operator (`module.compile()`), "
+                "in `setup` at the latest, or set `states='gpu'`."
+            )
         begun.append(False)
         before()
         begun[-1] = True

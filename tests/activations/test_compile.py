@@ -469,6 +469,54 @@ def test_a_compiled_step_of_an_optimizer_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, strategy).fit(Stepped(sequential, "eager"), DataLoader(torch.randn(8, 32)))
 
 
+class OwnWeight(nn.Module):
+    """`torch.cond` of a weight of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x @ self.weight, (x,))
+        return chosen
+
+
+@pytest.mark.parametrize("build", [Conditional, OwnWeight])
+def test_operators_that_compile_their_functions_are_refused_in_eager_code(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """The error names the remedy, which gives plain Lightning's numbers."""
+
+    def host() -> SSDOffloadStrategy:
+        return SSDOffloadStrategy(tmp_path, min_bytes=1, states="host")
+
+    def compiled(backend: str) -> nn.Module:
+        module = build()
+        module.compile(backend=backend)
+        return module
+
+    with pytest.raises(RuntimeError, match=r"offloaded.*`torch\.cond`.*`module\.compile\(\)`"):
+        train(lambda backend: build(), "eager", host(), tmp_path)
+    numbers, _ = train(compiled, "eager", host(), tmp_path)
+    plain, _ = train(compiled, "eager", "auto", tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
+
+
+def test_compiled_autograd_is_refused(tmp_path: Path) -> None:
+    """torch raises an error of its own, whose cause names the weight and the remedy."""
+
+    class Backward(Trained):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states="host")
+    with pytest.raises(NotImplementedError, match="turn off compiled autograd") as caught:
+        make_trainer(tmp_path, strategy).fit(Backward(sequential, "eager"), DataLoader(torch.randn(8, 32)))
+    assert "which is offloaded" in str(caught.value.__cause__)
+    assert "Call `backward` and `optimizer.step` outside" in str(caught.value.__cause__)
+
+
 def test_compile_refuses_a_model_without_blocks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has none"):
         train(lambda backend: nn.Linear(32, 32), "aot_eager", SSDOffloadStrategy(tmp_path, compile=True), tmp_path)

@@ -951,7 +951,7 @@ def test_gradients_with_a_graph_are_read_and_changed(tmp_path: Path, use: Any) -
     compare(tmp_path, lambda: GradientsWithGraph(use=use, **ADAMW), "host")
 
 
-class Kept(Manual):
+class KeepsAssigned(Manual):
     """Tensors that were assigned to gradients are kept: backwards add to them, and clipping changes them."""
 
     clips: str | None = None
@@ -988,8 +988,8 @@ class Kept(Manual):
 def test_tensors_that_were_assigned_to_gradients(
     tmp_path: Path, zeroes: bool, clips: str | None, precision: str
 ) -> None:
-    def make() -> Kept:
-        module = Kept(**ADAMW)
+    def make() -> KeepsAssigned:
+        module = KeepsAssigned(**ADAMW)
         module.clips, module.zeroes = clips, zeroes
         return module
 
@@ -997,8 +997,8 @@ def test_tensors_that_were_assigned_to_gradients(
 
 
 def test_a_backward_with_a_graph_replaces_a_tensor_that_was_assigned_to_a_gradient(tmp_path: Path) -> None:
-    def make() -> Kept:
-        module = Kept(**ADAMW)
+    def make() -> KeepsAssigned:
+        module = KeepsAssigned(**ADAMW)
         module.with_graph = True
         return module
 
