@@ -190,6 +190,33 @@ def test_code_is_not_compiled_again_where_it_may_not(
     assert counters["stats"]["unique_graphs"] == 2  # the input of the first block requires no gradient
 
 
+@pytest.mark.parametrize("stance", ["fail_on_recompile", "eager_on_recompile", "force_eager"])
+def test_a_stance_that_is_set_while_budgets_are_tried_stays_in_force(
+    stance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No code is discarded from then on, also if an earlier value was faster, and at the end of training."""
+    stances: list[str] = []
+
+    class SetDuringTrials(See):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+            if not stances and self.settings and self.settings[-1] < 1.0:
+                torch.compiler.set_stance(stance)
+            if stances or torch._dynamo.eval_frame._stance.stance != "default":
+                stances.append(torch._dynamo.eval_frame._stance.stance)
+
+    see = SetDuringTrials()
+    use(Meter(1e6, 980_000), monkeypatch)
+    lower_budgets(monkeypatch)
+    try:
+        train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see])
+        assert torch._dynamo.eval_frame._stance.stance == stance
+    finally:
+        torch.compiler.set_stance("default")
+    assert len(stances) > 10 and set(stances) == {stance}
+    assert set(see.settings[-len(stances) :]) == {see.settings[-len(stances)]} != {1.0}
+    assert functorch.activation_memory_budget == 1.0
+
+
 def test_the_setting_is_restored_when_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(pl.Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
