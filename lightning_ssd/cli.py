@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning_ssd
 from lightning_ssd.recipe import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
-from lightning_ssd.sizes import format_bytes, format_count, parse_bytes
+from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
 
@@ -559,7 +559,7 @@ def _size(option: str, *, least: int = 1) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         try:
-            size = parse_bytes(text, option)
+            size = parse_bytes(text, option, least=LEAST_BUDGET)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         if size < least:

@@ -16,6 +16,9 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}{end}": 1000**power for power, prefix in enumerate("kmgt", start=1) for end in ("", "b")}
 _UNITS |= {f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", start=1) for end in ("i", "ib")}
 
+LEAST_BUDGET = 10**6
+"""Bytes of the smallest budget that needs no unit: a smaller number is probably a forgotten unit."""
+
 _LONGEST = 200
 """Characters of a refused value that its message shows."""
 
@@ -166,18 +169,19 @@ class SizeArgument:
         return f"Give {', '.join(forms[:-1])}, or {forms[-1]}." if len(forms) > 1 else f"Give {forms[0]}."
 
 
-def parse_bytes(value: int | str, argument: str) -> int:
+def parse_bytes(value: int | str, argument: str, least: int = 0) -> int:
     """Returns the bytes that `value` stands for: `8589934592`, `"8GiB"`, `"8.5 GB"`.
 
     Args:
         value: the count.
         argument: name of the argument, for the message.
+        least: as in `SizeArgument`.
 
     Raises:
         TypeError: `value` is neither a number nor a string.
         ValueError: `value` is not a byte count.
     """
-    nbytes = SizeArgument(argument).parse(value)
+    nbytes = SizeArgument(argument, least=least).parse(value)
     assert isinstance(nbytes, int)
     return nbytes
 

@@ -101,11 +101,9 @@ def _has_a_meaning(made: Any, argument: str, value: Any) -> bool:
         return bool(paths) and all(isinstance(path, Path) and "://" not in str(path) for path in paths)
     if any(value is word or value == word for word in SIZES[argument]):
         return True
-    bare = not isinstance(value, str) or value.strip().replace(".", "").isdigit()
-    number = float(value) if bare else None
-    if number is None or argument == "min_bytes":
+    if argument == "min_bytes" or _has_unit(value):
         return True  # tests/test_sizes.py tests the meaning of each string
-    return number == 0 or number >= 10**6 or (argument == "offload" and number <= 1)
+    return argument == "offload" and float(value) <= 1
 
 
 CALLBACKS = ("ModelProfiler", "OffloadMonitor", "PrefetchScheduler", "SaveFolder", "SwapPlanner", "TimelineRecorder")
@@ -119,6 +117,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "number": ("tolerance",),
     "word": ("planner",),
 }
+BUDGETS = ("gpu_memory", "ssd_bytes_per_day", "endurance")
+"""Sizes of which a small number is probably a forgotten unit."""
 LEGAL = {
     "count": "",
     "flag": "True",
@@ -160,19 +160,25 @@ def test_a_value_of_a_callback_has_a_meaning_or_is_refused(callback: str, argume
         assert argument in ("plan", "machine") and _is_path(value)
     else:
         optional = inspect.signature(getattr(lightning_ssd, callback)).parameters[argument].default is None
-        assert (value is None and optional) or _is_legal(kind, value)
+        assert (value is None and optional) or _is_legal(kind, argument, value)
 
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | Path) and bool(str(value).strip()) and "://" not in str(value)
 
 
-def _is_legal(kind: str, value: Any) -> bool:
+def _has_unit(value: Any) -> bool:
+    """Also if it needs none."""
+    bare = not isinstance(value, str) or value.strip().replace(".", "").isdigit()
+    return not bare or float(value) == 0 or float(value) >= 10**6
+
+
+def _is_legal(kind: str, argument: str, value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in ("count", "number"):
         return number and value >= 0 and (kind == "number" or isinstance(value, int))
     if kind == "size":
-        return number or isinstance(value, str)
+        return (number or isinstance(value, str)) and (argument not in BUDGETS or _has_unit(value))
     legal = {"flag": isinstance(value, bool), "path": _is_path(value), "word": isinstance(value, str)}
     return legal[kind]
 

@@ -441,6 +441,8 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["bench", "io", "--path", ".", "--path", "/proc", "--size", "1MiB"], "scratch directory .* in /proc"
     ),
     "bench: no bytes": (["bench", "io", "--path", ".", "--size", "0"], "--size|size"),
+    "bench: no unit": (["bench", "io", "--path", ".", "--size", "4"], "would be 4 bytes; write '4B'"),
+    "plan: bytes a day without a unit": (["plan", GPT, "--machine", MACHINE, "--ssd-per-day", "1"], "would be 1 bytes"),
     "bench: negative bytes": (["bench", "io", "--path", ".", "--size=-4MiB"], "--size"),
     "bench: more than there is": (["bench", "io", "--path", ".", "--size", "900000TiB"], "could not make a file"),
     "tiny-llama: into a file": (["tiny-llama", "empty"], "empty"),

@@ -25,13 +25,7 @@ from lightning_ssd.activations.compiled_code import (
     count_compiled,
     records_cuda_graphs,
 )
-from lightning_ssd.activations.config import (
-    LEAST_BUDGET,
-    OffloadConfig,
-    check_paths,
-    make_auto_placement,
-    make_offloader,
-)
+from lightning_ssd.activations.config import OffloadConfig, check_paths, make_auto_placement, make_offloader
 from lightning_ssd.activations.graph import (
     Buffer,
     ForwardGraph,
@@ -67,7 +61,6 @@ from lightning_ssd.activations.weights import (
 )
 
 __all__ = [
-    "LEAST_BUDGET",
     "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",

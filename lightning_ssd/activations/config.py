@@ -20,7 +20,15 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import CopyEngine, allocator_memory, available_memory, make_clock, make_copy_engine
 from lightning_ssd.planning import TierSpeed
-from lightning_ssd.sizes import SizeArgument, check_choice, check_flag, format_bytes, parse_bytes, show_argument
+from lightning_ssd.sizes import (
+    LEAST_BUDGET,
+    SizeArgument,
+    check_choice,
+    check_flag,
+    format_bytes,
+    parse_bytes,
+    show_argument,
+)
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool, striped_free_bytes
 from lightning_ssd.types import BACKENDS, BackendName, OffloadTierName
 
@@ -286,9 +294,6 @@ SMALLEST_TIER = 64 * 2**20
 
 _MEASURED_BYTES = SMALLEST_TIER
 """Bytes of the copies that measure the bandwidth of the host tier."""
-
-LEAST_BUDGET = 10**6
-"""Bytes of the smallest budget that needs no unit: a smaller number is probably a forgotten unit."""
 
 OFFLOAD = SizeArgument(
     "offload", ("auto", "ssdtrain", "none"), share_of="the bytes of a micro-batch", fractions=True, least=LEAST_BUDGET

@@ -12,7 +12,8 @@ The modules, by subject, in the order in which they are best read:
 - plans of earlier trainings: `plan_cache`, `plan_key`, `cached_regions`.
 - times of steps: `step_timer`, `step_drift`.
 - for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.
-- helpers: `offloader` (finds the offloader of a training), `averaging` (Lightning's averages of weights).
+- helpers: `offloader` (finds the offloader of a training), `averaging` (Lightning's averages of weights),
+  `output_files` (checks files before the training).
 """
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.sizes import parse_path
@@ -32,18 +33,23 @@ class ModelProfiler(StepProfiling):
             step, which must have room for them. None: no such file.
 
     Raises:
-        ValueError: an argument is out of range; or lifetimes are wanted of a training that offloads model states,
-            accumulates gradients, or optimizes manually.
+        ValueError: an argument is out of range, or a file can't be written; or lifetimes are wanted of a training that
+            offloads model states, accumulates gradients, or optimizes manually.
     """
 
     def __init__(self, path: str | Path, warm_up: int = 3, steps: int = 3, lifetimes: str | Path | None = None) -> None:
         super().__init__(warm_up, steps)
         self._path = parse_path("path", path, "profile.json")
         self._lifetimes = None if lifetimes is None else parse_path("lifetimes", lifetimes, "lifetimes.json")
+        if self._lifetimes == self._path:
+            raise ValueError(f"`path` and `lifetimes` of ModelProfiler are both {str(path)!r}. Name two files.")
         self._done = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_output("`path` of ModelProfiler", self._path)
+        if self._lifetimes is not None:
+            check_output("`lifetimes` of ModelProfiler", self._lifetimes)
         super().on_train_start(trainer, pl_module)
         self._done = False
         if self._lifetimes is not None:

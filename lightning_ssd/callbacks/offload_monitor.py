@@ -14,7 +14,7 @@ from lightning_ssd.callbacks.offloader import find_model_states, find_offloader,
 from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import YEAR, bytes_per_day, lifetime_seconds
-from lightning_ssd.sizes import check_flag, parse_bytes
+from lightning_ssd.sizes import LEAST_BUDGET, check_flag, parse_bytes
 from lightning_ssd.storage import read_wear
 
 WEAR_INTERVAL = 600.0
@@ -68,7 +68,7 @@ class OffloadMonitor(pl.Callback):
         """Metrics in the progress bar."""
         self._bar: pl.callbacks.ProgressBar | None = None
         """The progress bar with these metrics, during a training."""
-        self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
+        self._endurance = None if endurance is None else parse_bytes(endurance, "endurance", least=LEAST_BUDGET)
         self._offloaders = _Counts()
         self._stores = _Counts()
         self._last: dict[str, float] = {}

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.obstacles import check_can_plan
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
+from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_maker import MAX_FRAGMENT_RESERVE, PlanMaker
@@ -48,6 +49,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.profiling import add_unseen_memory, current_placement, measure_training_machine
 from lightning_ssd.sizes import (
+    LEAST_BUDGET,
     SizeArgument,
     check_above_zero,
     check_choice,
@@ -115,7 +117,8 @@ class SwapPlanner(StepProfiling):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, the plan is not one for the model, or the model is compiled.
+        ValueError: an argument is out of range, the plan is not one for the model, it can't be saved, or the model is
+            compiled.
     """
 
     _logs_metrics = True
@@ -136,7 +139,7 @@ class SwapPlanner(StepProfiling):
     ) -> None:
         super().__init__(warm_up, steps)
         check_choice("planner", planner, PLANNERS)
-        SizeArgument("gpu_memory", ("auto", "least")).parse(gpu_memory)
+        SizeArgument("gpu_memory", ("auto", "least"), least=LEAST_BUDGET).parse(gpu_memory)
         check_above_zero("tolerance", tolerance, TOLERANCE)
         check_flag("cache", cache)
         self._planner = planner
@@ -147,7 +150,9 @@ class SwapPlanner(StepProfiling):
         if machine is not None:
             self._machine = HardwareProfile.from_json(parse_path("machine", machine, "machine.json"))
         self._save = None if save is None else parse_path("save", save, "plan.yaml")
-        self._per_day = None if ssd_bytes_per_day is None else parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day")
+        self._per_day = None
+        if ssd_bytes_per_day is not None:
+            self._per_day = parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day", least=LEAST_BUDGET)
         self._tolerance = tolerance
         self._uses_cache = cache and plan is None
         self._progress = PlanProgress()
@@ -192,6 +197,8 @@ class SwapPlanner(StepProfiling):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._progress = PlanProgress()
+        if self._save is not None:
+            check_output("`save` of SwapPlanner", self._save)
         super().on_train_start(trainer, pl_module)
         check_can_plan(trainer, pl_module)
         self._maker = PlanMaker(

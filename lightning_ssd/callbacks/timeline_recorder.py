@@ -1,7 +1,6 @@
 """`TimelineRecorder` writes the activity of every resource in a training step as a Chrome trace and a picture."""
 
 import logging
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.sizes import check_count, parse_path
 from lightning_ssd.timeline import BETWEEN, TimelineProfile
 
@@ -70,16 +70,8 @@ class TimelineRecorder(pl.Callback):
             )
         if not trainer.is_global_zero:
             return
-        base = self._base(trainer)
-        try:
-            base.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=base.parent):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"TimelineRecorder can't write to {str(base.parent)!r}: {error.strerror}. "
-                "Set `path` to files in a directory that can be written."
-            ) from error
+        for file in self._files(trainer):
+            check_output("`path` of TimelineRecorder", file)
         if find_spec("matplotlib") is None:
             log.warning("TimelineRecorder writes the Chrome trace alone: `pip install matplotlib` for the picture.")
 
@@ -162,22 +154,23 @@ class TimelineRecorder(pl.Callback):
         if profile is None:
             return
         self._done = True
-        base = self._base(trainer)
-        trace, picture = (base.with_name(base.name + ending) for ending in (".json", ".png"))
+        trace, picture = self._files(trainer)
         try:
             profile.mark("end")
             profile.stop()
-            timeline = profile.timeline(base.parent)
+            timeline = profile.timeline(trace.parent)
             timeline.save_trace(trace)
             written = str(trace)
             if find_spec("matplotlib") is not None:
                 timeline.save_picture(picture)
                 written += f" and {picture}"
         except Exception as error:  # a full disk, a lost GPU: the training's own error must not be hidden
-            log.warning("the timeline could not be written to %s: %s", base.parent, error)
+            log.warning("the timeline could not be written to %s: %s", trace.parent, error)
             return
         numbers = [str(step) for step, _ in timeline.steps]
         log.info("timeline of step %s in %s", " to ".join(dict.fromkeys((numbers[0], numbers[-1]))), written)
 
-    def _base(self, trainer: pl.Trainer) -> Path:
-        return Path(trainer.default_root_dir) / "timeline" if self._path is None else self._path
+    def _files(self, trainer: pl.Trainer) -> tuple[Path, Path]:
+        """Returns the files of the trace and of the picture."""
+        base = Path(trainer.default_root_dir) / "timeline" if self._path is None else self._path
+        return base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.png")

@@ -10,14 +10,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd.activations import LEAST_BUDGET, OffloadConfig
+from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.device import available_memory, process_gpu_memory, usable_gpu_memory, usable_memory
 from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.residency import bytes_on_device
 from lightning_ssd.model_states.settings import Settings
 from lightning_ssd.model_states.units import Unit, UnitPart
-from lightning_ssd.sizes import SizeArgument, check_choice, check_flag, format_bytes, parse_bytes, show_argument
+from lightning_ssd.sizes import (
+    LEAST_BUDGET,
+    SizeArgument,
+    check_choice,
+    check_flag,
+    format_bytes,
+    parse_bytes,
+    show_argument,
+)
 from lightning_ssd.types import Clip, Overlap
 
 log = logging.getLogger(__name__)

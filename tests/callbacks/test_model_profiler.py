@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, tensor_locations
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, SwapPlanner, cli, tensor_locations
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
@@ -103,6 +103,25 @@ def test_wrong_settings_and_short_trainings_are_named(tmp_path: Path, caplog: py
     train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(tmp_path / "profile.json", steps=1000)])
     assert "training ended before 1000 steps were profiled" in caplog.text
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_files_that_can_not_be_written_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Untrained(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("the training has begun")
+
+    (tmp_path / "file").touch()
+    good = tmp_path / "profile.json"
+    with pytest.raises(ValueError, match="`path` and `lifetimes` of ModelProfiler are both"):
+        ModelProfiler(good, lifetimes=str(good))
+    for bad in (tmp_path, tmp_path / "file" / "profile.json"):
+        for callback, argument in (
+            (ModelProfiler(bad), "`path` of ModelProfiler"),
+            (ModelProfiler(good, lifetimes=bad), "`lifetimes` of ModelProfiler"),
+            (SwapPlanner(save=bad), "`save` of SwapPlanner"),
+        ):
+            with pytest.raises(ValueError, match=f"{argument} can't be '{bad}'"):
+                train(tmp_path, SSDOffloadStrategy(states="gpu", min_bytes=1), Untrained(), callbacks=[callback])
 
 
 class Interrupting(Model):

@@ -274,7 +274,7 @@ def test_refuses_arguments(arguments: dict[str, int], message: str) -> None:
 
 def test_refuses_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="can't write to .*Set `path`"):
+    with pytest.raises(ValueError, match="`path` of TimelineRecorder can't be .*can't be written"):
         train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(path=tmp_path / "file" / "timeline")])
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, profiler="pytorch")
     with pytest.raises(ValueError, match="both use torch's profiler"):
