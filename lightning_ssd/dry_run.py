@@ -117,7 +117,15 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
         if dtype is not torch.float32:
             first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
         units = [unit for unit in find_units(module, _strategy_argument(config, "units")) if unit.parameters]
-        yield module, units, first, mode
+        try:
+            yield module, units, first, mode
+        except TracingError as error:
+            if not batch:
+                raise
+            raise TracingError(
+                f"{error} If `{' '.join(f'--batch {hint}' for hint in batch)}` is no batch of it, correct that: shapes "
+                "without a dtype are of float32, and token ids are `input_ids=8x1024:int64`."
+            ) from error
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,13 @@ def export(
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: name another folder, or empty it.")
+    sharded = is_sharded(checkpoint)
+    if not sharded and (checkpoint.is_dir() or not zipfile.is_zipfile(checkpoint)):
+        raise ValueError(
+            f"{checkpoint} is no checkpoint: name one that the Trainer has saved, or a file of `torch.save`."
+        )
     try:
-        if is_sharded(checkpoint):
+        if sharded:
             loaded: Any = load_sharded(checkpoint, weights_only=not trust)
         else:
             loaded = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=not trust)
