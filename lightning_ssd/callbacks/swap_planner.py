@@ -280,9 +280,13 @@ class SwapPlanner(StepProfiling):
             report_last_plan(self.runner, self.plan)
             return
         log.warning(
-            "SwapPlanner: training ended before %d steps were measured: there was no plan. Train more steps, or "
-            "give a saved plan by `plan`",
-            self._steps,
+            "SwapPlanner: training ended before it was profiled, which takes up to %d steps: there was no plan. Train "
+            "more steps, or give a saved plan by `plan`",
+            self._warm_up
+            + self._steps
+            + WARMUP_AFTER_CHANGE
+            + self._steps
+            + 1,  # the last step is timed by the next one
         )
 
     @override
