@@ -429,6 +429,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "plan: price is no number": (["plan", GPT, "--machine", MACHINE, "--price", "free"], "--price"),
     "plan: price is infinite": (["plan", GPT, "--machine", MACHINE, "--price", "inf"], "--price.*finite number"),
     "plan: price is negative": (["plan", GPT, "--machine", MACHINE, "--price=-2"], "--price.*greater than 0"),
+    "plan: another file as profile": (
+        ["plan", GPT, "--machine", MACHINE, "--profile", MACHINE], "has no `units`: it is no file that ModelProfiler"
+    ),
     "plan: a batch without a dtype": (
         ["plan", GPT, "--machine", MACHINE, "--batch", "input_ids=2x64"], "`--batch input_ids=2x64` is no .* float32"
     ),

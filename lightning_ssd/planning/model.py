@@ -361,6 +361,8 @@ class ModelProfile:
             ValueError: the content is invalid; the message names the unit, the operator and the field.
         """
         model = dict(as_mapping(content, where))
+        if "units" not in model:
+            raise ValueError(f"{where} has no `units`: it is no file that ModelProfiler has written. Give such a file.")
         units = []
         for unit in as_list(model.get("units", ()), f"`units` of {where}"):
             unit = dict(as_mapping(unit, f"a unit of {where}"))

@@ -73,7 +73,9 @@ def from_mapping(record: type[RecordT], values: Any, where: str) -> RecordT:
     known = {field.name: field for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in known:
-            raise ValueError(f"{where} has no field `{name:.80}`. Remove it; there are: {', '.join(known)}.")
+            raise ValueError(
+                f"{where} has an unknown field `{name:.80}`. Remove it; valid fields are: {', '.join(known)}."
+            )
     for name, field in known.items():
         if name not in values and field.default is MISSING:
             raise ValueError(f"{where} lacks the field `{name}`. Add it.")

@@ -41,7 +41,7 @@ def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None
     [
         ("{", "is not JSON"),
         ("[]", "must be a mapping"),
-        (json.dumps(asdict(H100) | {"fans": 3}), "has no field `fans`. Remove it"),
+        (json.dumps(asdict(H100) | {"fans": 3}), "has an unknown field `fans`. Remove it"),
         (
             json.dumps({key: value for key, value in asdict(H100).items() if key != "copy_in"}),
             "lacks the field `copy_in`",
