@@ -744,7 +744,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             RuntimeError: the groups were changed with `recover=True`, or within an optimizer step.
             ValueError: two optimizers step the same offloaded parameter.
         """
-        if self.model_states is None or self._setup is None or self._grouping == _grouping(self.optimizers):
+        if self.model_states is None or self._user_precision is None:  # evaluations offload no optimizer state
+            return
+        assert self._setup is not None
+        if self._grouping == _grouping(self.optimizers):
             return
         if self.model_states.recorded:
             raise RuntimeError(
