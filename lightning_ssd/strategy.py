@@ -503,8 +503,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return
         if self.states_config.recover:
             self._begin_recovery(trainer, self.model_states, self._setup.settings)
+        in_fp32 = self.model_states.parameters | self.model_states.masters.keys()
         self._undo += [
-            summon_full_params(callback, self.whole_weights, self._loaded.of_checkpoint)
+            summon_full_params(callback, self.model, in_fp32, self.whole_weights, self._loaded.of_checkpoint)
             for callback in _averaging_callbacks(trainer)
         ]
         self._user_precision = self.precision_plugin

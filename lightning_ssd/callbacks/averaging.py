@@ -1,6 +1,6 @@
 """Lightning's callbacks that average weights get whole weights while they read or change offloaded ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
@@ -26,14 +26,20 @@ def average_of(callback: pl.Callback) -> torch.nn.Module | None:
 
 
 def summon_full_params(
-    callback: pl.Callback, full_params: Callable[[], AbstractContextManager[None]], loaded: Loaded
+    callback: pl.Callback,
+    module: torch.nn.Module,
+    in_fp32: Container[torch.nn.Parameter],
+    full_params: Callable[[], AbstractContextManager[None]],
+    loaded: Loaded,
 ) -> Callable[[], None]:
     """Runs the hooks of `callback` that read or change weights inside `full_params()`.
 
     Args:
         callback: a callback that `averages_weights`.
+        module: the model that it averages.
+        in_fp32: parameters of the model that `full_params` gives in fp32; so are their averages from now on.
         full_params: returns a context in which all weights are whole tensors.
-        loaded: exact checkpoint values of the average, which may have rounded them and is converted to fp32.
+        loaded: exact checkpoint values of the average, which may have rounded them.
 
     Returns:
         A function that restores the callback.
@@ -51,11 +57,11 @@ def summon_full_params(
         return run
 
     if (average := average_of(callback)) is not None:
-        exact = {parameter: exact_value(parameter, loaded) for parameter in average.parameters()}
-        average.float()  # as the whole weights are: exchanged with 16-bit values, they would lose their low bits
-        for parameter, value in exact.items():
-            if value is not None:
-                parameter.data.copy_(value)
+        for averaged, parameter in zip(average.parameters(), module.parameters(), strict=False):
+            if parameter in in_fp32:
+                exact = exact_value(averaged, loaded)
+                # Exchanged with 16-bit values, the whole weights would lose their low bits.
+                averaged.data = averaged.data.float() if exact is None else exact.to(averaged.device, copy=True)
     hooks: dict[str, Callable[[pl.Trainer], bool]] = dict.fromkeys(_HOOKS, lambda trainer: True)
     if isinstance(callback, pl.callbacks.WeightAveraging):
         averaging = callback

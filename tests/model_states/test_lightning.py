@@ -269,6 +269,39 @@ def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
     assert_same(list(found.parameters()), list(expected.parameters()))
 
 
+class OfManyDtypes(Model):
+    """Has weights that are never offloaded, and buffers, in dtypes other than fp32."""
+
+    def __init__(self, weights: torch.dtype, buffers: torch.dtype) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((16,), 0.1, dtype=weights))
+        self.register_buffer("mean", torch.full((16,), 0.1, dtype=buffers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.shift.float() + self.mean.float()
+        for block in self.blocks:
+            x = block(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)).to(self.mean.dtype), 0.1)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("part", ["weights", "buffers"])
+def test_averages_of_weights_and_buffers_keep_their_dtypes(
+    tmp_path: Path, strategy: Any, part: str, dtype: torch.dtype
+) -> None:
+    def trained(strategy: Any) -> Any:
+        callback = pl.callbacks.EMAWeightAveraging(decay=0.9)
+        model = OfManyDtypes(**{"weights": torch.float32, "buffers": torch.float32, part: dtype})  # type: ignore[arg-type]
+        return train(tmp_path, strategy, model, callbacks=[callback])
+
+    expected, found = trained("auto"), trained(strategy)
+    assert_same(found, expected)
+    assert same(dict(found.named_buffers()), dict(expected.named_buffers()))
+
+
 def test_whole_weights_can_be_read_and_changed(tmp_path: Path, strategy: Any) -> None:
     class Shrinking(Model):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -467,3 +500,56 @@ def test_a_run_within_a_run_of_the_same_strategy_is_refused(tmp_path: Path, act:
     for module in ours:
         assert same(module.state_dict(), plain.state_dict())
         assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
+class SavesInHooks(Model):
+    """Saves a checkpoint in hooks of validation, test and prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[Any] = []
+
+    def save(self) -> None:
+        path = Path(self.trainer.default_root_dir) / "in_hook.ckpt"
+        self.trainer.save_checkpoint(path)
+        self.saved.append(torch.load(path, weights_only=False))
+        path.unlink()
+
+    def on_validation_start(self) -> None:
+        self.save()
+
+    def on_validation_end(self) -> None:
+        self.save()
+
+    def on_test_epoch_end(self) -> None:
+        self.save()
+
+    def on_predict_end(self) -> None:
+        self.save()
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(self.loss(batch[0]).item())
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def test_a_checkpoint_that_an_evaluation_after_training_saves_is_that_of_plain_lightning(
+    tmp_path: Path, strategy: Any
+) -> None:
+    def evaluated(strategy: Any) -> SavesInHooks:
+        model = SavesInHooks()
+        trainer = fitted(tmp_path, strategy, model)
+        trainer.validate(model, loader(1), verbose=False)
+        trainer.test(model, loader(1), verbose=False)
+        trainer.predict(model, loader(1))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader())
+        return model
+
+    found, expected = evaluated(strategy), evaluated("auto")
+    assert found.losses == expected.losses
+    assert len(found.saved) == 4 and len(found.saved[0]["optimizer_states"][0]["state"]) == 25
+    for mine, theirs in zip(found.saved, expected.saved, strict=True):
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+            assert same(mine[part], theirs[part]), part
