@@ -7,6 +7,7 @@ closure runs. Nothing overlaps with backward.
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,10 +38,16 @@ class WholeStep:
         self._summoned = contextlib.ExitStack()
         """Open while `step` runs, except within a closure."""
         self._restored = False
-        functools.update_wrapper(self, optimizer.step)  # schedulers read attributes that they have set on `step`
-        optimizer.step = self  # type: ignore[method-assign]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Schedulers read attributes that they have set on `step`, and wrap its `__func__`.
+        @functools.wraps(optimizer.step)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._run(*args, **kwargs)
+
+        self._method = types.MethodType(step, optimizer)
+        optimizer.step = self._method  # type: ignore[method-assign]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._restored:
             return self._step(*args, **kwargs)
         if args and callable(args[0]):
@@ -53,13 +60,13 @@ class WholeStep:
 
     def restore(self) -> None:
         """Restores the optimizer's own `step`."""
-        self._restored = True  # other code may still call this object
-        if vars(self._optimizer).get("step") is not self:
+        self._restored = True  # other code may still call the method
+        if vars(self._optimizer).get("step") is not self._method:
             return
         if self._own is None:
             del self._optimizer.step
         else:
-            self._optimizer.step = self._own
+            self._optimizer.step = self._own  # type: ignore[method-assign]
 
     def _open(self) -> None:
         self._summoned.enter_context(self._summon())

@@ -25,7 +25,7 @@ from tests.support.compare import assert_same
 from tests.support.models import BlocksModel
 from tests.support.optimizers import Coupled, Program
 from tests.support.states import offloading
-from tests.support.trainings import rows
+from tests.support.trainings import fit, rows
 
 STEPS = 4
 
@@ -344,3 +344,24 @@ def test_keys_of_optimizer_states_are_plain(tmp_path: Path, momentum: float) -> 
         model = Model(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=momentum))
         train(tmp_path, strategy, model, callbacks=[keys])
     assert plain.seen == offloaded.seen and not plain.seen[0] and bool(plain.seen[-1]) == bool(momentum)
+
+
+def test_a_scheduler_is_made_amid_the_training(tmp_path: Path) -> None:
+    """Its constructor wraps the function of the method `optimizer.step`, as does that of LearningRateFinder."""
+
+    class Warms(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.warm_up = torch.optim.lr_scheduler.LinearLR(self.trainer.optimizers[0], 0.1, total_iters=2)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx > 1:
+                self.warm_up.step()
+
+    def trained(make_strategy: Callable[[], Any]) -> Model:
+        model = Warms(Coupled)
+        for _ in range(2):
+            fit(tmp_path, make_strategy(), model, rows(STEPS))
+        return model
+
+    assert_same(trained(offloading), trained(lambda: "auto"))
