@@ -23,7 +23,7 @@ def guard_state(
         copy_state: returns a copy of its state.
 
     Returns:
-        A function that restores `optimizer.state`.
+        A function that restores `optimizer.state`, and raises RuntimeError if other code has assigned it.
     """
 
     def guard(optimizer: Optimizer) -> None:
@@ -34,7 +34,10 @@ def guard_state(
 
     def restore() -> None:
         handle.remove()
-        optimizer.state = defaultdict(dict, resident_states(optimizer))
+        try:
+            check_state(optimizer)
+        finally:
+            optimizer.state = defaultdict(dict, resident_states(optimizer))
 
     return restore
 

@@ -1,6 +1,7 @@
 """`load_state_dict` of optimizers: a state dict that user code has changed is loaded as by torch, or refused whole."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,16 @@ class SavesAtEnd(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trainer.save_checkpoint(self.file)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_states_that_are_reset_by_an_assignment_are_an_error(tmp_path: Path, states: str, hook: str) -> None:
+    """Also after the last step: plain Lightning would begin the next `fit` with new states."""
+
+    def reset(trainer: pl.Trainer, *_: Any) -> None:
+        trainer.optimizers[0].state = defaultdict(dict)
+
+    callback = pl.callbacks.LambdaCallback(**{hook: reset})
+    with pytest.raises(RuntimeError, match="`state` of AdamW was assigned during training"):
+        train(tmp_path, offloading(states), Model(), max_epochs=1, callbacks=[callback])
