@@ -13,7 +13,8 @@ from lightning_ssd import SSDOffloadStrategy
 from tests.support.garbage import collect
 from tests.support.models import Model
 from tests.support.plans import planner
-from tests.support.states import train
+from tests.support.states import loader, train
+from tests.support.trainings import fit
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "activations in host memory": {"states": "gpu", "offload": 1.0, "tier": "host", "host_memory": "64MiB"},
@@ -100,3 +101,29 @@ def test_steps_under_a_plan_leave_no_tensors_to_the_garbage_collector(tmp_path: 
     train(tmp_path, strategy, Model(), max_epochs=1, batches=12, callbacks=[garbage, swaps])
     assert swaps.plan is not None
     assert garbage.found == []
+
+
+class KeepsGraph(Model):
+    """Keeps a result with its graph, as code does that stores a loss without `detach`."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        decay = sum(parameter.square().sum() for parameter in self.parameters())
+        self.kept = super().loss(batch) + 0.01 * decay
+        self.kept_weight = self.blocks[0].up.weight * 2
+        self.kept_view = self.blocks[0].up.weight[0]
+        return self.kept
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", ["gpu", "host", "ssd"])
+def test_a_model_that_keeps_a_graph_is_freed_after_the_training(tmp_path: Path, states: Any, precision: Any) -> None:
+    def trained() -> list[weakref.ref[Any]]:
+        strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states=states, offload=1.0, ssd_capacity="16MiB")
+        model = KeepsGraph()
+        fit(tmp_path, strategy, model, loader(2), precision=precision)
+        return [weakref.ref(model), weakref.ref(strategy)]
+
+    kept = trained()
+    while collect():
+        pass
+    assert [reference() for reference in kept] == [None, None]

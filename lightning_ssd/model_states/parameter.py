@@ -329,14 +329,14 @@ class WholeWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: "Weights") -> Tensor:
-        ctx.source = source
+        ctx.source = weakref.ref(source)  # a graph that the module keeps would keep the module, without end
         with torch.inference_mode(False):
             return source.access.base(source).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        source: Weights = ctx.source
-        if source.flat not in source.access.grad_dtype.summed_on_host:
+        source: Weights | None = ctx.source()
+        if source is None or source.flat not in source.access.grad_dtype.summed_on_host:
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
