@@ -72,6 +72,8 @@ class StateDicts:
         """Flat parameters whose parameters are staged master weights while `load_state_dict` loads a module."""
         self._removed: list[tuple[FlatParameter, int, Mapping[str, Any]]] = []
         """States of offloaded parameters in the state dict that an optimizer is loading."""
+        self._stepped = {optimizer: self._stepped_flat(optimizer) for optimizer in optimizers}
+        """Offloaded parameters that each optimizer steps, although user code may since have changed its groups."""
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._offloaded(owner) or self._mastered(owner):
@@ -240,6 +242,9 @@ class StateDicts:
                 "would find no states of these. Register it in `configure_optimizers`, or with `prepend=True`."
             )
         self._changing()
+        # As in torch, loading discards the states of parameters that are in no group any more.
+        for parameter in self._stepped[optimizer].difference(parameters_of(optimizer)):
+            self._removed.append((*self._where[parameter], {}))
         # A state dict may number its parameters in any way: its groups name them in the order of the optimizer's.
         saved = [number for group in state["param_groups"] for number in group["params"]]
         states = dict(state["state"])
@@ -278,10 +283,20 @@ class StateDicts:
         self._flat_optimizers[flat].load_state(index, state, staged.values)
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, FlatParameter, int]]:
-        """Yields the number in the state dict, flat parameter and index of the optimizer's offloaded parameters."""
+        """Yields the number in the state dict, flat parameter and index of the optimizer's offloaded parameters.
+
+        Those that user code has added to its groups since the last step have no offloaded state of this optimizer.
+        """
         for number, parameter in enumerate(parameters_of(optimizer)):
-            if parameter in self._where:
+            if parameter in self._stepped[optimizer]:
                 yield number, *self._where[parameter]
+
+    def _stepped_flat(self, optimizer: Optimizer) -> set[nn.Parameter]:
+        return {
+            parameter
+            for parameter in parameters_of(optimizer)
+            if parameter in self._where and self._where[parameter][0] in self._flat_optimizers
+        }
 
 
 def _own_parameters(owner: nn.Module, chosen: Container[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

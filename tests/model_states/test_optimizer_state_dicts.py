@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.support.compare import assert_same
-from tests.support.models import Model
+from tests.support.compare import assert_same, same
+from tests.support.models import Block, BlocksModel, Model
 from tests.support.states import offloading, some_stay, train
+from tests.support.trainings import fit, rows
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -195,3 +196,81 @@ def test_states_that_are_reset_by_an_assignment_are_an_error(tmp_path: Path, sta
     callback = pl.callbacks.LambdaCallback(**{hook: reset})
     with pytest.raises(RuntimeError, match="`state` of AdamW was assigned during training"):
         train(tmp_path, offloading(states), Model(), max_epochs=1, callbacks=[callback])
+
+
+def thaw(model: Any, first: Optimizer, second: Optimizer) -> None:
+    model.frozen.requires_grad_(True)
+    first.add_param_group({"params": list(model.frozen.parameters()), "lr": 1e-3})
+
+
+def move_to_another_optimizer(model: Any, first: Optimizer, second: Optimizer) -> None:
+    second.add_param_group({"params": [first.param_groups[0]["params"].pop()]})
+
+
+def replace_parameter(model: Any, first: Optimizer, second: Optimizer) -> None:
+    """Replaces a parameter, whose states the new one gets when the state dict is loaded."""
+    old = model.blocks[0].up.weight
+    model.blocks[0].up.weight = torch.nn.Parameter(old.detach() * 0.5)
+    parameters = first.param_groups[0]["params"]
+    parameters[[one is old for one in parameters].index(True)] = model.blocks[0].up.weight
+
+
+class ChangesGroups(BlocksModel):
+    """Makes and loads state dicts of two optimizers, whose groups it changes between two steps."""
+
+    def __init__(self, change: Callable[[Any, Optimizer, Optimizer], None], loads: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.frozen, self.head = Block(8, 8).requires_grad_(False), Block(8, 8)
+        self.change, self.loads = change, loads
+        self.shown: list[StateDict] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(super().forward(x)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.blocks.parameters(), 1e-2), torch.optim.RMSprop(self.head.parameters(), 1e-3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2:
+            return
+        first, second = self.trainer.optimizers
+        before = copy.deepcopy(first.state_dict())
+        self.change(self, first, second)
+        if self.change is replace_parameter:
+            first.load_state_dict(before)
+        self.show()
+        if self.loads:
+            second.load_state_dict(self.shown[-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_end(self) -> None:
+        self.show()
+
+    def show(self) -> None:
+        optimizers = self.trainer.optimizers
+        if self.change is move_to_another_optimizer:  # torch makes no state dict of the first one, which has a state
+            optimizers = optimizers[1:]
+        for optimizer in optimizers:
+            state = copy.deepcopy(optimizer.state_dict())
+            self.shown.append({**state, "state": dict(sorted(state["state"].items()))})
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("change", [thaw, move_to_another_optimizer, replace_parameter])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_state_dicts_after_a_change_of_groups_are_those_of_plain_lightning(
+    tmp_path: Path, states: str, change: Any, loads: bool
+) -> None:
+    def trained(strategy: Any) -> ChangesGroups:
+        return fit(tmp_path, strategy, ChangesGroups(change, loads), rows(5), max_epochs=1)  # type: ignore[no-any-return]
+
+    found, expected = trained(offloading(states)), trained("auto")
+    assert_same(found, expected)
+    assert found.losses == expected.losses
+    assert same(found.shown, expected.shown)
