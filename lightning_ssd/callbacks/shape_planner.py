@@ -35,7 +35,7 @@ class ShapePlanner(SwapPlanner):
     _logs_metrics = False  # the user has added no planner, and gets no columns of it
 
     def __init__(self, meter: AllocatorMeter, batches: SeenBatches) -> None:
-        super().__init__(gpu_memory=int(meter.limit()), warm_up=1)
+        super().__init__(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         self._batches = batches
         self._plans: PlannedShapes[PlanProgress] = PlannedShapes(meter)
         self._planned: PlannedShape[PlanProgress] | None = None
