@@ -279,14 +279,12 @@ class SwapPlanner(StepProfiling):
         if self.runner is not None and self.plan is not None and not self.calibrating:
             report_last_plan(self.runner, self.plan)
             return
+        # Operators are measured, then steps after a warm-up, each of which the next one's begin ends.
+        most = self._warm_up + self._steps + WARMUP_AFTER_CHANGE + self._steps + 1
         log.warning(
             "SwapPlanner: training ended before it was profiled, which takes up to %d steps: there was no plan. Train "
             "more steps, or give a saved plan by `plan`",
-            self._warm_up
-            + self._steps
-            + WARMUP_AFTER_CHANGE
-            + self._steps
-            + 1,  # the last step is timed by the next one
+            most,
         )
 
     @override
