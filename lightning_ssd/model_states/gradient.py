@@ -20,7 +20,6 @@ Only methods of `Gradient` change states and flags:
 | a step is skipped | `begin_step`, `skip_step` | as if a step had used and kept it |
 | it is added to, or stepped again, without `zero_grad` | `resume` | from a step to `accum` |
 | user code assigns or changes it | `assign`, `replace_accumulated`, `set_accumulated` | to `assigned` or `accum` |
-| backward adds to an assigned one | `add_assigned` | |
 | all gradients are needed in one place | `fold` | from `assigned` to `accum` |
 | a micro-batch is run again | `undo_backward` | from `host_grad` to the state before |
 | `zero_grad` | `drop` | to nowhere |
@@ -347,16 +346,6 @@ class Gradient:
                 clip(item.of(whole), scale, limit)
         return whole
 
-    def add_assigned(self, index: int, values: Tensor) -> bool:
-        """Adds to the tensor that user code has assigned, as autograd does. Returns False if there is none.
-
-        Also False if autograd would assign a new tensor, because it records the addition (`create_graph`).
-        """
-        if index not in self.assigned or torch.is_grad_enabled():
-            return False
-        self.assigned[index].add_(values)
-        return True
-
     @property
     def kept(self) -> bool:
         """Whether there are gradients of earlier micro-batches, or of user code, which no step has used."""
@@ -370,12 +359,15 @@ class Gradient:
         """
         return self._pool is None and not self.kept and not self.was_sum
 
-    def fold(self, index: int | None = None) -> None:
-        """Copies the gradients that user code has assigned to `accum`: that of parameter `index`, or all."""
-        for number in list(self.assigned) if index is None else [index]:
+    def fold(self) -> None:
+        """Copies the gradients that user code has assigned to `accum`."""
+        if self.assigned:
             self.consumed.result()
-            self._flat.param_views[number].of(self.accumulated()).copy_(self.assigned.pop(number).detach())
-            self.has_accum[number] = self.accumulating = True
+            for index, gradient in self.assigned.items():
+                self._flat.param_views[index].of(self.accumulated()).copy_(gradient.detach())
+                self.has_accum[index] = True
+            self.assigned.clear()
+            self.accumulating = True
 
     def set_consumed(self, done: "Future[None]") -> None:
         """Passes the ownership of `host_grad` to a job that ends with `done`."""

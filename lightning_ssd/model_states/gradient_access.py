@@ -154,10 +154,6 @@ class GradientAccess:
         gradient.assign(index, values)
         self.changed(flat, [index])
 
-    def is_assigned(self, flat: FlatParameter, index: int) -> bool:
-        """Returns whether the gradient of a parameter is a tensor that user code has assigned."""
-        return index in self._gradients[flat].assigned
-
     def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
         if values.requires_grad:
@@ -183,13 +179,10 @@ class GradientAccess:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
         self.note_graph(flat, index, values)
         self._apply_clipping(flat)
-        if gradient.add_assigned(index, values):
-            return
         if gradient.states[index] is GradientState.STEPPED:
             self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
-        if index in gradient.assigned:
-            gradient.fold(index)
+        gradient.fold()
         accum = flat.param_views[index].of(gradient.accumulated())
         if gradient.has_accum[index]:
             accum.add_(values.detach().to("cpu"))
@@ -234,14 +227,10 @@ class GradientAccess:
             if none and self._sources:
                 for index in present:
                     self.detach_views(flat, index)
-            assigned = dict(gradient.assigned)
             gradient.drop()
             if not none and present:
                 gradient.consumed.result()
                 for index in present:
-                    if index in assigned:
-                        gradient.assign(index, assigned[index].detach().zero_())
-                        continue
                     flat.param_views[index].of(gradient.accumulated()).zero_()
                     gradient.set_accumulated(index)
             self.changed(flat, present)

@@ -179,9 +179,9 @@ class GradientOffloader:
         """
         gradient = self._gradients[flat]
         gradient.announce(index)
-        if index in gradient.assigned:  # autograd records the addition: its result is another tensor
+        if gradient.assigned:
             self._note_added(flat)
-            gradient.fold(index)
+            gradient.fold()
         if gradient.states[index] is GradientState.STEPPED:
             self.resume_accumulation(flat, index)
         if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
@@ -194,8 +194,7 @@ class GradientOffloader:
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
-        gradient = self._gradients[flat]
-        if gradient.num_arrived != len(flat.param_views) or gradient.assigned:  # most calls: one for each gradient
+        if self._gradients[flat].num_arrived != len(flat.param_views):  # most calls: one for each gradient
             return False
         required = _requires_grad(flat)
         # Backward may need the weights of a parameter that was frozen since the forward, until its end.
@@ -433,7 +432,6 @@ class GradientOffloader:
             for flat, gradient in self._gradients.items()
             for index, item in enumerate(flat.param_views)
         ]
-        assigned = {gradient: dict(gradient.assigned) for gradient in self._gradients.values()}
         for gradient in self._gradients.values():
             gradient.fold()
         for _, item, gradient, index in parameters:
@@ -445,15 +443,10 @@ class GradientOffloader:
             for flat, item, gradient, index in parameters:
                 grad, item.parameter.grad = item.parameter.grad, None
                 gradient.replace_accumulated(index, present=grad is not None)
-                same = grad is not None and grad.data_ptr() == item.of(gradient.accumulated()).data_ptr()
-                if grad is not None and not same:
+                if grad is not None and grad.data_ptr() != item.of(gradient.accumulated()).data_ptr():
                     item.of(gradient.accumulated()).copy_(grad)
                 if grad is not None and self._decision.loss_scaled:
                     self._decision.check_value(item.of(gradient.accumulated()))
-                if same and index in assigned[gradient]:
-                    kept = assigned[gradient][index]
-                    kept.detach().copy_(item.of(gradient.accumulated()))
-                    gradient.assign(index, kept)
                 self.remeasure(flat, [index])
 
     def consumed(self) -> "Sequence[Future[None]]":

@@ -325,7 +325,7 @@ class ModelStates(Uncopied):
         self._grads.note_graph(flat, index, grad)
         self._apply_clipping(flat)
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
-        if grad.dtype != flat.dtype or self._grads.is_assigned(flat, index):  # summed in fp32, or by autograd's rule
+        if grad.dtype != flat.dtype:  # summed in fp32
             self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
             self._gradients.note_sum(flat)
             self._grads.add(flat, index, grad)

@@ -951,55 +951,20 @@ def test_gradients_with_a_graph_are_read_and_changed(tmp_path: Path, use: Any) -
     compare(tmp_path, lambda: GradientsWithGraph(use=use, **ADAMW), "host")
 
 
-class KeepsAssigned(Manual):
-    """Tensors that were assigned to gradients are kept: backwards add to them, and clipping changes them."""
-
-    clips: str | None = None
-    zeroes = False
-    with_graph = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        parameters = list(self.blocks.parameters())
-        optimizer.zero_grad()
-        if batch_idx % 2:
-            self.manual_backward(self.loss(batch[0]))
-        kept = [torch.full_like(parameter, 0.01 * number) for number, parameter in enumerate(parameters)]
-        for parameter, tensor in list(zip(parameters, kept, strict=True))[:: batch_idx % 3 + 1]:
-            parameter.grad = tensor
-        for _ in range(2):
-            self.manual_backward(self.loss(batch[0]), create_graph=self.with_graph)
-            self.seen += [tensor.clone() for tensor in kept]
-        if self.zeroes:
-            optimizer.zero_grad(set_to_none=False)
-            self.seen += [tensor.clone() for tensor in kept]
-            self.manual_backward(self.loss(batch[0]))
-        if self.clips == "self.clip_gradients":
-            self.clip_gradients(optimizer, 0.05, "norm")
-        elif self.clips is not None:
-            getattr(nn.utils, self.clips)(self.parameters(), 0.05)
-        self.seen += [tensor.clone() for tensor in kept]
-        optimizer.step()
+def _scale_some(module: Any) -> None:
+    """In the first micro-batch of a step, assigns a gradient of one block, and exchanges two of the other one."""
+    if module.trainer.fit_loop._should_accumulate():
+        first, second = (list(block.parameters()) for block in module.blocks)
+        first[0].grad = 0.5 * first[0].grad
+        second[0].grad, second[2].grad = second[2].grad.T.contiguous(), second[0].grad.T.contiguous()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("clips", [None, "self.clip_gradients", "clip_grad_norm_", "clip_grad_value_"])
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_tensors_that_were_assigned_to_gradients(
-    tmp_path: Path, zeroes: bool, clips: str | None, precision: str
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_after_backward"])
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("states", PLACES)
+def test_some_gradients_of_a_unit_are_assigned_amid_accumulation(
+    tmp_path: Path, states: str, clip: float | None, hook: str
 ) -> None:
-    def make() -> KeepsAssigned:
-        module = KeepsAssigned(**ADAMW)
-        module.clips, module.zeroes = clips, zeroes
-        return module
-
-    compare(tmp_path, make, "host", precision=precision)
-
-
-def test_a_backward_with_a_graph_replaces_a_tensor_that_was_assigned_to_a_gradient(tmp_path: Path) -> None:
-    def make() -> KeepsAssigned:
-        module = KeepsAssigned(**ADAMW)
-        module.with_graph = True
-        return module
-
-    compare(tmp_path, make, "host")
+    """Those that are assigned, and those that are not, are in the step."""
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": clip}
+    compare(tmp_path, lambda: Toy(hook, _scale_some, **ADAMW), states, **arguments)
