@@ -6,7 +6,6 @@ the tuple of `save_for_backward` holds them all. No hook is called when it drops
 region, whose kernels are launched by then, so that a copy that is issued there begins a whole region late.
 """
 
-import functools
 import sys
 
 import torch
@@ -15,14 +14,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.activations.untraced import untraced
 
-__all__ = ["counts_if_dropped", "is_dropped"]
+__all__ = ["Counts", "counts_if_dropped", "is_dropped"]
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # it is a class method
 
-_Counts = tuple[int, int, int, int]
+Counts = tuple[int, int, int, int]
+"""References to a tensor and its storage: of each the Python object's, and its C++ object's."""
 
 
-def is_dropped(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+def is_dropped(tensor: Tensor, storage: torch.UntypedStorage, counts: Counts) -> bool:
     """Returns whether a `Function` drops `tensor` once its tensors are saved, and nothing else references the bytes.
 
     The bytes of such a tensor can't change any more. Tensors that are inputs or outputs of the function, and those that
@@ -32,12 +32,13 @@ def is_dropped(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     Args:
         tensor: the argument of the pack hook.
         storage: its storage, which has no record.
+        counts: as `counts_if_dropped` returned them.
     """
-    return sys._getframe(4).f_code is _APPLY and _counts(tensor, storage) == counts_if_dropped()
+    return sys._getframe(4).f_code is _APPLY and _counts(tensor, storage) == counts
 
 
-def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> _Counts:
-    """Returns the counts of references to a tensor and its storage, of Python objects and of their C++ objects."""
+def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> Counts:
+    """Returns the references to a tensor and its storage."""
     uses: int = tensor._use_count()  # type: ignore[attr-defined]
     storage_uses = torch._C._storage_Use_Count(storage._cdata)
     return sys.getrefcount(tensor), uses, sys.getrefcount(storage), storage_uses
@@ -46,7 +47,7 @@ def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> _Counts:
 class _Hooks:
     """Counts the references to the saved tensor in the calls in which the offloader asks for them."""
 
-    counts: _Counts
+    counts: Counts
 
     @untraced
     def pack(self, tensor: Tensor) -> Tensor:
@@ -73,12 +74,11 @@ class _Drop(torch.autograd.Function):
         return tensor.sum()
 
 
-@functools.cache
-def counts_if_dropped() -> _Counts:
-    """Returns the counts for such a tensor, which depend on the versions of Python and torch.
+def counts_if_dropped() -> Counts:
+    """Returns the counts for such a tensor, which depend on the versions of Python and torch, and on Dynamo.
 
-    They are counted in the first call, which an offloader makes before the first forward: Python inlines calls, unless
-    Dynamo runs on this thread.
+    While no compiled code runs, Python keeps no reference to the arguments of a call, but it does for good once an
+    error has ended a trace of Dynamo. So each offloader counts before its first forward.
     """
     hooks = _Hooks()
     with (

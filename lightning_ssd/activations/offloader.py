@@ -146,7 +146,7 @@ class ActivationOffloader(Uncopied):
         self._forwards = 0
         """Number of running forwards: 0 in backward, unless backward is called in a forward."""
         self._lock = threading.RLock()
-        counts_if_dropped()  # no forward runs yet
+        self._counts_if_dropped = counts_if_dropped()  # no forward runs yet
         self.run(policy)
 
     @property
@@ -406,7 +406,7 @@ class ActivationOffloader(Uncopied):
                     self._make_progress()
                     return _keep(tensor)
             data = None if record is None else record.data
-            dropped = is_dropped(tensor, storage)
+            dropped = is_dropped(tensor, storage, self._counts_if_dropped)
             return SavedHandle(tensor, self._new_record(storage, data, choice, tiers, dropped=dropped), self._empty)
 
     def _make_all_progress(self) -> None:

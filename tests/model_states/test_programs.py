@@ -357,7 +357,7 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
             patch.setattr(module, "make_copy_engine", Engines)
         saved = path / "plan.yaml"
         saved.unlink(missing_ok=True)
-        arguments = {"planner": case["planner"], "gpu_memory": case["gpu_memory"]}
+        arguments = {"planner": case["planner"], "gpu_memory": f"{case['gpu_memory']}B"}
         swaps = planner(machine=path / "machine.json", save=saved, **arguments)
         strategy = SSDOffloadStrategy(
             path, states=case["states"], min_bytes=1, host_memory="32MiB", backend=SlowBackend(), ssd_capacity="8MiB"
