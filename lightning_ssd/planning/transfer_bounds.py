@@ -88,7 +88,7 @@ class TransferBounds:
         tiers = np.full(len(self.periods) + 1, ANY)
         tiers[:-1][self._among(step.absent)[self._period_tensors]] = NOWHERE
         tiers[[self.periods[one] for one in recomputed]] = NOWHERE
-        # What is staged may be in host memory for as short a time as its transfers take.
+        # Staged states may be in host memory for as short a time as their transfers take.
         staged = ByteChanges(len(step.seconds))
         for job in step.jobs:
             staged.add(job.staged_from, job.until + 1, job.staged)

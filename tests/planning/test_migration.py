@@ -706,7 +706,7 @@ def test_staged_states_are_read_before_the_cpu_steps_and_written_after(speed: fl
     for carried, link in (([part.out for part in found.traffic], 40), ([part.into for part in found.traffic], 40)):
         assert sum(one.ssd for one in carried) == pytest.approx(120)
         assert sum(one.link for one in carried) == pytest.approx(link)  # gradients, and weights
-    # Host memory has what is staged, and gradients, for a part of the step.
+    # Host memory holds staged states, and gradients, for a part of the step.
     step = GPUSteps(profile, machine).without(unit, unit)
     assert (max(step.host_bytes), found.host_peak_bytes) == (160, 160)
     assert min(step.host_bytes) == (120 if speed == 10 else 0)
