@@ -46,6 +46,8 @@ from lightning_ssd.device import allocator_memory, make_clock
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
 SIZES = ("hidden", "layers", "batch", "tokens")
+"""Options that a model has a default for."""
+
 PROFILED = 3
 """Steps after the measured ones, which a trace has."""
 
@@ -224,8 +226,9 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
     """Returns a row of the table."""
-    if any("error" in run for run in runs):
-        return "out of memory | | | | | | | | "
+    for run in runs:
+        if "error" in run:
+            return f"{run['error']} | | | | | | | | "
     steps = [run["step"] for run in runs]
     step = statistics.median(steps)
     against = "" if anchor is None else f"{step / anchor:.3f}"

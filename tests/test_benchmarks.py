@@ -66,6 +66,11 @@ def test_the_defaults_of_each_family(
     assert measured.endswith(capsys.readouterr().out) and figure.stat().st_size > 0
 
 
+@pytest.mark.parametrize("error", ["out of memory", "exit code 1"])
+def test_a_training_without_a_result_has_its_error_in_the_table(error: str) -> None:
+    assert default.table({"ours": [{"error": error}]}).splitlines()[-1].startswith(f"| ours | {error} |")
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, unique_by=lambda point: point[0]))
 def test_no_point_is_below_the_hull(points: list[tuple[float, float]]) -> None:
     hull = default.lower_hull(points)

@@ -10,7 +10,7 @@ def check_output(argument: str, file: Path) -> None:
     """Makes the directory of a file that is written later, and checks that the file can be written.
 
     Args:
-        argument: the argument that names the file, for the message: `ModelProfiler(path)`.
+        argument: the argument that names the file, for the message, such as "`save` of SwapPlanner".
         file: the file.
 
     Raises:
