@@ -30,6 +30,7 @@ from lightning_ssd.activations import (
     compile_settings,
     make_auto_placement,
 )
+from lightning_ssd.callbacks.cached_regions import CachedRegions
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.obstacles import COMPILED, Obstacles
@@ -114,6 +115,10 @@ class AutoPlanner(pl.Callback):
         """Batches of the whole training."""
         self._failed_profiles = 0
         self.states: ResidentStates | None = None
+        self._found_regions: dict[str, CachedRegions] = {}
+        """The fastest rules for saved tensors of compiled code, for each placement of model states that was tried."""
+        self._compile_seconds = 0.0
+        """Seconds in which code was compiled again to save less."""
         self._reset_rules()
 
     def _reset_rules(self) -> None:
@@ -414,11 +419,19 @@ class AutoPlanner(pl.Callback):
         device, recompiles = offloader.device, self._obstacles.compiled_backward
 
         def make_key(timeline: SavedTimeline, shape: BatchShape, memory_budget: float) -> str:
-            recorded = (compile_settings(pl_module), memory_budget, recompiles, timeline.sizes, timeline.order)
+            tiers = None if find_model_states(trainer) is None else _present_tiers(trainer)
+            recorded = (compile_settings(pl_module), memory_budget, recompiles, timeline.sizes, timeline.order, tiers)
             return plan_key(trainer, pl_module, device, shape, recorded)
 
         self.regions = RegionPlanner(
-            offloader, guard, self._batches, find_schedulers(trainer), recompiles=recompiles, make_key=make_key
+            offloader,
+            guard,
+            self._batches,
+            find_schedulers(trainer),
+            recompiles=recompiles,
+            make_key=make_key,
+            found=self._found_regions,
+            spent_seconds=self._compile_seconds,
         )
 
     def _measure_again(self, trainer: pl.Trainer) -> None:
@@ -439,6 +452,7 @@ class AutoPlanner(pl.Callback):
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None
         if regions is not None:
+            self._compile_seconds = regions.recompilation.spent_seconds
             regions.close()
 
     def _remove_planner(self, trainer: pl.Trainer) -> None:
@@ -564,6 +578,12 @@ def _states_are_movable(trainer: pl.Trainer) -> bool:
     """Returns whether model states are offloaded, and may be moved to other tiers."""
     strategy: Any = trainer.strategy
     return find_model_states(trainer) is not None and strategy.can_move_states()
+
+
+def _present_tiers(trainer: pl.Trainer) -> object:
+    """Returns the tiers of offloaded model states, as JSON has them."""
+    strategy: Any = trainer.strategy
+    return {unit: sorted(tiers.parts.items()) for unit, tiers in strategy.present_tiers().items()}
 
 
 def _make_states_movable(trainer: pl.Trainer) -> None:

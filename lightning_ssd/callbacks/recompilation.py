@@ -14,10 +14,10 @@ TOLERATED_STALL = 0.02
 """Share of a micro-batch for which it may wait for transfers before code is compiled again to save less."""
 
 MAX_COMPILE_SECONDS = 120.0
-"""Seconds for which code may be compiled again, in all."""
+"""Seconds for which the code of a training may be compiled again, in all."""
 
 MAX_BUDGETS = 4
-"""Values of `activation_memory_budget` that are tried at most."""
+"""Values of `activation_memory_budget` that are tried at most with model states in the same tiers."""
 
 
 class Recompilation:
@@ -26,13 +26,14 @@ class Recompilation:
     Args:
         budget: sets the value for compiled code.
         allowed: whether code may be compiled again at all.
+        spent_seconds: seconds in which this training has compiled code again before.
 
     Attributes:
-        spent_seconds: seconds in which code was compiled again.
+        spent_seconds: seconds in which this training has compiled code again.
     """
 
-    def __init__(self, budget: PartitionerBudget, *, allowed: bool) -> None:
-        self.spent_seconds = 0.0
+    def __init__(self, budget: PartitionerBudget, *, allowed: bool, spent_seconds: float = 0.0) -> None:
+        self.spent_seconds = spent_seconds
         self._budget = budget
         self._allowed = allowed
         self._num_budgets = 0

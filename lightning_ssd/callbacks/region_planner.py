@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, MeasuredPeaks, PartitionerBudget, PlannedExcess
+from lightning_ssd.callbacks.cached_regions import CachedRegions
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
@@ -60,6 +61,8 @@ class RegionPlanner:
         recompiles: whether code may be compiled again with another `activation_memory_budget`.
         make_key: returns the key of a plan in the cache, given the recorded storages, the shape of their batch, and the
             `activation_memory_budget` of their code.
+        found: the fastest rules that this training has found, by their keys, to which this one adds its own.
+        spent_seconds: seconds in which this training has compiled code again before.
 
     Attributes:
         recompilation: the values of `activation_memory_budget` to try.
@@ -74,6 +77,8 @@ class RegionPlanner:
         *,
         recompiles: bool,
         make_key: Callable[[SavedTimeline, BatchShape, float], str],
+        found: dict[str, CachedRegions],
+        spent_seconds: float,
     ) -> None:
         self._offloader = offloader
         self._guard = guard
@@ -81,12 +86,12 @@ class RegionPlanner:
         self._schedulers = schedulers
         clock = make_clock(offloader.device)
         self._budget = PartitionerBudget()
-        self.recompilation = Recompilation(self._budget, allowed=recompiles)
+        self.recompilation = Recompilation(self._budget, allowed=recompiles, spent_seconds=spent_seconds)
         self._placement = PlannedExcess(tuple(offloader.tiers), guard.limit)
         self._phase: Phase = "recording"
         self._recording = RegionRecording(offloader, clock, batches)
         planner = StoragePlanner(offloader, guard.limit.meter, any(one.is_fixed for one in schedulers))
-        self._search = RegionSearch(offloader, planner, self.recompilation, clock, make_key)
+        self._search = RegionSearch(offloader, planner, self.recompilation, clock, make_key, found)
         self._plans: PlannedShapes[RegionProgress] = PlannedShapes(guard.limit.meter)
         self._planned: PlannedShape[RegionProgress] | None = None
         """The shape that is being planned, or was planned last; `None`: none was recorded."""

@@ -44,6 +44,8 @@ class RegionSearch:
         clock: the device's clock, which times steps.
         make_key: returns the key of a plan in the cache, given the recorded storages, the shape of their batch, and the
             `activation_memory_budget` of their code.
+        found: the fastest rules that this training has found before, by their keys; those found here are added. They
+            are known again when model states are moved back, whether or not there is a cache.
 
     Attributes:
         progress: progress of the shape.
@@ -58,8 +60,10 @@ class RegionSearch:
         recompilation: Recompilation,
         clock: Clock,
         make_key: Callable[[SavedTimeline, BatchShape, float], str],
+        found: dict[str, CachedRegions],
     ) -> None:
         self.is_first = True
+        self._found = found
         self._offloader = offloader
         self._planner = planner
         self._recompilation = recompilation
@@ -143,6 +147,7 @@ class RegionSearch:
         self.decided = True
         if progress.key and chosen.seconds < math.inf:
             entry = CachedRegions(chosen.plan, chosen.memory_budget, chosen.seconds, *self._planner.memory())
+            self._found[progress.key] = entry
             self._cache.save(progress.key, entry)
         text = f"a step with compiled code takes {chosen.seconds:.4f} s"
         if chosen.plan is None:
@@ -192,8 +197,8 @@ class RegionSearch:
     # ---- the rule of an earlier training ----
 
     def _load(self, key: str) -> CachedRegions | None:
-        """Returns the rule that the cache has for this training, if it may be applied."""
-        cached = self._cache.load_once(key, CachedRegions)
+        """Returns the rule that this training or an earlier one has found, if it may be applied."""
+        cached = self._found.get(key) or self._cache.load_once(key, CachedRegions)
         if cached is None:
             return None
         if has_more_memory(self._planner.memory(), (cached.gpu_bytes, cached.host_bytes)):

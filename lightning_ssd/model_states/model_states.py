@@ -134,6 +134,7 @@ class ModelStates(Uncopied):
         self.ssd_bytes = nbytes.ssd
         self.recovered = recovered
         self.parts_of = setup.parts_of
+        self.shares_gradients = setup.shares_gradients
         self._copies = copies = offloaded.copies
         self._masters = masters
         self._pool = pool

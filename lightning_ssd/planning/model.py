@@ -227,6 +227,8 @@ class ModelProfile:
             occupy GPU memory only around their use.
         waits: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it launches
             the GPU's work further ahead.
+        shares_gradients: whether offloaded gradients share host memory as soon as any state is on SSDs. Each has memory
+            of its own if steps wait for all of them.
     """
 
     name: str
@@ -241,6 +243,7 @@ class ModelProfile:
     between_gpu_bytes: int = 0
     weight_room_bytes: int | None = None
     waits: bool = True
+    shares_gradients: bool = False
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens"):

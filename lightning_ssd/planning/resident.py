@@ -1,8 +1,9 @@
 """Bytes that a plan allocates permanently in each tier."""
 
 from collections import Counter
+from collections.abc import Iterable
 
-from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.model import ModelProfile, PartProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.types import TIERS, Tier
 
@@ -14,21 +15,39 @@ DEVICE_STEP_BYTES = 2**29
 JOBS_AHEAD = 3
 """Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
 
+GRADIENT_SHARE = 16
+"""Divisor of the bytes of all gradients: host memory that gradients share holds at least this part of them."""
+
+GRADIENTS_AT_ONCE = 6
+"""Gradients that shared host memory holds at least: some arrive, some are stepped, some wait."""
+
 
 def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
     """Returns the permanently allocated bytes of compute weights, optimizer states and gradients in each tier."""
     resident: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
     weights, states, gradients = resident.values()
-    for (_, profile), part in zip(model.parts, plan.parts(model), strict=True):
+    placed = list(zip((profile for _, profile in model.parts), plan.parts(model), strict=True))
+    for profile, part in placed:
         versions = 2 if plan.clip == "speculative" and part.offloaded else 1  # the GPU makes no speculative steps
         weights[part.weights] += versions * profile.weight_bytes
         states[part.states] += versions * profile.state_bytes_read
-        # Gradients are allocated permanently: they are accumulated, and wait for the norm.
-        if part.offloaded:
-            gradients["host"] += profile.gradient_bytes
-        else:
+        if not part.offloaded:
             gradients["gpu"] += profile.resident_gradient_bytes
+    offloaded = [profile for profile, part in placed if part.offloaded]
+    if model.shares_gradients and plan.clip == "off" and weights["ssd"] + states["ssd"]:
+        gradients["host"] = shared_gradient_bytes(offloaded)
+    else:  # each has memory of its own: gradients are accumulated, or wait for the norm
+        gradients["host"] = sum(profile.gradient_bytes for profile in offloaded)
     return resident
+
+
+def shared_gradient_bytes(parts: Iterable[PartProfile]) -> int:
+    """Returns the bytes of host memory that the gradients of offloaded parts share, at most.
+
+    A part of several parameters may have several gradients, of which less memory holds as many.
+    """
+    sizes = sorted((part.gradient_bytes for part in parts), reverse=True)
+    return min(sum(sizes), max(sum(sizes) // GRADIENT_SHARE, sum(sizes[:GRADIENTS_AT_ONCE])))
 
 
 def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:

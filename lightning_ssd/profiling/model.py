@@ -408,6 +408,7 @@ class Profiler(Uncopied):
             offloaded,
             weight_room_bytes=None if self._states is None else self._states.weight_room_bytes,
             waits=2 * self._ahead <= self._begun,
+            shares_gradients=self._states is not None and self._states.shares_gradients,
         )
 
     def _launch_seconds(self, costs: HostOverhead) -> Mapping[UnitCall, float]:

@@ -52,19 +52,23 @@ def test_a_training_without_hooks_is_profiled_and_has_none_afterwards(tmp_path: 
 
 
 @pytest.mark.parametrize("states", ["gpu", "host"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_profile_has_the_models_bytes_and_flops(tmp_path: Path, states: Any, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, 1.0), (3, 1.0), (1, None)])
+def test_a_profile_has_the_models_bytes_and_flops(
+    tmp_path: Path, states: Any, accumulate: int, clip: float | None
+) -> None:
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, offload=0.5, gpu_memory="1B")
     saved = Saved()
     callbacks = [ModelProfiler(tmp_path / "profile.json", warm_up=2, steps=2), saved]
-    how: Any = dict(accumulate_grad_batches=accumulate, gradient_clip_val=1.0, limit_val_batches=0)
+    how: Any = dict(accumulate_grad_batches=accumulate, gradient_clip_val=clip, limit_val_batches=0)
     model: Any = train(tmp_path, strategy, Model(), callbacks=callbacks, **how)
     assert_same(model, train(tmp_path, "auto", Model(), **how))
     assert not [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     profile = ModelProfile.from_json(tmp_path / "profile.json")
     assert profile.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (profile.micro_batches, profile.samples, profile.tokens) == (accumulate, 4, 4 * 9)
-    assert profile.clip_norm and profile.waits  # on a CPU
+    assert profile.waits  # on a CPU
+    assert profile.clip_norm == (clip is not None)
+    assert profile.shares_gradients == (clip is None and states == "host")
     assert profile.weight_room_bytes == (None if states == "gpu" else 1)
     names = [unit.name for unit in profile.units]
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed (2)"]  # the head's weight is tied

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import ResidentLimit
-from lightning_ssd.callbacks import auto_planner
+from lightning_ssd.callbacks import AutoPlanner, auto_planner, recompilation, resident_states
+from lightning_ssd.callbacks.plan_cache import SWITCH
 from lightning_ssd.callbacks.resident_states import ResidentStates
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
@@ -22,7 +23,7 @@ from tests.support.compiled import fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import quiet_trainer
 from tests.support.products import thorough
-from tests.support.regions import Blocks, See, train
+from tests.support.regions import Blocks, See, tick, train
 from tests.support.slow_records import record_slowly
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
@@ -209,9 +210,52 @@ def test_states_take_the_memory_of_saved_tensors_that_can_be_recomputed(
     assert watch.stores[-1] == watch.stores[0]
 
 
+@pytest.mark.thorough
+def test_the_time_to_compile_again_is_limited_for_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Code takes 100 s to compile: it is compiled again once, though states are moved three times."""
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
+    compiled = torch._dynamo.utils.cumulative_time_spent_ns  # which each change of the budget clears
+    monkeypatch.setattr(recompilation, "compile_seconds", lambda: 100.0 if compiled else 0.0)
+    monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 250.0)
+    monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: [200_000, 140_000])
+    with caplog.at_level("INFO"):
+        _, watch, _ = run(tmp_path, monkeypatch, Meter(455_000, 300_000), off=1.0, steps=120, rows=64)
+    assert _changes(watch)[:2] == [3, 4]
+    assert caplog.text.count("code is compiled again") == 1
+
+
 def _changes(watch: Watch) -> list[int]:
     """Returns the number of flat parameters that are off the device after each move."""
     return [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
+
+
+def test_a_rule_is_found_again_where_states_are_moved_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two units on the device are faster than one: the rule for saved tensors is not searched a second time then."""
+    tick(monkeypatch)
+    monkeypatch.setenv(SWITCH, "0")  # without a cache, too
+    monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: [200_000, 140_000])
+    plain, _ = train("aot_eager", "auto", tmp_path, shapes=[(64,)] * 70)
+    searched: dict[Any, int] = {}
+
+    class Searches(pl.Callback):
+        """The most trials in steps with each number of flat parameters off the device, since the last move."""
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+            if planner.regions is not None:
+                searched[len(_changes(watching)), watching.stores[-1]] = len(planner.regions.trials)
+
+    watching = Watch(Clock(1.0))
+    monkeypatch.setattr(auto_planner, "make_clock", lambda device: watching.clock)
+    use(Meter(455_000, 300_000), monkeypatch)
+    strategy = SSDOffloadStrategy(tmp_path, **AUTO)
+    numbers, _ = train("aot_eager", strategy, tmp_path, shapes=[(64,)] * 70, callbacks=[watching, Searches()])
+    assert_same(numbers, plain)
+    assert _changes(watching) == [3, 4, 3]
+    assert searched[1, 3] == searched[2, 4] == 2 and searched[3, 3] == 1
 
 
 @pytest.mark.parametrize(

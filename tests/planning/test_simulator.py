@@ -21,7 +21,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
-from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_bytes
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_by_kind, resident_bytes
 from lightning_ssd.planning.simulator import simulate_every_micro_batch, simulate_tasks
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF, BoundedFifo, StepTasks
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
@@ -57,6 +57,20 @@ def test_ssds_are_half_duplex() -> None:
     assert (read.begin, read.end) == (0, 4)
     assert (write.begin, write.end) == (4, 6)
     assert (last.begin, last.end) == (6, 8)
+
+
+def test_gradients_share_memory_if_states_are_on_drives() -> None:
+    """20 gradients of 16 bytes share the memory of 6, unless steps wait for all of them."""
+    model = replace(make_model(20), shares_gradients=True)
+    each = model.units[0].gradient_bytes
+    assert all(unit.gradient_bytes == each > 0 for unit in model.units)
+
+    def in_host_memory(model: ModelProfile, states: Any, **fields: Any) -> int:
+        return resident_by_kind(model, plan_of(model, "host", states, "keep", "keep", **fields))["gradients"]["host"]
+
+    assert in_host_memory(model, "ssd") == 6 * each
+    assert in_host_memory(model, "host") == in_host_memory(model, "ssd", clip="deferred") == 20 * each
+    assert in_host_memory(replace(model, shares_gradients=False), "ssd") == 20 * each
 
 
 def test_urgent_first() -> None:

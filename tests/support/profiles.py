@@ -145,8 +145,10 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
                 cast_bytes=draw(st.integers(0, GB)),
             )
         )
+    micro_batches, clip_norm = draw(st.integers(1, 3)), draw(st.booleans())
+    waits, shares = draw(st.booleans()), draw(st.booleans())
     return ModelProfile(
-        "any", tuple(units), draw(st.integers(1, 3)), 4, 4096, draw(st.booleans()), waits=draw(st.booleans())
+        "any", tuple(units), micro_batches, 4, 4096, clip_norm, waits=waits, shares_gradients=shares and not clip_norm
     )
 
 
