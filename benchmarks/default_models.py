@@ -151,8 +151,12 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5)
 
 
+DISTINCT = 64
+"""Samples that are made, and repeated. To make an image takes longer than to train on it."""
+
+
 class RandomSamples(Dataset[dict[str, Tensor]]):
-    """Random samples of a family, always the same ones.
+    """Random samples of a family, always the same ones, of which `DISTINCT` differ.
 
     Args:
         family: name of the family.
@@ -164,11 +168,18 @@ class RandomSamples(Dataset[dict[str, Tensor]]):
         self._family = family
         self._count = count
         self._tokens = tokens
+        self._made: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        index %= DISTINCT
+        if index not in self._made:
+            self._made[index] = self._make(index)
+        return self._made[index]
+
+    def _make(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
 
         def ids(below: int, *shape: int) -> Tensor:

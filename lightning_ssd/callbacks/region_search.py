@@ -226,10 +226,13 @@ class RegionSearch:
             return self._search_again()
         self.progress.cached = None
         self.decided = True
-        pl.utilities.rank_zero_info(
-            "offload='auto': an earlier training with the same compiled code was planned: a step takes "
-            f"{trial.seconds:.4f} s under its plan. {SWITCH}=0 in the environment has every training planned."
-        )
+        took = f"a step takes {trial.seconds:.4f} s under its plan"
+        if self.progress.key in self._found:
+            text = f"compiled code was planned with model states in these tiers before: {took}."
+        else:
+            text = f"an earlier training with the same compiled code was planned: {took}. "
+            text += f"{SWITCH}=0 in the environment has every training planned."
+        pl.utilities.rank_zero_info(f"offload='auto': {text}")
         return trial
 
     def _search_again(self) -> Trial:

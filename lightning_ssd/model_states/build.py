@@ -6,6 +6,7 @@ Building chooses resident units, groups parameters, allocates tiers, makes and f
 """
 
 import contextlib
+import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,8 @@ from lightning_ssd.model_states.units import Unit, find_units
 from lightning_ssd.model_states.user_optimizers import Groups, check_steps_not_compiled, groups_of
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
+
+log = logging.getLogger(__name__)
 
 
 def make_model_states(
@@ -99,6 +102,11 @@ def make_model_states(
         of_units = make_flat_params(module, units, offloaded, groups, device, setup, max_elements)
         flat_params = [flat for _, flat_params in of_units for flat in flat_params]
         check_flats_apart(flat_params, device)
+        if setup.config.state_format == "split" and not any(flat.dtype == torch.bfloat16 for flat in flat_params):
+            log.warning(
+                "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision='bf16-true' or "
+                "'bf16-mixed', or leave it out"
+            )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         tiers = None

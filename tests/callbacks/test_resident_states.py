@@ -232,7 +232,9 @@ def _changes(watch: Watch) -> list[int]:
     return [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
 
 
-def test_a_rule_is_found_again_where_states_are_moved_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_is_found_again_where_states_are_moved_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two units on the device are faster than one: the rule for saved tensors is not searched a second time then."""
     tick(monkeypatch)
     monkeypatch.setenv(SWITCH, "0")  # without a cache, too
@@ -252,10 +254,12 @@ def test_a_rule_is_found_again_where_states_are_moved_back(tmp_path: Path, monke
     monkeypatch.setattr(auto_planner, "make_clock", lambda device: watching.clock)
     use(Meter(455_000, 300_000), monkeypatch)
     strategy = SSDOffloadStrategy(tmp_path, **AUTO)
-    numbers, _ = train("aot_eager", strategy, tmp_path, shapes=[(64,)] * 70, callbacks=[watching, Searches()])
+    with caplog.at_level("INFO"):
+        numbers, _ = train("aot_eager", strategy, tmp_path, shapes=[(64,)] * 70, callbacks=[watching, Searches()])
     assert_same(numbers, plain)
     assert _changes(watching) == [3, 4, 3]
     assert searched[1, 3] == searched[2, 4] == 2 and searched[3, 3] == 1
+    assert "compiled code was planned with model states in these tiers before: a step takes 1.0000 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -542,3 +542,12 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert scaler.get_scale() == 2.0
     states.close()
+
+
+@pytest.mark.parametrize(("precision", "halves"), [("32-true", False), ("bf16-mixed", True), ("bf16-true", True)])
+def test_a_format_without_effect_is_named(
+    precision: Any, halves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only bf16 weights can be the upper halves of master weights."""
+    train(tmp_path, host(state_format="split"), Model(), batches=1, precision=precision, max_epochs=1)
+    assert ("`state_format='split'` has no effect" in caplog.text) == (not halves)
