@@ -342,13 +342,9 @@ class Access:
                 args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
             result = func(*substitute(args, values), **substitute(kwargs, values))
             changed = [key for key, value in values.items() if value._version != versions[key]]
-            for tensor in (found[key] for key, node in nodes.items() if values[key].grad_fn is not node):
-                if tensor.requires_grad:
-                    raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-                raise RuntimeError(
-                    f"`{func.__name__}` writes a tensor that requires a gradient to a view of {tensor.source.name}, "
-                    "which is offloaded, and autograd can't follow a view of it. Write within `torch.no_grad()`."
-                )
+            unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
+            if any(tensor.requires_grad for tensor in unfollowed.values()):
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
             changed += [id(tensor) for tensor in running_statistics(func, args, kwargs) if id(tensor) in values]
@@ -364,6 +360,14 @@ class Access:
                 for tensor in map(found.__getitem__, changed):
                     if not isinstance(tensor, OffloadedView) or tensor.versioned:
                         tensor.source.changed()
+            for key, tensor in unfollowed.items():
+                if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                    raise RuntimeError(
+                        f"`{func.__name__}` writes a tensor that requires a gradient to {tensor.source.name}, which is "
+                        "offloaded, or to a view of it, and autograd can't follow that. Write to its `.data`, or "
+                        "within `torch.no_grad()`."
+                    )
+                tensor.source.note_graph(values[key])  # `.data`, or a gradient, whose graph no parameter has
             return self.wrap(result, values, found)
 
     @contextlib.contextmanager
@@ -470,6 +474,10 @@ class Access:
             if values[key] is tensor:
                 bases.setdefault(id(tensor.source), _own_memory(tensor))
 
+        lost = {
+            id(tensor.source) for tensor in found.values() if isinstance(tensor, OffloadedView) and tensor.without_graph
+        }
+
         def wrap(value: Tensor) -> Tensor:
             if id(value) in originals:
                 return originals[id(value)]
@@ -482,10 +490,12 @@ class Access:
                     continue
                 source = sources[key]
                 counted, backed = versioned and value._is_view(), source.backs_views  # no view: `unsafe_chunk`
-                if not value.requires_grad:
-                    return OffloadedView.make(
+                if not value.requires_grad or key in lost:
+                    view = OffloadedView.make(
                         source, offset, as_non_view(value, backed=backed), versioned=counted, backed=backed
                     )
+                    view.without_graph = key in lost
+                    return view
                 if isinstance(source, Weights) and source.whole:
                     return value
                 return FollowedView.follow(source, offset, value, versioned=counted, backed=backed)
@@ -621,7 +631,7 @@ class _Values(torch.autograd.Function):
 
 
 class _WithoutGraph(torch.autograd.Function):
-    """The values of a gradient whose graph (`create_graph=True`) was freed when it was offloaded."""
+    """The values of a tensor whose graph was freed: that of `create_graph=True`, or of tensors written to it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, values: Tensor, name: str) -> Tensor:
@@ -635,8 +645,9 @@ class _WithoutGraph(torch.autograd.Function):
 
 def _not_followed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"autograd can't differentiate {name}, which is offloaded: `create_graph=True` of `backward` has no effect on "
-        "`.grad`. Use the results of `torch.autograd.grad(loss, parameters, create_graph=True)`, or set `states='gpu'`."
+        f"autograd can't differentiate {name}, which is offloaded: the graphs of `create_graph=True` and of tensors "
+        "that were written to it are freed. Use the results of `torch.autograd.grad(loss, parameters, "
+        "create_graph=True)`, write to a `.clone()`, or set `states='gpu'`."
     )
 
 

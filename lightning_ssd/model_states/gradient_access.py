@@ -51,6 +51,11 @@ class GradientSource(Source):
             write_changed(self.item.of(accum), values.detach().to("cpu"))
             self._gradients.changed(self._flat, [self._index])
 
+    def note_graph(self, written: Tensor) -> None:
+        super().note_graph(written)
+        if self.own is None:
+            self._gradients.note_graph(self._flat, self._index, written)
+
 
 class GradientAccess:
     """Implements the semantics of `Tensor.grad` for offloaded gradients.

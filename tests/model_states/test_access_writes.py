@@ -1,5 +1,6 @@
 """Functions that write to offloaded weights, and user code in random order, in every precision."""
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from tests.support.access import ACTIONS, PLACES, Block, Toy, _graph, _init, _prune, fit, loader
+from tests.support.access import compare as compare_with_plain
 from tests.support.compare import assert_same, same
 from tests.support.garbage import collect
 from tests.support.trainings import make_trainer
@@ -295,3 +297,61 @@ def test_a_backward_before_that_of_a_micro_batch(tmp_path: Path, states: str, ho
 def test_more_sequences(tmp_path: Path, states: str, precision: str, sequences: Any) -> None:
     """The same, also with states on SSDs."""
     compare(tmp_path, states, precision, sequences)
+
+
+def _merge(module: Any) -> None:
+    """As `merge_adapter` of peft does: autograd would follow the new values, and not the weight."""
+    for parameter in module.target.parameters():
+        parameter.data += 0.1 * module.blocks[0].up.bias
+    module.blocks[1].up.weight.data[:, 1].mul_(module.blocks[0].up.bias)
+    torch._foreach_add_([parameter.data for parameter in module.blocks.parameters()], module.blocks[1].up.bias.sum())
+
+
+def _merge_and_read(module: Any) -> Any:
+    values = module.blocks[1].up.weight.data
+    values.t().add_(module.blocks[0].up.weight)
+    values.mul_(0.5)
+    return [values.detach() + 1, values.sum(), values[0] * 2]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("action", [_merge, _merge_and_read])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad"])
+def test_tensors_that_require_a_gradient_are_written_to_data(
+    tmp_path: Path, hook: str, action: Any, states: str, precision: Any
+) -> None:
+    if hook == "on_before_zero_grad" and precision == "bf16-mixed":
+        hook = "on_train_batch_end"  # offloaded weights can't be changed between their forward and backward there
+    compare_with_plain(tmp_path, lambda: Toy(hook, action), states, precision=precision)
+
+
+def test_data_to_which_a_graph_was_written_is_not_differentiated(tmp_path: Path) -> None:
+    """A gradient of the written tensor would be lost."""
+
+    class Written(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            values = self.target.up.weight.data
+            values[0] += self.blocks[0].up.bias
+            return super().loss(batch) + values.square().sum()
+
+    fit(tmp_path, Written(), None)
+    with pytest.raises(RuntimeError, match="target.up.weight.*were written.*`.clone\\(\\)`"):
+        fit(tmp_path, Written(), "host")
+
+
+def _write_to_a_detached_weight(module: Any) -> None:
+    module.blocks[1].up.weight.detach().mul_(module.blocks[0].up.bias)
+
+
+def _write_and_continue(module: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        _write_to_a_detached_weight(module)
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_weights_are_whole_after_a_refused_write(tmp_path: Path, states: str) -> None:
+    """Where user code catches the error, computing and stored weights are plain Lightning's."""
+    compare_with_plain(tmp_path, lambda: Toy("on_train_batch_start", _write_and_continue), states)
+    with pytest.raises(RuntimeError, match=r"blocks.1.up.weight.*`.data`, or within `torch.no_grad\(\)`"):
+        fit(tmp_path, Toy("on_train_batch_start", _write_to_a_detached_weight), states)

@@ -968,3 +968,43 @@ def test_some_gradients_of_a_unit_are_assigned_amid_accumulation(
     """Those that are assigned, and those that are not, are in the step."""
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": clip}
     compare(tmp_path, lambda: Toy(hook, _scale_some, **ADAMW), states, **arguments)
+
+
+def _decay_gradients(module: Any) -> None:
+    for parameter in module.blocks.parameters():
+        parameter.grad += 0.1 * parameter
+
+
+def _add_weights_to_gradients(module: Any) -> Any:
+    for parameter in module.blocks.parameters():
+        parameter.grad[0].add_(parameter[0], alpha=0.1)
+    return [parameter.grad.norm() for parameter in module.blocks.parameters()]
+
+
+def _add_by_foreach(module: Any) -> None:
+    parameters = list(module.blocks.parameters())
+    torch._foreach_add_([parameter.grad for parameter in parameters], parameters, alpha=0.1)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("action", [_decay_gradients, _add_weights_to_gradients, _add_by_foreach])
+def test_tensors_that_require_a_gradient_are_written_to_gradients(
+    tmp_path: Path, action: Any, precision: Any, hook: str
+) -> None:
+    """As `p.grad += decay * p` does where gradients are enabled."""
+    arguments = {"precision": precision, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    compare(tmp_path, lambda: Toy(hook, action, **ADAMW), "host", **arguments)
+
+
+def test_a_gradient_to_which_a_graph_was_written_is_not_differentiated(tmp_path: Path) -> None:
+    class Written(Manual):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            self.zero_grad()
+            self.manual_backward(self.loss(batch[0]))
+            _decay_gradients(self)
+            self.manual_backward(sum(parameter.grad.sum() for parameter in self.blocks.parameters()))
+
+    fit(tmp_path, Written(**ADAMW), None)
+    with pytest.raises(RuntimeError, match="the gradient of blocks.*were written.*`states='gpu'`"):
+        fit(tmp_path, Written(**ADAMW), "host")
