@@ -14,6 +14,7 @@ are in `placement`, records in `record`, their order in `micro_batch`, evictions
 
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections import deque
@@ -141,6 +142,7 @@ class ActivationOffloader(Uncopied):
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
         self._closed = False
+        self._process = os.getpid()
         self._around: tuple[object, object] = (None, None)
         """The innermost hooks and mode since `pause`: those around ours."""
         self._forwards = 0
@@ -347,8 +349,8 @@ class ActivationOffloader(Uncopied):
         return SavedWrapper(tensor, self.pack)
 
     def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return _keep(tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested or os.getpid() != self._process:
+            return _keep(tensor)  # a process that was forked in the forward lacks the threads and the staging memory
         storage = tensor.untyped_storage()
         if (weights := offloaded_weights(storage)) is not None:
             return weights.save(tensor)
@@ -560,6 +562,11 @@ class ActivationOffloader(Uncopied):
             raise RuntimeError(
                 "backward was called on a graph whose training has ended, and its saved tensors with it. "
                 "Call backward inside the training step, or don't keep the loss after `Trainer.fit`."
+            )
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a forked process calls backward on a graph of the training process, whose saved tensors are "
+                "offloaded by threads of that process. Compute the loss in the forked process, too."
             )
         saved.check_version()
         with self._lock:

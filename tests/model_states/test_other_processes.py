@@ -1,6 +1,7 @@
 """Processes that are started during a training, such as workers of a DataLoader, and use its model."""
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,73 @@ def test_workers_that_are_given_the_model_are_refused(tmp_path: Path, make: Any,
 @pytest.mark.parametrize("make", [read, compute])
 def test_workers_may_have_a_copy(tmp_path: Path, make: Any) -> None:
     assert fit(tmp_path, make, "fork", copied=True).losses
+
+
+class Adversarial(Dataset[Tensor]):
+    """Rows that the gradient of a network of the data set has changed."""
+
+    def __init__(self) -> None:
+        self.network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = torch.full((8,), float(index), requires_grad=True)
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.network(row).square().sum(), row)
+        return row.detach() + gradient
+
+
+class Inner(Wrapped):
+    """Iterates over the rows of another loader, whose workers are forked in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Adversarial()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        inner = DataLoader(self.rows, batch_size=4, num_workers=1, multiprocessing_context="fork")
+        return super().loss(batch) + sum(super(Inner, self).loss(rows) for rows in inner)
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_workers_that_are_forked_in_the_forward_use_autograd(tmp_path: Path, tier: Any, states: str) -> None:
+    """Their processes have the hooks for saved tensors, without the threads and the memory that these need."""
+    rows = DataLoader(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)
+    losses = []
+    for strategy in ("auto", offloading(states, offload=1.0, tier=tier)):
+        torch.manual_seed(1)
+        model = Inner()
+        make_trainer(tmp_path, strategy, max_epochs=2).fit(model, rows)
+        losses.append(model.losses)
+    assert losses[0] == losses[1]
+
+
+def test_backward_of_a_forked_process_through_the_graph_of_the_training_is_refused(tmp_path: Path) -> None:
+    """Offloaded tensors are loaded by threads, for which that process would wait forever."""
+    found: list[str] = []
+
+    class Forks(Wrapped):
+        def loss(self, batch: Tensor) -> Tensor:
+            loss = super().loss(batch)
+
+            def differentiate(connection: Any) -> None:
+                try:
+                    loss.backward()
+                except RuntimeError as error:
+                    connection.send(str(error))
+                connection.close()
+
+            ours, theirs = multiprocessing.get_context("fork").Pipe()
+            process = multiprocessing.get_context("fork").Process(target=differentiate, args=(theirs,))
+            process.start()
+            theirs.close()
+            found.append(ours.recv())
+            process.join()
+            return loss
+
+    rows = DataLoader(torch.ones(4, 8), batch_size=4)
+    make_trainer(tmp_path, offloading("gpu", offload=1.0), max_epochs=1).fit(Forks(), rows)
+    assert "Compute the loss in the forked process" in found[0]
