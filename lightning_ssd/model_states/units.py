@@ -183,8 +183,8 @@ def check_unit_classes(module: nn.Module, names: Sequence[str]) -> None:
     classes = _class_names(module)
     if missing := sorted(set(names) - classes):
         raise ValueError(
-            f"`units` names {', '.join(missing)}, which the model does not contain. Its classes are: "
-            f"{', '.join(sorted(classes))}."
+            f"`units` names {', '.join(missing)}, which the model does not contain. Give names without modules, of its "
+            f"classes: {', '.join(sorted(classes))}."
         )
 
 
