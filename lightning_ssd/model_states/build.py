@@ -104,8 +104,8 @@ def make_model_states(
         check_flats_apart(flat_params, device)
         if setup.config.state_format == "split" and not any(flat.dtype == torch.bfloat16 for flat in flat_params):
             log.warning(
-                "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision='bf16-true' or "
-                "'bf16-mixed', or leave it out"
+                "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision="
+                "'bf16-true' or 'bf16-mixed', or leave it out"
             )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
