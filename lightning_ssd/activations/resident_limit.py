@@ -34,6 +34,8 @@ class MeasuredPeaks:
         largest_bytes: the most saved bytes of a micro-batch.
         lowest: the least bytes that were allocated before a micro-batch.
         unfinished: whether the last micro-batch was to be measured, and had no backward.
+        spare_bytes: bytes by which `others` is too high for micro-batches that keep storages, as their peaks have
+            shown: everything else needs most memory at a time when few storages are alive.
     """
 
     others: float = 0.0
@@ -42,6 +44,7 @@ class MeasuredPeaks:
     largest_bytes: int = 0
     lowest: int = 2**63
     unfinished: bool = False
+    spare_bytes: float = 0.0
 
 
 class ResidentLimit:
@@ -152,7 +155,7 @@ class ResidentLimit:
             return
         like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in peaks.levels)
         growth = 0 if like_a_measured_one else self._level - peaks.lowest
-        self._room = self.room_bytes = max(0.0, limit - peaks.others - growth)
+        self._room = self.room_bytes = max(0.0, limit - peaks.others - growth + peaks.spare_bytes)
         self.growth_bytes = growth
         self.scarce = self._room < self.SPARE * self.expected_bytes
         unknown = not like_a_measured_one and len(peaks.levels) < self.MOST_LEVELS

@@ -20,6 +20,7 @@ class CachedRegions:
         seconds: measured duration of a step.
         gpu_bytes: bytes of the device that the training might use.
         host_bytes: bytes of host memory that the training might use for activations.
+        spare_bytes: bytes of memory that the plan has beside the room, as `MeasuredPeaks` has them.
     """
 
     plan: StoragePlan | None
@@ -27,18 +28,19 @@ class CachedRegions:
     seconds: float
     gpu_bytes: float
     host_bytes: float
+    spare_bytes: float
 
     @classmethod
     def from_content(cls, content: Mapping[Any, Any]) -> Self:
         """Returns the entry of a file's content. Raises ValueError if it is not one."""
-        names = ("memory_budget", "seconds", "gpu_bytes", "host_bytes")
-        memory_budget, seconds, gpu_bytes, host_bytes = (parse_number(content, name) for name in names)
+        names = ("memory_budget", "seconds", "gpu_bytes", "host_bytes", "spare_bytes")
+        memory_budget, seconds, *memory = (parse_number(content, name) for name in names)
         check_positive("seconds", seconds)
         if not 0 < memory_budget <= 1:
             raise ValueError("`memory_budget` must be above 0, and at most 1")
         plan = content.get("plan")
         stored = None if plan is None else StoragePlan.from_content(plan)
-        return cls(stored, memory_budget, seconds, gpu_bytes, host_bytes)
+        return cls(stored, memory_budget, seconds, *memory)
 
     def to_content(self) -> dict[str, Any]:
         """Returns the content of a file."""

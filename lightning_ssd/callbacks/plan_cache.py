@@ -25,7 +25,7 @@ __all__ = ["CacheEntry", "CachedPlan", "PlanCache", "parse_number", "warn_unused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files' content."""
 
 MOST_FILES = 64

@@ -304,7 +304,7 @@ class RegionPlanner:
         self._guard.restart()
         if self._search.decided:
             assert self._planned is not None
-            self._planned.state.peaks = MeasuredPeaks()
+            self._planned.state.peaks = MeasuredPeaks(spare_bytes=trial.spare_bytes)
             self._plans.add(self._planned)
         else:
             self.recompilation.begin()

@@ -35,6 +35,7 @@ class Trial:
         saved_bytes: bytes that a micro-batch saves; 0: its code is not compiled yet.
         seconds: measured duration of a step; infinite if a micro-batch ran out of memory.
         stalled: measured share of forward and backward in which the device waited for transfers.
+        spare_bytes: bytes of memory that the plan has beside the room, as `MeasuredPeaks` has them.
     """
 
     memory_budget: float
@@ -42,6 +43,7 @@ class Trial:
     saved_bytes: int = 0
     seconds: float = math.inf
     stalled: float = 0.0
+    spare_bytes: float = 0.0
 
 
 @dataclass(eq=False)
@@ -77,13 +79,15 @@ class RegionProgress:
     def apply(self, trial: Trial) -> None:
         """Puts a trial in force for the next step, and times the steps after the first one."""
         self.applied, self.number, self.drift = trial, next(_NUMBERS), StepDrift()
+        self.peaks.spare_bytes = trial.spare_bytes
         self.timer.reset(WARM_UP)
 
     def fastest(self) -> Trial:
-        """Returns the fastest trial: an earlier one, unless a later one is faster by `MIN_GAIN`."""
+        """Returns the fastest trial: an earlier one, unless a later one is faster by `MIN_GAIN`, or offloads less."""
         chosen = self.trials[0]
         for trial in self.trials[1:]:
-            if trial.seconds < (1 - MIN_GAIN) * chosen.seconds:
+            gain = 0.0 if trial.spare_bytes else MIN_GAIN
+            if trial.seconds < (1 - gain) * chosen.seconds:
                 chosen = trial
         return chosen
 

@@ -20,6 +20,13 @@ from lightning_ssd.device import Clock
 from lightning_ssd.planning import SavedTimeline, StoragePlan
 from lightning_ssd.sizes import format_bytes
 
+MAX_STALL = 0.1
+"""Share of micro-batches for which those of a plan may wait for transfers so that a plan which offloads less is tried:
+where they wait longer, code that saves less is faster."""
+
+LESS = 0.95
+"""Offloaded bytes / those of a plan before, below which a plan is tried."""
+
 log = logging.getLogger(__name__)
 
 
@@ -28,8 +35,9 @@ class RegionSearch:
 
     Its first trial has no plan, and the second one a plan of the recorded storages. If that stalls the training,
     further ones have plans of code that saves less (`Recompilation`), which needs a compilation and another record
-    before each. If the cache has the rule of an earlier training, there is one trial, under that rule, unless its steps
-    are not as fast as they were then.
+    before each. A plan that offloads more than the measured peak of its steps requires is followed by the trial of one
+    that offloads less. If the cache has the rule of an earlier training, there is one trial, under that rule, unless
+    its steps are not as fast as they were then.
 
     `begin`, `end_trial` and `decide` put the next trial in force, and return it. If its `memory_budget` is another one
     than compiled code has, the caller has code compiled again; if the search is not `decided` then, the caller has a
@@ -135,6 +143,11 @@ class RegionSearch:
             return self._check_cached(progress.cached, trial)
         if trial.plan is None:
             return self._try(self._planner.plan(progress))
+        if not trial.spare_bytes and trial.stalled <= MAX_STALL and seconds < math.inf:
+            spare = self._planner.spare_bytes(trial.plan, progress)
+            plan = self._planner.plan(progress, spare)
+            if plan.offloaded_bytes < LESS * trial.plan.offloaded_bytes:
+                return self._try(plan, spare)
         value = self._recompilation.next_value(progress, self._planner.speeds()) if self.is_first else None
         return self.decide() if value is None else self._compile(value)
 
@@ -146,7 +159,8 @@ class RegionSearch:
             progress.apply(chosen)
         self.decided = True
         if progress.key and chosen.seconds < math.inf:
-            entry = CachedRegions(chosen.plan, chosen.memory_budget, chosen.seconds, *self._planner.memory())
+            memory = self._planner.memory()
+            entry = CachedRegions(chosen.plan, chosen.memory_budget, chosen.seconds, *memory, chosen.spare_bytes)
             self._found[progress.key] = entry
             self._cache.save(progress.key, entry)
         text = f"a step with compiled code takes {chosen.seconds:.4f} s"
@@ -165,12 +179,13 @@ class RegionSearch:
 
     # ---- the next trial ----
 
-    def _try(self, plan: StoragePlan | None) -> Trial:
+    def _try(self, plan: StoragePlan | None, spare_bytes: float = 0.0) -> Trial:
         """Begins the trial of `plan`, or of the rule without a plan, with the present code."""
         timeline = self.progress.timeline
         assert timeline is not None
-        trial = Trial(self._recompilation.value, plan, sum(timeline.sizes))
+        trial = Trial(self._recompilation.value, plan, sum(timeline.sizes), spare_bytes=spare_bytes)
         self.progress.apply(trial)
+        self._planner.meter.reset_peak()
         self._before = self._offloader.stats()
         return trial
 
@@ -211,13 +226,15 @@ class RegionSearch:
 
     def _try_cached(self, cached: CachedRegions, timeline: SavedTimeline) -> Trial:
         """Begins a trial with the plan of an earlier training, or with one for the present limits of memory."""
-        plan = cached.plan
+        plan, spare = cached.plan, cached.spare_bytes
         if plan is not None and plan.sizes != timeline.sizes:
             warn_unused("compiled code saves other tensors")
             return self._search_again()
-        if plan is not None and (plan.movable != timeline.movable or not self._planner.has_room(plan, self.progress)):
-            plan = self._planner.plan(self.progress)
-        return self._try(plan)
+        if plan is not None and (
+            plan.movable != timeline.movable or not self._planner.has_room(plan, self.progress, spare)
+        ):
+            plan = self._planner.plan(self.progress, spare)
+        return self._try(plan, spare)
 
     def _check_cached(self, cached: CachedRegions, trial: Trial) -> Trial:
         """Ends the trial of the plan of an earlier training: applies it for good if steps are as fast as then."""

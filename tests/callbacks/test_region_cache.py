@@ -155,7 +155,12 @@ def test_no_value_is_set_by_a_plan_where_the_training_may_not_set_one(
 
 
 ENTRY = CachedRegions(
-    StoragePlan((1, 2, 3), frozenset({0, 2}), ("keep", "keep", "host"), frozenset({1}), 10, 0.5, 0.0), 0.5, 1.0, 10.0, 5
+    StoragePlan((1, 2, 3), frozenset({0, 2}), ("keep", "keep", "host"), frozenset({1}), 10, 0.5, 0.0),
+    0.5,
+    1.0,
+    10.0,
+    5,
+    1.5,
 )
 
 
