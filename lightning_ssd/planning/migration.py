@@ -331,7 +331,8 @@ class GPUSteps:
                 if moved.job.staged:
                     step.staged.update(dict.fromkeys(weights, moved.job))
         for use, nbytes in stepped.items():
-            step.seconds[use] *= 1 - nbytes / self._optimizer_bytes[use]
+            if nbytes:  # tensors of empty parameters have none
+                step.seconds[use] *= 1 - nbytes / self._optimizer_bytes[use]
         for nbytes_of, changed, sign in ((step.nbytes, freed, -1), (step.host_bytes, in_host, 1)):
             if changed:
                 changes = ByteChanges(count)

@@ -364,7 +364,9 @@ class _Search:
     def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int) -> None:
         self.machine = machine
         self.count = len(profile.operators)
-        seconds = profile.operator_seconds
+        # Views take no time, and memory has to fit while they run, too: the bytes beyond it count a little.
+        least = ROUNDING * (profile.step_seconds or 1.0) / self.count
+        seconds = [max(least, one) for one in profile.operator_seconds]
         self.beyond = np.array(profile.total, dtype=np.float64) - machine.gpu_bytes
         """Bytes beyond the GPU's capacity while each operator runs (negative: room)."""
         self.pressure: Floats = np.maximum(0.0, self.beyond)

@@ -244,6 +244,16 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
                 assert not (other.tensor in sources and away)
 
 
+@given(profiles())
+@settings(deadline=None, max_examples=20)
+def test_empty_tensors_need_no_migration(profile: LifetimeProfile) -> None:
+    """Parameters may be empty, and an operator of the optimizer may step no others."""
+    empty = replace(profile, tensors=tuple(replace(tensor, nbytes=0) for tensor in profile.tensors))
+    plan, found = plan_migrations(empty, MigrationMachine(0, 100, 1.0, 1.0, ((1.0, 1.0),), 1.0), min_bytes=1)
+    assert not plan.migrations
+    assert found.score == (0, profile.step_seconds)
+
+
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_no_plan_is_faster_than_the_bound_of_its_transfers(data: st.DataObject) -> None:
