@@ -158,6 +158,7 @@ class ModelStates(Uncopied):
             drain=lambda flat: self._steps.drain_flat(flat),
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
+            release=lambda flat: self._prefetcher.evict(flat),
         )
         self._prefetcher = ParamPrefetcher(
             [flat_params for _, flat_params in offloaded.units],
@@ -226,7 +227,6 @@ class ModelStates(Uncopied):
             self._flat_of,
             masters,
             stepped_flat,
-            release=self._prefetcher.evict,
             changing=self._steps.drop_record,
         )
         if recovered is None:

@@ -23,13 +23,11 @@ class StagedFlat:
         values: weights and optimizer states.
         masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`.
         changed: whether master weights or optimizer states were written.
-        summoned: set while the parameters are views of the master weights.
     """
 
     values: StagedState
     masters: Tensor
     changed: bool = False
-    summoned: SummonedWeights | None = None
 
 
 class StagedFlats:
@@ -49,6 +47,7 @@ class StagedFlats:
             wait for it.
         begin_change: called before weights change; raises RuntimeError if they may not.
         arrived: orders the compute stream after the prefetch of a flat parameter, if it is resident.
+        release: evicts a flat parameter.
     """
 
     def __init__(
@@ -57,31 +56,41 @@ class StagedFlats:
         drain: Callable[[FlatParameter], None],
         begin_change: Callable[[FlatParameter], None],
         arrived: Callable[[FlatParameter], None],
+        release: Callable[[FlatParameter], None],
     ) -> None:
         self._stores = stores
         self._drain = drain
         self._begin_change = begin_change
         self._arrived = arrived
+        self._release = release
         self._staged: dict[FlatParameter, StagedFlat] = {}
+        self._summoned: dict[FlatParameter, SummonedWeights] = {}
+        """Master weights for `load_state_dict`, which `unstage` stores. They hold no staging memory: a module may own
+        more flat parameters than that has room for."""
         self._pulling = False
 
     def stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
-        """Returns the values of `flat`; unstages all other flat parameters but those in `keep`."""
+        """Returns the values of `flat`; unstages all others, but at least one of those in `keep` that are staged."""
         self.pull(flat, keep=keep)
         return self._stage(flat, keep=keep)
 
     def summon(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
-        """Makes the parameters of `flat` views of its staged master weights, which may be changed until `restore`."""
-        staged = self.stage(flat, keep=keep)
-        staged.changed = True
-        staged.summoned = SummonedWeights(flat, staged.masters)
-        staged.summoned.summon()
+        """Makes the parameters of `flat` views of its master weights, which may be changed until `restore`.
+
+        Unstages all other flat parameters but those in `keep`.
+        """
+        self.pull(flat, keep=keep)
+        self.unstage(keep={*keep, flat} if flat in self._summoned else {*keep} - {flat})
+        if flat not in self._summoned:
+            self._drain(flat)
+            self._release(flat)
+            self._summoned[flat] = SummonedWeights(flat, self._stores[flat].checkout())
+        self._summoned[flat].summon()
 
     def restore(self, flat: FlatParameter) -> None:
         """Makes the parameters of `flat` views of it again, unless it was unstaged since `summon`."""
-        if (staged := self._staged.get(flat)) is not None and staged.summoned is not None:
-            summoned, staged.summoned = staged.summoned, None
-            summoned.restore()
+        if flat.summoned:
+            self._summoned[flat].restore()
 
     def pull(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
         """Copies memory that user code shares with parameters of `flat`, and has changed, to the master weights.
@@ -146,8 +155,13 @@ class StagedFlats:
                     tensor.copy_(item.of(masters))
 
     def _stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
-        self.unstage(keep={flat, *keep})
-        if flat not in self._staged:
+        if flat in self._staged:
+            self.unstage(keep={flat, *keep})
+        else:
+            # Staging memory has the bytes of three of the largest flat parameters. Beside a single one that holds some,
+            # there is room for any other one, so that this read ends, and the step before it.
+            held = [one for one in self._staged if one in keep]
+            self.unstage(keep={*keep} - {flat, *held[:-1]})
             self._drain(flat)
             values = self._stores[flat].stage().result()
             with torch.inference_mode(False):
@@ -156,15 +170,18 @@ class StagedFlats:
 
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
         """Unstages all flat parameters but those in `keep`, and stores changed values."""
-        if not self._staged:  # most calls: one before each use of weights, and for each gradient
+        if not (self._staged or self._summoned):  # most calls: one before each use of weights, and for each gradient
             return
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
-            if staged.summoned is not None:  # a `load_state_dict` that failed
-                staged.summoned.restore()
             if staged.changed:
                 staged.values.set_masters(staged.masters)
             self._stores[flat].unstage(staged.values, changed=staged.changed)
+        for flat in [flat for flat in self._summoned if flat not in keep]:
+            weights = self._summoned.pop(flat)
+            if flat.summoned:  # a `load_state_dict` that failed
+                weights.restore()
+            self._stores[flat].checkin(weights.masters)
 
 
 @contextlib.contextmanager

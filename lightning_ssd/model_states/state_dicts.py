@@ -40,7 +40,6 @@ class StateDicts:
         where: flat parameter of each offloaded parameter, and its index there.
         masters: master weights of parameters on the device.
         optimizers: optimizers that step flat parameters.
-        release: evicts a flat parameter.
         changing: called before values are loaded.
     """
 
@@ -53,7 +52,6 @@ class StateDicts:
         masters: MasterWeights,
         optimizers: list[Optimizer],
         *,
-        release: Callable[[FlatParameter], None],
         changing: Callable[[], None],
     ) -> None:
         self._staged = staged
@@ -62,7 +60,6 @@ class StateDicts:
         self._masters = masters
         self._summoned_masters = contextlib.ExitStack()
         """Open while a checkpoint is loaded into master weights on the device."""
-        self._release = release
         self._changing = changing
         self.lazy = LazyTensors()
         self._without = False
@@ -167,8 +164,6 @@ class StateDicts:
         for flat in flat_params:
             if flat.summoned:
                 continue
-            self._staged.stage(flat, keep=flat_params)
-            self._release(flat)
             self._staged.summon(flat, keep=flat_params)
             self._loading.add(flat)
 

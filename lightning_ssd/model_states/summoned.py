@@ -44,7 +44,7 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: bool) -> It
 
 
 class SummonedWeights:
-    """Makes the parameters of a flat parameter whole tensors, from `summon` until `restore`.
+    """Makes the parameters of a flat parameter whole tensors, from `summon` until `restore`, which may be repeated.
 
     Args:
         flat: the flat parameter.
@@ -62,6 +62,8 @@ class SummonedWeights:
     def summon(self) -> None:
         """Makes the parameters whole tensors."""
         flat = self._flat
+        self._summoned.clear()
+        self._before.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for index, item in enumerate(flat.param_views):
                 memory, whole = flat.memory(index), item.of(self.masters)

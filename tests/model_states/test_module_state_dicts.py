@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.model_states import build
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.states import offloading, train
@@ -105,3 +106,44 @@ def test_computed_values_stay_beside_master_weights(tmp_path: Path, states: str)
     strategy = offloading(states, **({"gpu_memory": "30kB"} if states == "auto" else {}))
     train(tmp_path, strategy, model, callbacks=[Zeros()], max_epochs=1, precision="bf16-true")
     assert found and not any(found)
+
+
+class Recurrent(Model):
+    """Its LSTM owns eight large weights itself, of two parameter groups."""
+
+    def __init__(self) -> None:
+        super().__init__(groups=True)
+        self.lstm = nn.LSTM(16, 16, num_layers=4, batch_first=True)
+        self.seen: list[Any] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.blocks[0](self.embed(tokens)))[0])
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_module_owns_more_flat_parameters_than_staging_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, states: str
+) -> None:
+    """Checkpoints and state dicts are made and loaded amid a training, also after a load that has failed."""
+    monkeypatch.setattr(build, "STAGED_FLAT_ELEMENTS", 1000)
+
+    class Halves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            path = Path(trainer.default_root_dir) / "read.ckpt"
+            trainer.save_checkpoint(path)
+            state = torch.load(path, weights_only=False)["state_dict"]
+            pl_module.seen.append(state)
+            halves = {name: value.clone() * 0.5 for name, value in pl_module.state_dict().items()}
+            if trainer.global_step == 2:
+                with pytest.raises(RuntimeError, match="size mismatch for lstm.weight_hh_l3"):
+                    pl_module.load_state_dict(halves | {"lstm.weight_hh_l3": torch.ones(3)})
+            elif trainer.global_step == 4:
+                pl_module.load_state_dict(halves)
+
+    def run(strategy: Any) -> Any:
+        how: Any = {"max_epochs": 1, "precision": precision}
+        return train(tmp_path, strategy, Recurrent(), callbacks=[Halves()], **how)
+
+    assert_same(run(offloading(states)), run("auto"))
