@@ -80,7 +80,7 @@ def plan_for_least_memory(
     prediction, cautious = (simulate(model, machine, best) for machine in (hardware, slower))
     limits = (1 + SLACK) * prediction.step_seconds, (1 + SLACK) * cautious.step_seconds
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
-    while high - low > CLOSE_BYTES * high:
+    while high - low > max(1, CLOSE_BYTES * high):
         budget = (low + high) // 2
         plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, fixed)
         prediction, cautious = (simulate(model, machine, plan) for machine in (hardware, slower))

@@ -272,6 +272,15 @@ def test_least_memory() -> None:
     assert least.step_seconds <= 1.02 * fastest.step_seconds
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("gpu_bytes", [1, 2, 99])
+def test_the_search_for_the_least_memory_ends(gpu_bytes: int) -> None:
+    """No plan fits the GPU, however small the difference of two budgets is."""
+    model, machine = make_model(2), replace(H100, gpu_bytes=gpu_bytes)
+    found = simulate(model, machine, plan_for_least_memory(model, machine))
+    assert found.excess_bytes(machine)
+
+
 def test_a_busy_host_gets_no_more_work() -> None:
     """If launches bound the step, less memory would take longer: all is kept if it fits."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
