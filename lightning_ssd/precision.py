@@ -1,6 +1,7 @@
 """Precision plugins that clip and scale offloaded gradients, which Lightning does not find on the parameters."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -95,7 +96,14 @@ class _OffloadPrecision(pl.plugins.Precision):
 
 
 class _OffloadHalfPrecision(_OffloadPrecision, pl.plugins.HalfPrecision):
-    pass
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        # It changes the default dtype in all threads, and steps may make tensors of that dtype.
+        self.states.end_generic_steps()
+        with super().forward_context():
+            yield
+            self.states.end_generic_steps()  # those of manual optimization
 
 
 class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):

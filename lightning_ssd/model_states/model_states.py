@@ -48,6 +48,7 @@ from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
 from lightning_ssd.model_states.optimizer_state import check_state, guard_state
+from lightning_ssd.model_states.optimizers import GenericOptimizer
 from lightning_ssd.model_states.parameter import hook_gradient
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
@@ -690,6 +691,15 @@ class ModelStates(Uncopied):
         """
         self._staged.unstage()
         self._steps.drain()
+
+    def end_generic_steps(self) -> None:
+        """Returns when no step runs code of the optimizer's class, which steps of Adam, AdamW and SGD do not.
+
+        Raises:
+            Exception: the error of a step.
+        """
+        if any(isinstance(one, GenericOptimizer) for one in self.offloaded.flat_optimizers.values()):
+            self.drain()
 
     def finish(self) -> None:
         """Drains, and returns when the last record is written.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import register_optimizer
 from lightning_ssd.model_states.masters import MasteredParameter, MasterWeights
 from tests.support.compare import assert_same
 from tests.support.models import Model
@@ -229,3 +230,51 @@ def test_gradients_are_kept_when_parameter_groups_change(tmp_path: Path) -> None
     other = Regrouped()
     other.divides = False
     assert_same(train(tmp_path, some_stay(), Regrouped(), **how), train(tmp_path, some_stay(), other, **how))
+
+
+class NoticesDtypes(torch.optim.ASGD):
+    """Notes the default dtype at each of its steps: ASGD makes tensors of that dtype."""
+
+    seen: set[torch.dtype] = set()
+
+    def step(self, closure: Any = None) -> Any:
+        NoticesDtypes.seen.add(torch.get_default_dtype())
+        result = super().step(closure)
+        NoticesDtypes.seen.add(torch.get_default_dtype())
+        return result
+
+
+class Manual(Model):
+    """Steps in `training_step`, twice."""
+
+    def __init__(self, make_optimizer: Any) -> None:
+        super().__init__(make_optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_steps_do_not_have_the_default_dtype_of_forwards(tmp_path: Path, clip: float | None) -> None:
+    """`bf16-true` changes the default dtype of all threads while a forward runs, beside steps of the one before."""
+    register_optimizer(NoticesDtypes)
+    how: Any = {"precision": "bf16-true", "gradient_clip_val": clip}
+    makers: list[Any] = [lambda p: torch.optim.ASGD(p, 1e-2), lambda p: NoticesDtypes(p, 1e-2)]
+    resident = train(tmp_path, some_stay(), Model(makers[0]), **how)
+    NoticesDtypes.seen.clear()
+    assert_same(train(tmp_path, ssd(), Model(makers[1]), **how), resident)
+    assert NoticesDtypes.seen == {torch.float32}
+
+
+def test_steps_of_manual_optimization_have_the_default_dtype_of_training_step(tmp_path: Path) -> None:
+    register_optimizer(NoticesDtypes)
+    NoticesDtypes.seen.clear()
+    train(tmp_path, ssd(), Manual(lambda p: NoticesDtypes(p, 1e-2)), precision="bf16-true")
+    assert NoticesDtypes.seen == {torch.bfloat16}
