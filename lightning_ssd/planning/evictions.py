@@ -343,7 +343,7 @@ class EvictionPlanner:
 
 def _segments(profile: LifetimeProfile) -> list[int]:
     """Returns the part of a step in which each operator begins, for two steps: periods reach into the next one."""
-    seconds = profile.step_seconds / PARTS or 1.0  # a step of views takes no time
+    seconds = profile.step_seconds / PARTS
     segments = [int(one.start / seconds) for one in profile.operators]
     return [*segments, *(PARTS + one for one in segments)]
 

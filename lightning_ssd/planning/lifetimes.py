@@ -149,6 +149,8 @@ class LifetimeProfile:
         check_not_negative("tokens", self.tokens)
         if not self.operators:
             raise ValueError("`operators` is empty. Profile a step with at least one.")
+        if not self.step_seconds:
+            raise ValueError("`end` of all operators is 0. Measure them again.")
         for one, other in pairwise(self.operators):
             if other.start < one.end:
                 raise ValueError(f"`start` of the operator `{other.name}` is before the `end` of the one before it.")

@@ -365,7 +365,7 @@ class _Search:
         self.machine = machine
         self.count = len(profile.operators)
         # Views take no time, and memory has to fit while they run, too: the bytes beyond it count a little.
-        least = ROUNDING * (profile.step_seconds or 1.0) / self.count
+        least = ROUNDING * profile.step_seconds / self.count
         seconds = [max(least, one) for one in profile.operator_seconds]
         self.beyond = np.array(profile.total, dtype=np.float64) - machine.gpu_bytes
         """Bytes beyond the GPU's capacity while each operator runs (negative: room)."""

@@ -244,6 +244,11 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
                 assert not (other.tensor in sources and away)
 
 
+def test_a_step_that_takes_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="Measure them again"):
+        LifetimeProfile("model", (OperatorSpan("view", "forward", 0.0, 0.0),), ())
+
+
 @given(profiles())
 @settings(deadline=None, max_examples=20)
 def test_empty_tensors_need_no_migration(profile: LifetimeProfile) -> None:

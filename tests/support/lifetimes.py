@@ -9,16 +9,17 @@ from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, Tens
 def profiles(draw: st.DrawFn) -> LifetimeProfile:
     """Any step of a few operators: global tensors, saved tensors that can be recomputed or not, gradients, states.
 
-    Operators may take no time, as views do.
+    Operators may take no time, as views do, but not all of them.
     """
     counts = [draw(st.integers(1, 6)) for _ in range(3)]
     phases = [
         name for name, count in zip(("forward", "backward", "optimizer"), counts, strict=True) for _ in range(count)
     ]
     operators, now = [], 0.0
-    duration = draw(st.sampled_from([st.floats(0.1, 5.0), st.just(0.0) | st.floats(0.1, 5.0), st.just(0.0)]))
-    for phase in phases:
-        begin, now = now, now + draw(duration)
+    durations = draw(st.lists(st.just(0.0) | st.floats(0.1, 5.0), min_size=len(phases), max_size=len(phases)))
+    durations[draw(st.integers(0, len(phases) - 1))] += draw(st.floats(0.1, 5.0))
+    for phase, duration in zip(phases, durations, strict=True):
+        begin, now = now, now + duration
         operators.append(OperatorSpan("work", phase, begin, now))
     turn, end, last = counts[0], counts[0] + counts[1], len(phases) - 1
     forward, backward, optimizer = st.integers(0, turn - 1), st.integers(turn, end - 1), st.integers(end, last)
