@@ -58,13 +58,14 @@ class MigrationMachine:
 
     @classmethod
     def of(cls, hardware: HardwareProfile) -> "MigrationMachine":
-        """Returns the machine of a profile, with one drive that has the bandwidth of all SSDs together."""
+        """Returns the machine of a profile, with one drive that has the bandwidth of all SSDs together, if any."""
+        drive = (hardware.ssd_read, hardware.ssd_write)
         return cls(
             hardware.gpu_bytes,
             hardware.host_bytes,
             hardware.copy_out_both,
             hardware.copy_in_both,
-            ((hardware.ssd_read, hardware.ssd_write),),
+            (drive,) if hardware.ssd_bytes else (),
             hardware.cpu_step_rate,
         )
 

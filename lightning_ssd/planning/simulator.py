@@ -192,11 +192,12 @@ def replay(
     """Returns (bandwidth, normalised throughput) pairs: Teraio's figure 3.
 
     All transfers run at the given bandwidth in each direction. A throughput of 1 is that of a GPU with room for all,
-    which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may exceed it.
+    which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may exceed it. 0: the
+    plan does not fit the machine.
 
     Args:
         model: profile of the model.
-        hardware: profile of the machine, whose transfer bandwidths are replaced.
+        hardware: profile of the machine, whose transfer bandwidths are replaced; the limit of daily writes is ignored.
         plan: plan of the transfers.
         bandwidths: transfer bandwidths, bytes/s.
     """
@@ -216,6 +217,8 @@ def replay(
             ssd_read=bandwidth,
             ssd_write=bandwidth,
             ssd_mixed=bandwidth,
+            ssd_bytes_per_day=None,
         )
-        points.append((bandwidth, ideal / simulate(model, machine, plan).step_seconds))
+        found = simulate(model, machine, plan)
+        points.append((bandwidth, 0.0 if found.excess_bytes(machine) else ideal / found.step_seconds))
     return points

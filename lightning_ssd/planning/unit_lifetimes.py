@@ -76,8 +76,6 @@ def _add_plans(
 def _machine(hardware: HardwareProfile, fixed: FixedPlacement | None) -> MigrationMachine:
     """Returns the link, the drives and the host memory for tensors that may migrate."""
     machine = MigrationMachine.of(hardware)
-    if not hardware.ssd_bytes:
-        machine = replace(machine, drives=())
     if fixed is not None and fixed.host_limit is not None:
         machine = replace(machine, host_bytes=min(machine.host_bytes, fixed.host_limit))
     return machine

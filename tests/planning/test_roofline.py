@@ -13,6 +13,7 @@ from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.roofline import Prices, best_throughput, by_hardware, cost_table, roofline
 from lightning_ssd.planning.teraio import MIN_BYTES, plan_migrations
 from tests.support.lifetimes import profiles
+from tests.support.profiles import H100
 
 GB = 10**9
 
@@ -108,3 +109,10 @@ def test_wrong_prices_are_one_error(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)):
         Prices.load(path)
+
+
+def test_a_machine_without_ssd_space_has_no_drives() -> None:
+    """Its profile has bandwidths, too, which nothing was measured for."""
+    without = MigrationMachine.of(replace(H100, ssd_bytes=0, gpu_bytes=30 * GB, host_bytes=20 * GB))
+    assert by_hardware(step(), without, [0, 100 * GB], [1, 4]) == [[0.0, 0.0], [1.0, 1.0]]
+    assert best_throughput(step(), without) == best_throughput(step(), replace(without, drives=()))

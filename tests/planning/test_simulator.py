@@ -497,6 +497,15 @@ def test_replay_over_bandwidth() -> None:
     assert throughputs[-1] == pytest.approx(1, abs=0.02)  # copies have a share of the GPU's memory bandwidth
 
 
+def test_a_replay_has_no_throughput_of_a_plan_that_does_not_fit() -> None:
+    model = make_model(20, saved=GB, parameters=10**6)
+    plan = plan_of(model, "gpu", "gpu", "ssd", "ssd")
+    needed = simulate(model, H100, plan).gpu_peak_bytes
+    for gpu_bytes, fits in ((needed, True), (needed - 1, False)):
+        ((_, throughput),) = replay(model, replace(H100, gpu_bytes=gpu_bytes, ssd_bytes_per_day=0), plan, [48e9])
+        assert bool(throughput) == fits
+
+
 def test_transient_memory_counts_only_in_its_interval() -> None:
     """Before a tensor is saved, until the next is saved, when backward needs it, and while it is used."""
     first = OperatorProfile(
