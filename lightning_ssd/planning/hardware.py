@@ -157,6 +157,11 @@ class HardwareProfile:
             ValueError: the content is invalid; the message names the field.
         """
         machine = dict(as_mapping(content, where))
+        if not {"gpu_flops", "gpu_bytes"} & machine.keys():
+            raise ValueError(
+                f"{where} has no `gpu_flops`: it is no file that `lightning-ssd plan --save-machine` has written. Give "
+                "such a file."
+            )
         launch = dict(as_mapping(machine.get("launch", {}), f"`launch` of {where}"))
         if launch:
             launch.setdefault("checkpoint", CHECKPOINT_SECONDS)

@@ -46,6 +46,7 @@ def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None
             json.dumps({key: value for key, value in asdict(H100).items() if key != "copy_in"}),
             "lacks the field `copy_in`",
         ),
+        ('{"version": 1, "name": "lifetimes"}', "is no file that `lightning-ssd plan --save-machine` has written"),
         (json.dumps(asdict(H100) | {"copy_in": "fast"}), "`copy_in='fast'`"),
         (json.dumps(asdict(H100) | {"launch": {"follow": "fast"}}), "`follow='fast'` of `launch`"),
         (json.dumps(asdict(H100) | {"launch": {"send": -1.0}}), "`launch.send=-1.0` must be"),
