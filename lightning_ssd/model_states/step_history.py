@@ -49,21 +49,23 @@ class StepHistory:
             Names of flat parameters that are one step ahead of the others, since their step was made in place.
         """
         ahead = self._revert(self._running, ended=False)
-        for steps_before, _ in reversed(self._ended):
-            ahead += self._revert(steps_before, ended=True)
+        for steps_before, done in reversed(self._ended):
+            skipped = done.done() and error_of(done) is None  # or committed
+            ahead += self._revert(steps_before, ended=True, failed=not skipped)
         return list(dict.fromkeys(ahead))
 
-    def _revert(self, steps_before: Mapping[FlatParameter, int], *, ended: bool) -> list[str]:
+    def _revert(self, steps_before: Mapping[FlatParameter, int], *, ended: bool, failed: bool = False) -> list[str]:
         """Rolls back one optimizer step unless it is committed everywhere.
 
         Args:
             steps_before: committed steps of its flat parameters when it was submitted.
             ended: whether the user's optimizer has stepped the parameters on the device.
+            failed: whether a flat parameter was not stepped because of an error.
         """
         stores = {flat: self._stores[flat] for flat in steps_before}
         committed = [flat for flat, store in stores.items() if store.steps > steps_before[flat]]
         if not committed:
-            return []
+            return ["parameters on the device"] if failed and self._steps_on_device() else []
         if (
             ended
             and len(committed) == len(steps_before)

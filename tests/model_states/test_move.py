@@ -352,6 +352,23 @@ def test_values_on_the_device_are_kept_until_they_are_in_the_new_tier(tmp_path: 
         assert torch.equal(value, kept["weights"][name]), name
 
 
+def test_an_error_says_that_parameters_on_the_device_are_one_step_ahead(tmp_path: Path) -> None:
+    """All steps of offloaded parameters fail, after the optimizer has stepped those on the device."""
+    backend = FaultyBackend()
+
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                names = [unit.name for unit in find_units(pl_module)]
+                move(trainer, {name: ("host", "ssd") if name == "blocks.0" else GPU for name in names})
+                backend.error["read"] = OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(StorageError) as caught:
+        train(tmp_path, ssd(tmp_path, backend=backend), Model(), callbacks=[Fails()])
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("not those of one step" in note and "parameters on the device" in note for note in notes), notes
+
+
 class Written(Logger):
     """Records logged bytes written to SSDs."""
 
