@@ -535,13 +535,11 @@ class Access:
 
     def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
         source = tensor.source
-        if data is tensor:
-            return
+        if data is tensor or (isinstance(data, OffloadedParameter | OffloadedView) and _share_all(data, tensor)):
+            return  # as by `p.grad.data += x`
         if isinstance(tensor, OffloadedView):
             raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
         if isinstance(data, OffloadedParameter | OffloadedView):
-            if data.source is source and data.shape == tensor.shape and data.stride() == tensor.stride():
-                return
             data = self._memory(data, source.name)
         assert isinstance(source, Weights)
         item = source.item
@@ -682,6 +680,17 @@ def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwar
         return False
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
+
+
+def _share_all(one: "OffloadedParameter | OffloadedView", other: "OffloadedParameter | OffloadedView") -> bool:
+    """Returns whether two offloaded tensors have the same memory, shape and strides in plain training."""
+
+    def position(tensor: "OffloadedParameter | OffloadedView") -> tuple[Any, ...]:
+        if isinstance(tensor, OffloadedView):
+            return tensor.source, tensor.offset, tensor.dtype, tensor.shape, tensor.stride()
+        return tensor.source, 0, _weights(tensor).item.dtype, tensor.shape, tensor.stride()
+
+    return position(one) == position(other)
 
 
 def _weights(parameter: OffloadedParameter) -> Weights:

@@ -986,9 +986,17 @@ def _add_by_foreach(module: Any) -> None:
     torch._foreach_add_([parameter.grad for parameter in parameters], parameters, alpha=0.1)
 
 
+def _scale_data_of_gradients(module: Any) -> None:
+    for parameter in module.blocks.parameters():
+        parameter.grad.data *= 0.5
+        parameter.grad.data += 0.1 * parameter.data
+
+
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("action", [_decay_gradients, _add_weights_to_gradients, _add_by_foreach])
+@pytest.mark.parametrize(
+    "action", [_decay_gradients, _add_weights_to_gradients, _add_by_foreach, _scale_data_of_gradients]
+)
 def test_tensors_that_require_a_gradient_are_written_to_gradients(
     tmp_path: Path, action: Any, precision: Any, hook: str
 ) -> None:
