@@ -53,6 +53,7 @@ from lightning_ssd.model_states.parameter import (
     as_non_view,
     autocast_to,
     hollow,
+    not_followed,
     offloaded_in,
     ordinary,
 )
@@ -252,8 +253,8 @@ class Access:
         _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
             for tensor in found.values():
-                if isinstance(tensor, OffloadedView) and tensor.without_graph:
-                    raise _not_followed(tensor.source.name)
+                if isinstance(tensor, OffloadedView) and tensor.graph.freed:
+                    raise not_followed(tensor.source.name)
             if func is torch.autograd.grad:
                 self._use_full_precision(found.values())
             with references_saved():
@@ -266,6 +267,9 @@ class Access:
                 "see its later values. Call it before `fit`, or send other processes a `.clone()`."
             )
         if isinstance(first, OffloadedView) and _is_kept(func, first, args[1:], kwargs):
+            return first
+        if func is Tensor.detach_ and isinstance(first, OffloadedView) and first.graph.freed:
+            first.source.note_graph(first, exists=False)
             return first
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
@@ -315,7 +319,7 @@ class Access:
         """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
         lost = any(isinstance(output, Tensor) and not output.requires_grad for output in tree_leaves(outputs))
         if lost and (name := self._without_graph()) is not None:
-            raise _not_followed(name)
+            raise not_followed(name)
 
     def _operate(
         self,
@@ -360,14 +364,14 @@ class Access:
                 for tensor in map(found.__getitem__, changed):
                     if not isinstance(tensor, OffloadedView) or tensor.versioned:
                         tensor.source.changed()
-            for key, tensor in unfollowed.items():
+            for tensor in unfollowed.values():
                 if not isinstance(tensor, OffloadedView) or tensor.versioned:
                     raise RuntimeError(
                         f"`{func.__name__}` writes a tensor that requires a gradient to {tensor.source.name}, which is "
                         "offloaded, or to a view of it, and autograd can't follow that. Write to its `.data`, or "
                         "within `torch.no_grad()`."
                     )
-                tensor.source.note_graph(values[key])  # `.data`, or a gradient, whose graph no parameter has
+                tensor.source.note_graph(tensor, exists=True)  # `.data`, or a gradient, whose graph no parameter has
             return self.wrap(result, values, found)
 
     @contextlib.contextmanager
@@ -412,7 +416,7 @@ class Access:
                 return apply(WholeWeight, tensor, source)
         if computing and tensor.requires_grad:
             return apply(_Values, tensor, self._value(tensor))
-        if computing and isinstance(tensor, OffloadedView) and tensor.without_graph:
+        if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
             anchor = torch.empty((), device=tensor.device, requires_grad=True)
             return apply(_WithoutGraph, anchor, self._value(tensor), tensor.source.name)
         return self._value(tensor)
@@ -474,9 +478,9 @@ class Access:
             if values[key] is tensor:
                 bases.setdefault(id(tensor.source), _own_memory(tensor))
 
-        lost = {
-            id(tensor.source) for tensor in found.values() if isinstance(tensor, OffloadedView) and tensor.without_graph
-        }
+        views = {key: tensor for key, tensor in found.items() if isinstance(tensor, OffloadedView)}
+        graphs = {id(tensor.source): tensor.graph for tensor in views.values()}
+        graphs_of_values = {id(values[key]): tensor.graph for key, tensor in views.items()}
 
         def wrap(value: Tensor) -> Tensor:
             if id(value) in originals:
@@ -490,12 +494,10 @@ class Access:
                     continue
                 source = sources[key]
                 counted, backed = versioned and value._is_view(), source.backs_views  # no view: `unsafe_chunk`
-                if not value.requires_grad or key in lost:
-                    view = OffloadedView.make(
-                        source, offset, as_non_view(value, backed=backed), versioned=counted, backed=backed
-                    )
-                    view.without_graph = key in lost
-                    return view
+                graph = graphs_of_values.get(id(value._base), graphs.get(key))
+                if not value.requires_grad or (graph is not None and graph.freed):
+                    memory = as_non_view(value, backed=backed)
+                    return OffloadedView.make(source, offset, memory, versioned=counted, backed=backed, graph=graph)
                 if isinstance(source, Weights) and source.whole:
                     return value
                 return FollowedView.follow(source, offset, value, versioned=counted, backed=backed)
@@ -638,15 +640,7 @@ class _WithoutGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise _not_followed(ctx.tensor_name)
-
-
-def _not_followed(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"autograd can't differentiate {name}, which is offloaded: the graphs of `create_graph=True` and of tensors "
-        "that were written to it are freed. Use the results of `torch.autograd.grad(loss, parameters, "
-        "create_graph=True)`, write to a `.clone()`, or set `states='gpu'`."
-    )
+        raise not_followed(ctx.tensor_name)
 
 
 def _changed_by_compiled(name: str) -> RuntimeError:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.flat import FlatParameter, ParamView
 from lightning_ssd.model_states.gradient import Gradient, GradientState
-from lightning_ssd.model_states.parameter import OffloadedView, hollow
+from lightning_ssd.model_states.parameter import AliasGraph, OffloadedView, hollow
 from lightning_ssd.model_states.sources import Source
 from lightning_ssd.model_states.split import write_changed
 from lightning_ssd.model_states.torch_functions import Kind
@@ -22,6 +22,7 @@ class GradientSource(Source):
     Attributes:
         own: values of a tensor that is no longer the parameter's gradient; None while it is.
         view: weak reference to the tensor that `Tensor.grad` has returned.
+        graph: graph of that tensor and of its views in plain training.
     """
 
     def __init__(self, access: Access, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
@@ -34,6 +35,7 @@ class GradientSource(Source):
         self.name = f"the gradient of {self.item.name}"
         self.own: Tensor | None = None
         self.view: weakref.ref[OffloadedView] | None = None
+        self.graph = AliasGraph()
 
     def read(self) -> Tensor:
         if self.own is not None:
@@ -51,10 +53,10 @@ class GradientSource(Source):
             write_changed(self.item.of(accum), values.detach().to("cpu"))
             self._gradients.changed(self._flat, [self._index])
 
-    def note_graph(self, written: Tensor) -> None:
-        super().note_graph(written)
-        if self.own is None:
-            self._gradients.note_graph(self._flat, self._index, written)
+    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
+        super().note_graph(view, exists=exists)
+        if view.graph is self.graph and self.own is None:
+            self._gradients.set_followed(self._flat, self._index, exists)
 
 
 class GradientAccess:
@@ -126,9 +128,9 @@ class GradientAccess:
             self._sources[flat, index] = source
             item = source.item
             memory = hollow(item.shape, item.stride, item.dtype, flat.device)
-            view = OffloadedView.make(source, 0, memory, versioned=False, backed=False)
+            view = OffloadedView.make(source, 0, memory, versioned=False, backed=False, graph=source.graph)
             source.view = weakref.ref(view)
-        view.without_graph = index in gradient.followed
+        view.graph.freed = index in gradient.followed
         return view
 
     def set(self, flat: FlatParameter, index: int, values: Tensor | None) -> None:
@@ -162,7 +164,14 @@ class GradientAccess:
     def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
         if values.requires_grad:
-            self._gradients[flat].followed.add(index)
+            self.set_followed(flat, index, True)
+            if (source := self._sources.get((flat, index))) is not None:
+                source.graph.freed = True
+
+    def set_followed(self, flat: FlatParameter, index: int, followed: bool) -> None:
+        """Sets whether autograd can differentiate the gradient of a parameter in plain training."""
+        indices = self._gradients[flat].followed
+        (indices.add if followed else indices.discard)(index)
 
     def without_graph(self) -> str | None:
         """Returns the name of a gradient that autograd could differentiate in plain training, if there is one."""

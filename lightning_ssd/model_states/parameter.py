@@ -155,6 +155,19 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
         return self
 
 
+class AliasGraph:
+    """The graph that an alias of offloaded values, such as `p.data`, and its views have in plain training.
+
+    Attributes:
+        freed: whether there is one in plain training, which is freed here: autograd can't differentiate the tensors.
+    """
+
+    __slots__ = ("freed",)
+
+    def __init__(self) -> None:
+        self.freed = False
+
+
 class OffloadedView(_RunsOperators, Tensor):
     """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
 
@@ -166,7 +179,7 @@ class OffloadedView(_RunsOperators, Tensor):
         offset: offset of the view in the source, bytes.
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
-        without_graph: whether autograd could differentiate the tensor in plain training, and can't differentiate it.
+        graph: its graph in plain training, which it shares with the tensor of which it is a view for autograd.
     """
 
     _DIRECT = (Kind.METADATA, Kind.DTYPE)
@@ -175,18 +188,29 @@ class OffloadedView(_RunsOperators, Tensor):
     offset: int
     versioned: bool
     backed: bool
-    without_graph: bool = False
+    graph: AliasGraph
 
     @staticmethod
-    def make(source: "Source", offset: int, memory: Tensor, *, versioned: bool, backed: bool) -> "OffloadedView":
+    def make(
+        source: "Source",
+        offset: int,
+        memory: Tensor,
+        *,
+        versioned: bool,
+        backed: bool,
+        graph: AliasGraph | None = None,
+    ) -> "OffloadedView":
         """Returns a view of `source`; other arguments as the attributes.
 
         Args:
             memory: with `backed`, a tensor over the memory of the values; otherwise a hollow one.
+            graph: as the attribute; None: it is no view of another tensor for autograd.
         """
         with torch.inference_mode(False), torch.no_grad():
             view = memory.as_subclass(OffloadedView)
         view._init(source, offset, versioned, backed)
+        if graph is not None:
+            view.graph = graph
         return view
 
     def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
@@ -194,6 +218,7 @@ class OffloadedView(_RunsOperators, Tensor):
         self.offset = offset
         self.versioned = versioned
         self.backed = backed
+        self.graph = AliasGraph()
         source.aliases.add(self)
         if backed:
             cast("Weights", source).flat.backed_views.append(weakref.ref(self))
@@ -465,6 +490,8 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         elif issubclass(of, OffloadedView):
             if not value.backed or value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
                 return False
+            if value.graph.freed:
+                return False
             # Normalizations may write statistics, and memory that was shared with user code is not that of the weights.
             if kind is Kind.KERNEL or offloaded_weights(storage_of(value)) is None:
                 return False
@@ -473,14 +500,29 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
     return True
 
 
+def not_followed(name: str) -> RuntimeError:
+    """Returns the error of a use of a tensor whose graph was freed, where plain training differentiates it."""
+    return RuntimeError(
+        f"autograd can't differentiate {name}, which is offloaded: the graphs of `create_graph=True` and of tensors "
+        "that were written to it are freed. Use the results of `torch.autograd.grad(loss, parameters, "
+        "create_graph=True)`, write to a `.clone()`, or set `states='gpu'`."
+    )
+
+
 def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
     """Has gradients of 16-bit weights summed in fp32, if a user's autograd function that was given them runs `args`.
 
     Torch does not call `__torch_function__` for `torch.autograd.Function.apply`, whose backward may return gradients
     in fp32, as it does in plain training.
+
+    Raises:
+        RuntimeError: the function was given a tensor whose graph was freed, for which its backward would not run.
     """
     for value in offloaded_in(args, kwargs).values():
-        if type(value) is not OffloadedParameter or not (value.flat.mixed and value.requires_grad):
+        if isinstance(value, OffloadedView):
+            if not value.graph.freed:
+                continue
+        elif not (value.flat.mixed and value.requires_grad):
             continue
         if torch.is_inference_mode_enabled():
             return
@@ -489,6 +531,8 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             if frame is None:
                 break
             if frame.f_code is _APPLY and any(given is value for given in frame.f_locals["args"]):
+                if isinstance(value, OffloadedView):
+                    raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)
                 break
             frame = frame.f_back

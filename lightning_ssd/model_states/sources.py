@@ -66,14 +66,9 @@ class Source(ABC):
         """Returns the values of `tensor`, which has this source, for a backward that needs them."""
         return self.access.values(tensor)
 
-    def note_graph(self, written: Tensor) -> None:
-        """Notes that autograd could differentiate views of the values in plain training.
-
-        Args:
-            written: a view to which an operator has written a tensor that requires a gradient. Its graph is freed.
-        """
-        for alias in self.aliases:
-            alias.without_graph = True
+    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
+        """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
+        view.graph.freed = exists
 
     def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
         """Increments the version counter, by which autograd detects in-place changes."""

@@ -326,18 +326,118 @@ def test_tensors_that_require_a_gradient_are_written_to_data(
     compare_with_plain(tmp_path, lambda: Toy(hook, action), states, precision=precision)
 
 
-def test_data_to_which_a_graph_was_written_is_not_differentiated(tmp_path: Path) -> None:
+def _earlier_view(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    values = weight.data
+    row = values[1].view(2, 4)
+    values += bias
+    return row
+
+
+def _view_of_a_view(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    values = weight.data
+    values[0].view(2, 4).add_(bias.view(2, 4))
+    return values
+
+
+def _values_before_data_was_set(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    values = weight.data
+    weight.data = weight.data * 0.5
+    values += bias
+    return values
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def _in_a_function(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    values = weight.data
+    values += bias
+    result: Tensor = _Identity.apply(values)
+    return result
+
+
+@pytest.mark.parametrize("write", [_earlier_view, _view_of_a_view, _values_before_data_was_set, _in_a_function])
+def test_data_to_which_a_graph_was_written_is_not_differentiated(tmp_path: Path, write: Any) -> None:
     """A gradient of the written tensor would be lost."""
 
     class Written(Toy):
         def loss(self, batch: Tensor) -> Tensor:
-            values = self.target.up.weight.data
-            values[0] += self.blocks[0].up.bias
-            return super().loss(batch) + values.square().sum()
+            return super().loss(batch) + write(self.target.up.weight, self.blocks[0].up.bias).square().sum()
 
     fit(tmp_path, Written(), None)
     with pytest.raises(RuntimeError, match="target.up.weight.*were written.*`.clone\\(\\)`"):
         fit(tmp_path, Written(), "host")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("apply", [nn.functional.linear, torch.matmul, lambda rows, weight: rows * weight[0]])
+def test_data_to_which_a_graph_was_written_is_not_differentiated_in_its_forward(
+    tmp_path: Path, apply: Any, precision: Any
+) -> None:
+    """Operators that use the memory of weights there, which views have, too, would lose the gradient."""
+
+    class Merged(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            values = self.weight.data
+            values += self.bias
+            result: Tensor = apply(rows, values)
+            return result
+
+    class Written(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.merged = Merged(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.merged(x))
+
+    fit(tmp_path, Written(), None, precision=precision)
+    with pytest.raises(RuntimeError, match="merged.weight.*were written"):
+        fit(tmp_path, Written(), "host", precision=precision)
+
+
+def _data_of_before(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    before = weight.data
+    weight.data += 0.1 * bias
+    return before
+
+
+def _detached_before(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    before = weight.detach()
+    weight.data += 0.1 * bias
+    return before
+
+
+def _rows_of_before(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    rows = weight[:4]
+    weight.data += 0.1 * bias
+    return rows[1:]
+
+
+def _detached_in_place(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    values = weight.data
+    values += 0.1 * bias
+    return values.detach_()
+
+
+@pytest.mark.parametrize("write", [_data_of_before, _detached_before, _rows_of_before, _detached_in_place])
+def test_aliases_without_the_written_graph_are_used_in_differentiated_operators(tmp_path: Path, write: Any) -> None:
+    """Only the tensor to which a graph was written has it in plain training, and views of that tensor."""
+
+    class Written(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            aliases = [write(block.up.weight, self.blocks[0].up.bias) for block in (self.target, self.blocks[1])]
+            difference = self.blocks[1].up.weight[: len(aliases[0])] - aliases[0]
+            return super().loss(batch) + difference.square().sum() + aliases[1].sum() * self.blocks[0].up.bias.sum()
+
+    compare_with_plain(tmp_path, Written, "host")
 
 
 def _write_to_a_detached_weight(module: Any) -> None:

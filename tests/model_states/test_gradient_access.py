@@ -1016,3 +1016,49 @@ def test_a_gradient_to_which_a_graph_was_written_is_not_differentiated(tmp_path:
     fit(tmp_path, Written(**ADAMW), None)
     with pytest.raises(RuntimeError, match="the gradient of blocks.*were written.*`states='gpu'`"):
         fit(tmp_path, Written(**ADAMW), "host")
+
+
+def _decay_data_of_gradients(module: Any) -> None:
+    for parameter in module.blocks.parameters():
+        parameter.grad.data += 0.1 * parameter
+
+
+def _decay_and_detach_gradients(module: Any) -> None:
+    _decay_gradients(module)
+    for parameter in module.blocks.parameters():
+        parameter.grad.detach_()
+
+
+@pytest.mark.parametrize("decay", [_decay_data_of_gradients, _decay_and_detach_gradients])
+def test_a_gradient_without_the_written_graph_is_used_in_differentiated_operators(tmp_path: Path, decay: Any) -> None:
+    """A backward through the product of a gradient, which is a constant in plain training, too."""
+
+    class Written(Manual):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            self.zero_grad()
+            self.manual_backward(self.loss(batch[0]))
+            decay(self)
+            factor = torch.ones(2, requires_grad=True)
+            norms = [(factor.prod() * parameter.grad).norm() for parameter in self.blocks.parameters()]
+            (slope,) = torch.autograd.grad(sum(norms), factor)
+            self.seen.append(slope)
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+
+    compare(tmp_path, lambda: Written(**ADAMW), "host")
+
+
+def test_a_view_of_a_gradient_to_which_a_graph_was_written_marks_the_gradient(tmp_path: Path) -> None:
+    """Also if no tensor refers to the whole gradient meanwhile."""
+
+    class Written(Manual):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            self.zero_grad()
+            self.manual_backward(self.loss(batch[0]))
+            row = self.blocks[0].up.weight.grad[0]
+            row += 0.1 * self.blocks[0].up.weight[0]
+            self.manual_backward(self.blocks[0].up.weight.grad.sum())
+
+    fit(tmp_path, Written(**ADAMW), None)
+    with pytest.raises(RuntimeError, match="the gradient of blocks.0.up.weight.*were written"):
+        fit(tmp_path, Written(**ADAMW), "host")
