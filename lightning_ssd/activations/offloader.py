@@ -72,6 +72,18 @@ _num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, t
 _NO_CONTEXT = contextlib.nullcontext()
 
 
+_process = os.getpid()
+"""The present process, which every saved tensor is compared with: a system call for each would take longer."""
+
+
+def _note_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class BudgetError(RuntimeError):
     """The tiers have no room for the bytes that `offload` asks for."""
 
@@ -142,7 +154,7 @@ class ActivationOffloader(Uncopied):
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
         self._closed = False
-        self._process = os.getpid()
+        self._process = _process
         self._around: tuple[object, object] = (None, None)
         """The innermost hooks and mode since `pause`: those around ours."""
         self._forwards = 0
@@ -349,7 +361,7 @@ class ActivationOffloader(Uncopied):
         return SavedWrapper(tensor, self.pack)
 
     def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
-        if tensor.layout is not torch.strided or tensor.is_nested or os.getpid() != self._process:
+        if tensor.layout is not torch.strided or tensor.is_nested or self._process != _process:
             return _keep(tensor)  # a process that was forked in the forward lacks the threads and the staging memory
         storage = tensor.untyped_storage()
         if (weights := offloaded_weights(storage)) is not None:
@@ -549,6 +561,7 @@ class ActivationOffloader(Uncopied):
                 if tensor._version != version:
                     raise modified_in_place(tensor, version, tensor.dtype, tensor.size())
             else:
+                self._check_process()
                 with self._lock:
                     tensor = saved.load()
             # Backward first unpacks kept tensors, during which offloaded ones are prefetched. (Not for a backward
@@ -563,11 +576,7 @@ class ActivationOffloader(Uncopied):
                 "backward was called on a graph whose training has ended, and its saved tensors with it. "
                 "Call backward inside the training step, or don't keep the loss after `Trainer.fit`."
             )
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "a forked process calls backward on a graph of the training process, whose saved tensors are "
-                "offloaded by threads of that process. Compute the loss in the forked process, too."
-            )
+        self._check_process()
         saved.check_version()
         with self._lock:
             if isinstance(saved.record, Recomputed):
@@ -581,6 +590,13 @@ class ActivationOffloader(Uncopied):
                 return saved.materialize()
             with torch._C.DisableTorchFunction():
                 return saved.materialize()
+
+    def _check_process(self) -> None:
+        if self._process != _process:
+            raise RuntimeError(
+                "a forked process calls backward on a graph of the training process, whose saved tensors and weights "
+                "are offloaded by threads of that process. Compute the loss in the forked process, too."
+            )
 
     def _restore(self, record: SavedStorage) -> None:
         record.batch.touch(record)

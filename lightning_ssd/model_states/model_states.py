@@ -317,6 +317,7 @@ class ModelStates(Uncopied):
     @uninterrupted
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
+        self._prefetcher.check_process()
         with torch._C.DisableTorchFunctionSubclass():
             grad, parameter.grad = parameter.grad, None
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host

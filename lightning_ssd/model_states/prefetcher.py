@@ -96,7 +96,7 @@ class ParamPrefetcher:
         Raises:
             RuntimeError: the process is a fork of the training one.
         """
-        self._check_process()
+        self.check_process()
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
@@ -126,7 +126,7 @@ class ParamPrefetcher:
         Raises:
             RuntimeError: the step of one of them has begun, or the process is a fork of the training one.
         """
-        self._check_process()
+        self.check_process()
         held: list[FlatParameter] = []
         try:
             with self._lock:
@@ -185,7 +185,8 @@ class ParamPrefetcher:
                 "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
             )
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raises RuntimeError if the process is a fork of the training one, whose threads it lacks."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a forked process, such as a worker of a DataLoader, uses a model whose weights are offloaded: its "

@@ -123,17 +123,36 @@ def test_workers_that_are_forked_in_the_forward_use_autograd(tmp_path: Path, tie
     assert losses[0] == losses[1]
 
 
-def test_backward_of_a_forked_process_through_the_graph_of_the_training_is_refused(tmp_path: Path) -> None:
-    """Offloaded tensors are loaded by threads, for which that process would wait forever."""
+def _loss(model: Wrapped, batch: Tensor) -> Tensor:
+    return Wrapped.loss(model, batch)
+
+
+def _loss_without_saved_tensors(model: Wrapped, batch: Tensor) -> Tensor:
+    return next(model.parameters()).sum()
+
+
+@pytest.mark.parametrize(
+    ("states", "offload", "loss"),
+    [
+        ("gpu", 1.0, _loss),
+        ("host", 1.0, _loss),
+        ("host", "none", _loss),
+        ("host", "none", _loss_without_saved_tensors),
+    ],
+)
+def test_backward_of_a_forked_process_through_the_graph_of_the_training_is_refused(
+    tmp_path: Path, states: str, offload: Any, loss: Any
+) -> None:
+    """Saved tensors, weights and gradients are copied by threads, for which that process would wait forever."""
     found: list[str] = []
 
     class Forks(Wrapped):
         def loss(self, batch: Tensor) -> Tensor:
-            loss = super().loss(batch)
+            own = loss(self, batch)
 
             def differentiate(connection: Any) -> None:
                 try:
-                    loss.backward()
+                    own.backward()
                 except RuntimeError as error:
                     connection.send(str(error))
                 connection.close()
@@ -144,8 +163,8 @@ def test_backward_of_a_forked_process_through_the_graph_of_the_training_is_refus
             theirs.close()
             found.append(ours.recv())
             process.join()
-            return loss
+            return super().loss(batch)
 
     rows = DataLoader(torch.ones(4, 8), batch_size=4)
-    make_trainer(tmp_path, offloading("gpu", offload=1.0), max_epochs=1).fit(Forks(), rows)
-    assert "Compute the loss in the forked process" in found[0]
+    make_trainer(tmp_path, offloading(states, offload=offload), max_epochs=1).fit(Forks(), rows)
+    assert "a forked process" in found[0]
