@@ -5,7 +5,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import PhaseWork, iteration_seconds, step_phases
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.resident import JOBS_AHEAD
+from lightning_ssd.planning.resident import JOBS_AHEAD, resident_by_kind
 from lightning_ssd.planning.saved_groups import SavedGroup, build_plan, default_window, host_then_ssd, saved_groups
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.types import InputChoice, Tier
@@ -84,7 +84,7 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
 
 def free_host_bytes(model: ModelProfile, hardware: HardwareProfile) -> int:
     """Returns the bytes of host memory available for activations when all states are on SSDs (MEM_avail)."""
-    gradients = sum(unit.gradient_bytes for unit in model.units)
+    gradients = resident_by_kind(model, _swapping_plan(model, {}))["gradients"]["host"]
     jobs = sorted((part.state_bytes_read + part.weight_bytes for _, part in model.parts), reverse=True)[:JOBS_AHEAD]
     staging = 4 * default_window(model)  # two windows for prefetched reads, and two for delayed writes
     return max(0, hardware.host_bytes - gradients - sum(jobs) - staging)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from lightning_ssd.planning.model import ModelProfile, PartProfile
+from lightning_ssd.planning.model import FP32_BYTES, ModelProfile, PartProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.types import TIERS, Tier
 
@@ -36,8 +36,10 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
     offloaded = [profile for profile, part in placed if part.offloaded]
     if model.shares_gradients and plan.clip == "off" and weights["ssd"] + states["ssd"]:
         gradients["host"] = shared_gradient_bytes(offloaded)
-    else:  # each has memory of its own: gradients are accumulated, or wait for the norm
+    else:  # each has memory of its own: all of them wait for the norm, or no step waits for a drive
         gradients["host"] = sum(profile.gradient_bytes for profile in offloaded)
+    if model.micro_batches > 1:  # their sums, from the second micro-batch to the step, and until the next one
+        gradients["host"] += FP32_BYTES * sum(profile.parameters for profile in offloaded)
     return resident
 
 

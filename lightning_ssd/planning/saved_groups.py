@@ -7,6 +7,7 @@ from itertools import accumulate
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
+from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 
 INPUT = -1
@@ -215,11 +216,8 @@ def plan_with_coefficient(
         if left > 0:
             swapped.append(tensor)
             left -= tensor.nbytes
-    host = hardware.host_bytes - sum(
-        part.weight_bytes * (weights == "host") + part.state_bytes_read * (states == "host") + part.gradient_bytes
-        for (_, part), weights, states in zip(model.parts, fixed.weights, fixed.states, strict=True)
-        if states != "gpu"
-    )
+    resident = resident_by_kind(model, default_plan(model, fixed, {}, 0))
+    host = hardware.host_bytes - sum(nbytes["host"] for nbytes in resident.values())
     if fixed.host_limit is not None:
         host = min(host, fixed.host_limit)
     saved, _ = host_then_ssd(sorted(swapped, key=lambda tensor: tensor.key), host)

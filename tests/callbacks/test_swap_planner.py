@@ -785,6 +785,24 @@ def test_validations_are_not_part_of_a_step(accumulate: int, tmp_path: Path, tim
     assert first.comparison is not None and first.comparison.step_seconds < 1e4
 
 
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_host_memory_of_summed_gradients_is_measured(tmp_path: Path, states: Any) -> None:
+    """They are summed in fp32 where a step has several micro-batches, beside the memory that they are copied to."""
+    measured = []
+    for accumulate in (1, 2):
+        first = planner()
+        strategy = SSDOffloadStrategy(tmp_path, **BOTH | {"states": states, "gpu_memory": "1B"})
+        trainer = quiet_trainer(
+            tmp_path, strategy=strategy, max_steps=20, callbacks=[first], accumulate_grad_batches=accumulate
+        )
+        model = TinyGPT("none")
+        trainer.fit(model, torch.utils.data.DataLoader(torch.randn(40 * accumulate, 24), batch_size=2))
+        assert first.comparison is not None
+        measured.append(first.comparison.host_peak_bytes)
+    summed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert measured[1] - measured[0] == pytest.approx(summed, rel=0.05)  # parameters are aligned
+
+
 def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
     """The last logged row is the planner's last comparison."""
     first = planner()

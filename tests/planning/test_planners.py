@@ -26,6 +26,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.few_launches import plan_few_launches
 from lightning_ssd.planning.planners import CAUTION
+from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
 from lightning_ssd.types import Choice, InputChoice
 from tests.support.products import combinations
@@ -387,6 +388,19 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
     busy = seconds == step_seconds and plan.clip != "deferred"
     if busy and before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
         assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_activations_have_the_host_memory_that_shared_gradients_leave(micro_batches: int) -> None:
+    """A training has as much host memory as its present placement takes, and a tier for activations."""
+    tiers = ("ssd",) * 20
+    fixed = FixedPlacement(tiers, tiers)
+    model = replace(make_model(20, micro_batches=micro_batches), shares_gradients=True)
+    resident = resident_by_kind(model, default_plan(model, fixed, {}, 0)).values()
+    saved = sum(unit.saved_bytes + unit.input_bytes for unit in model.units)
+    machine = replace(H100, host_bytes=sum(nbytes["host"] for nbytes in resident) + saved)
+    plan = plan_with_coefficient(model, machine, 1.0, fixed)
+    assert {choice for unit in plan.units.values() for choice in (unit.input, *unit.operators.values())} == {"host"}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])

@@ -71,6 +71,9 @@ def test_gradients_share_memory_if_states_are_on_drives() -> None:
     assert in_host_memory(model, "ssd") == 6 * each
     assert in_host_memory(model, "host") == in_host_memory(model, "ssd", clip="deferred") == 20 * each
     assert in_host_memory(replace(model, shares_gradients=False), "ssd") == 20 * each
+    summed = 4 * model.parameters  # in fp32, by each gradient for itself
+    assert in_host_memory(replace(model, micro_batches=2), "ssd") == 6 * each + summed
+    assert in_host_memory(replace(model, micro_batches=2), "host") == 20 * each + summed
 
 
 def test_urgent_first() -> None:
