@@ -452,8 +452,8 @@ class AutoPlanner(pl.Callback):
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None
         if regions is not None:
-            self._compile_seconds = regions.recompilation.spent_seconds
             regions.close()
+            self._compile_seconds = regions.recompilation.spent_seconds
 
     def _remove_planner(self, trainer: pl.Trainer) -> None:
         planner, self.planner = self.planner, None

@@ -78,6 +78,10 @@ class Recompilation:
         """Called when the value was changed, which resets torch's count of seconds, before code is compiled again."""
         self._compiled_before = compile_seconds()
 
+    def note_return(self) -> None:
+        """Called when code is compiled again with an earlier value, which is assumed to take as long as before."""
+        self.spent_seconds += self._compile_seconds
+
     def end(self) -> None:
         """Called when code was compiled again."""
         self._compile_seconds = compile_seconds() - self._compiled_before

@@ -303,6 +303,7 @@ class RegionPlanner:
         self._plans.clear()  # all that is known of the code: its next micro-batches offload all
         self._guard.restart()
         if self._search.decided:
+            self.recompilation.note_return()
             assert self._planned is not None
             self._planned.state.peaks = MeasuredPeaks(spare_bytes=trial.spare_bytes)
             self._plans.add(self._planned)
@@ -350,6 +351,8 @@ class RegionPlanner:
 
     def close(self) -> None:
         """Restores the user's `activation_memory_budget` and window; the training is over, or is planned anew."""
+        if self._budget.value != 1.0:
+            self.recompilation.note_return()
         self._budget.close()
         for scheduler in self._schedulers:
             scheduler.override_window(None)

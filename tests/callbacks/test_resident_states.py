@@ -227,6 +227,22 @@ def test_the_time_to_compile_again_is_limited_for_a_training(
     assert caplog.text.count("code is compiled again") == 1
 
 
+@pytest.mark.thorough
+def test_the_time_to_return_to_an_earlier_budget_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code takes 100 s to compile, also where an earlier value is applied again, or states are moved."""
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
+    compiled, reset = torch._dynamo.utils.cumulative_time_spent_ns, torch.compiler.reset
+    monkeypatch.setattr(recompilation, "compile_seconds", lambda: 100.0 if compiled else 0.0)
+    monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 650.0)
+    monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: [200_000, 140_000])
+    changes: list[None] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: (changes.append(None), reset()))
+    _, watch, _ = run(tmp_path, monkeypatch, Meter(455_000, 300_000), off=1.0, steps=220, rows=64)
+    assert _changes(watch) == [3, 4, 3]
+    assert 3 <= len(changes) - 1 <= 6  # the end of the training compiles no code
+
+
 def _changes(watch: Watch) -> list[int]:
     """Returns the number of flat parameters that are off the device after each move."""
     return [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
