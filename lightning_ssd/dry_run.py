@@ -30,6 +30,7 @@ from lightning_ssd.planning import (
     default_plan,
     default_window,
     make_plan,
+    resident_bytes,
     simulate,
 )
 from lightning_ssd.profiling import LifetimeRecorder, TracingError, count_samples, fake_tensors, trace, unit_profiles
@@ -141,14 +142,17 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
         hardware: profile of the machine.
     """
     states: Any = _strategy_argument(config, "states") or "auto"
-    nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
+    host: Tier = "host"
+    everything = (host,) * len(model.parts)
+    in_host = resident_bytes(model, default_plan(model, FixedPlacement(everything, everything), {}, 0))[1]
     if states == "auto":
+        nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
         movable = _default_dtype(config["trainer"].get("precision")) == torch.float32
         fits = nbytes <= (MOVABLE_GPU_SHARE if movable else GPU_SHARE) * hardware.gpu_bytes
-        states = "gpu" if fits else "host" if nbytes <= 0.85 * hardware.host_bytes else "ssd"
+        states = "gpu" if fits else "host" if in_host <= 0.85 * hardware.host_bytes else "ssd"
     tiers: tuple[Tier, ...] = (states,) * len(model.parts)
     transferred = int(model.forward_seconds * hardware.copy_out)
-    left = hardware.host_bytes - (nbytes if states == "host" else 0)
+    left = hardware.host_bytes - (in_host if states == "host" else 0)
     amount = _strategy_argument(config, "offload") or "auto"
     room: dict[InputChoice, int] = (
         {"host": max(0, min(transferred, int(left)))} if amount not in ("auto", "none") else {}

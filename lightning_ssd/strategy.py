@@ -535,6 +535,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
             defer_to_user_hooks=defer_to_user_hooks,
             whole=whole,
+            sums_gradients=fitting and _accumulates(trainer),
             settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
             start_over=self._starts_from_checkpoint,
         )
@@ -1089,6 +1090,13 @@ def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
 def _find_auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:
     """Returns the callback that decides for `offload="auto"`, if there is one."""
     return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, AutoPlanner)), None)
+
+
+def _accumulates(trainer: pl.Trainer) -> bool:
+    """Returns whether steps have several micro-batches, now or in a later epoch."""
+    return trainer.accumulate_grad_batches > 1 or any(
+        isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer_callbacks(trainer)
+    )
 
 
 def _averaging_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -275,9 +275,7 @@ class PlanRunner:
         """
         if self.plan is None or self.prediction is None or len(self._timer.seconds) < steps:
             return None
-        host_bytes = self._offloader.peak_pinned_bytes()
-        if self._states is not None:
-            host_bytes += self._states.host_bytes + self._states.accumulated_bytes
+        host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes)
         seconds = list(self._timer.seconds)[-steps:]
         retries = 0 if self._memory is None else self._memory.retries() - self._retries
         return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)

@@ -33,7 +33,7 @@ class MemoryPlan:
         param_staging: bytes of memory that prefetched weights are read to from SSDs.
         staging: bytes of memory that values from SSDs are staged in.
         gradients: bytes of memory that gradients are copied to.
-        host: bytes of host memory in all, gradients included.
+        host: bytes of host memory in all, gradients and their sums included.
         ssd: bytes on SSDs, in whole pages.
         seconds: bytes of second versions in host memory that `host` does not count.
     """
@@ -54,6 +54,7 @@ def plan_memory(
     budget: int | None,
     *,
     shared: bool,
+    summed: bool = False,
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
     lazy_seconds: bool = False,
 ) -> MemoryPlan:
@@ -68,6 +69,7 @@ def plan_memory(
         budget: bytes of host memory, gradients and staging included; None: unlimited.
         shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs: a
             backward that waits for memory waits for steps, and these wait for the drives anyway.
+        summed: whether gradients of several micro-batches are summed, in memory beside that which they are copied to.
         tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
         lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned,
             but allocated from the remaining memory when steps need them.
@@ -76,7 +78,7 @@ def plan_memory(
         ValueError: the budget is too small; it names `host_memory` and the bytes needed.
     """
     everything: list[OffloadTierName] = ["host"] * len(layouts)
-    make_plan = partial(_plan, layouts, shared=shared, lazy_seconds=lazy_seconds)
+    make_plan = partial(_plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds)
     all_host = make_plan(everything, everything)
     if tiers is not None:
         plan = make_plan([weights for weights, _ in tiers], [opt_state for _, opt_state in tiers])
@@ -120,6 +122,7 @@ def _plan(
     weights: Sequence[OffloadTierName],
     opt_state: Sequence[OffloadTierName],
     shared: bool,
+    summed: bool = False,
     lazy_seconds: bool = False,
 ) -> MemoryPlan:
     param_staging: list[int] = []
@@ -145,4 +148,5 @@ def _plan(
     if shared and ssd:
         gradients = min(gradients, max(gradients // GRADIENT_SHARE, sum(sizes[:GRADIENT_FLAT_PARAMS])))
     host += for_params + for_staging + gradients
+    host += sum(layout.summed_gradient_bytes for layout in layouts) if summed else 0
     return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

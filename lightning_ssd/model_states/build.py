@@ -281,6 +281,7 @@ def _reserve(
             "ssd" if recover else setup.kind,
             budget,
             shared=setup.shares_gradients,
+            summed=setup.sums_gradients,
             tiers=tiers,
             lazy_seconds=setup.lazy_seconds,
         )

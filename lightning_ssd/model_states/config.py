@@ -133,6 +133,7 @@ class Setup:
         settings: settings of the training, if it is recorded.
         start_over: whether training starts from a checkpoint although a killed run has left a record.
         whole: optimizers that are stepped whole (see `WholeStep`); `defer_to_user_hooks` is set if there are any.
+        sums_gradients: whether gradients of several micro-batches are summed, which takes host memory.
     """
 
     config: StatesConfig
@@ -145,6 +146,7 @@ class Setup:
     settings: Settings = field(default_factory=Settings.none)
     start_over: bool = False
     whole: Sequence[Optimizer] = ()
+    sums_gradients: bool = False
 
     def parts_of(self, unit: Unit) -> tuple[UnitPart, ...]:
         """Returns the parts of a unit that may be on tiers of their own.

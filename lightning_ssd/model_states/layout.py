@@ -132,6 +132,11 @@ class Layout:
         return self.flat.nbytes if self.steps else 0
 
     @property
+    def summed_gradient_bytes(self) -> int:
+        """Bytes of the gradients of several micro-batches, which are summed in fp32."""
+        return torch.float32.itemsize * self.flat.numel if self.steps else 0
+
+    @property
     def whole_master(self) -> bool:
         """Whether there are fp32 master weights beside the compute weights."""
         evaluated = self.flat.dtype == torch.float16 and not self.flat.mixed

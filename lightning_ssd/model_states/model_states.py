@@ -636,11 +636,6 @@ class ModelStates(Uncopied):
         return self._nbytes.host + self._nbytes.spare.reserved
 
     @property
-    def accumulated_bytes(self) -> int:
-        """Bytes of host memory for gradients that are summed in fp32, which `host_bytes` does not count."""
-        return sum(gradient.accum.nbytes for _, gradient in self._gradients.items() if gradient.accum is not None)
-
-    @property
     def host_limit(self) -> int:
         """Most bytes of host memory that may be allocated."""
         return self._nbytes.host + self._nbytes.spare.nbytes

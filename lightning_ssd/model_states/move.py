@@ -257,6 +257,7 @@ def _plan_memory(target: Sequence[Sequence[TieredSpec]], budget: int | None, set
         "auto",
         budget,
         shared=setup.shares_gradients,
+        summed=setup.sums_gradients,
         tiers=tiers,
         lazy_seconds=setup.lazy_seconds,
     )

@@ -1,5 +1,8 @@
 """Tiers of flat parameters within a budget."""
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -74,6 +77,15 @@ def test_a_prediction_knows_the_memory_that_gradients_share(numels: list[int]) -
         found = plan_memory(made, "ssd", None, shared=shared).gradients
         predicted = shared_gradient_bytes(parts) if shared else sum(part.gradient_bytes for part in parts)
         assert predicted <= found <= predicted + rounded
+
+
+@given(numels=sizes, states=st.sampled_from(["host", "ssd"]), shared=st.booleans())
+def test_summed_gradients_have_memory_of_their_own(
+    numels: list[int], states: Literal["host", "ssd"], shared: bool
+) -> None:
+    made = layouts(numels, 1, False)
+    alone, summed = (plan_memory(made, states, None, shared=shared, summed=one) for one in (False, True))
+    assert summed == replace(alone, host=alone.host + 4 * sum(layout.flat.numel for layout in made))
 
 
 def test_a_needed_budget_is_named() -> None:

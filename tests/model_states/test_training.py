@@ -1,5 +1,6 @@
 """Whole trainings with weights, gradients and optimizer states in host memory, against plain Lightning."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -551,3 +552,19 @@ def test_a_format_without_effect_is_named(
     """Only bf16 weights can be the upper halves of master weights."""
     train(tmp_path, host(state_format="split"), Model(), batches=1, precision=precision, max_epochs=1)
     assert ("`state_format='split'` has no effect" in caplog.text) == (not halves)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_budget_of_host_memory_includes_summed_gradients(scheduled: bool, tmp_path: Path) -> None:
+    """Gradients of several micro-batches are summed in fp32, from the start or from a later epoch on."""
+    model, budgets = Model(), []
+    accumulation: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}]
+    if scheduled:
+        accumulation[1] = {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]}
+    for how in accumulation:
+        with pytest.raises(ValueError, match="`host_memory` of 1.00 KiB is too small") as raised:
+            train(tmp_path, host(host_memory="1KiB", gpu_memory="1B", offload="none"), model, **how)
+        budgets.append(re.search(r"takes ([\d.]+) KiB", str(raised.value)))
+    alone, summed = (float(found[1]) for found in budgets if found is not None)
+    expected = 4 * sum(parameter.numel() for parameter in model.parameters()) / 2**10
+    assert summed - alone == pytest.approx(expected, rel=0.1)  # parameters are aligned
