@@ -56,7 +56,8 @@ class StoragePlanner:
         """Returns the bytes that steps under a plan leave of the memory that they were expected to need.
 
         The room for a plan is what is left beside the peak of everything else, which may be at a time when few storages
-        are alive. A plan that keeps so many more bytes raises no peak by more.
+        are alive. A plan that keeps so many more bytes raises no peak by more, but for the bytes that it has in flight
+        then: if steps exceed the limit by them, later ones keep less.
 
         Args:
             plan: the plan; `MeasuredPeaks` of the shape have no spare bytes.
