@@ -1095,7 +1095,9 @@ def _find_auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:
 def _accumulates(trainer: pl.Trainer) -> bool:
     """Returns whether steps have several micro-batches, now or in a later epoch."""
     return trainer.accumulate_grad_batches > 1 or any(
-        isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer_callbacks(trainer)
+        callback.going_to_accumulate_grad_batches()
+        for callback in trainer_callbacks(trainer)
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
     )
 
 
