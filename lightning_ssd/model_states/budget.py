@@ -108,6 +108,7 @@ def plan_memory(
             f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
             f"{format_bytes(plan.host)} of it, gradients and staging memory included. Raise it"
             + (", or set `states='auto'`." if states == "host" else ".")
+            + (" Steps of one micro-batch need no sums of gradients, 4 bytes a parameter." if summed else "")
         )
     log.info(
         "weights, gradients and optimizer states take %s of host memory and %s on SSDs",
