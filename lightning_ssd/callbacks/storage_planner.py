@@ -55,7 +55,7 @@ class StoragePlanner:
     def spare_bytes(self, plan: StoragePlan, progress: RegionProgress) -> float:
         """Returns the bytes that steps under a plan leave of the memory that they were expected to need.
 
-        The room for a plan is what is left beside the peak of everything else, which may be at a time when few storages
+        The room for a plan is the memory beside the peak of everything else, which may be at a time when few storages
         are alive. A plan that keeps so many more bytes raises no peak by more, but for the bytes that it has in flight
         then: if steps exceed the limit by them, later ones keep less.
 
