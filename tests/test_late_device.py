@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import SSDOffloadStrategy, shared_gradients
 from lightning_ssd.activations import config
-from lightning_ssd.model_states import budget, build
+from lightning_ssd.model_states import build
 from tests.support.compare import assert_same
 from tests.support.late_device import LateCopies
 from tests.support.models import Model
@@ -37,7 +37,7 @@ def test_numbers_are_plain_lightnings(
         engines.append(LateCopies(device))
         return engines[-1]
 
-    monkeypatch.setattr(budget, "GRADIENT_FLAT_PARAMS", 2)
+    monkeypatch.setattr(shared_gradients, "AT_ONCE", 2)
     arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit, precision=precision, max_epochs=1)
     expected = train(tmp_path, "auto", Model(), **arguments)
     for module in (build, config):

@@ -83,7 +83,10 @@ class RegionProgress:
         self.timer.reset(WARM_UP)
 
     def fastest(self) -> Trial:
-        """Returns the fastest trial: an earlier one, unless a later one is faster by `MIN_GAIN`, or offloads less."""
+        """Returns the fastest trial: an earlier one, unless a later one is faster by `MIN_GAIN`.
+
+        One with spare memory, which offloads less than the trial before it, has to be faster by any time.
+        """
         chosen = self.trials[0]
         for trial in self.trials[1:]:
             gain = 0.0 if trial.spare_bytes else MIN_GAIN

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from lightning_ssd.model_states.layout import Layout
+from lightning_ssd.shared_gradients import shared_gradient_bytes
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import align_up
 from lightning_ssd.types import OffloadTierName
@@ -15,12 +16,6 @@ log = logging.getLogger(__name__)
 
 AHEAD = 3
 """Flat parameters that staging memory holds at once: one is read, one is used, one is written."""
-
-GRADIENT_FLAT_PARAMS = 6
-"""Gradients that shared memory holds at least: some arrive, some are stepped, some wait."""
-
-GRADIENT_SHARE = 16
-"""Divisor of the bytes of all gradients: shared memory holds at least this part of them."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,8 @@ def _plan(
         staging.append(staged)
         param_staging.append(align_up(layout.flat.nbytes) if of_weights == "ssd" else 0)
     for_params, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (param_staging, staging))
-    sizes = sorted((align_up(layout.gradient_bytes) for layout in layouts), reverse=True)
-    gradients = sum(sizes)
-    if shared and ssd:
-        gradients = min(gradients, max(gradients // GRADIENT_SHARE, sum(sizes[:GRADIENT_FLAT_PARAMS])))
+    sizes = [align_up(layout.gradient_bytes) for layout in layouts]
+    gradients = shared_gradient_bytes(sizes) if shared and ssd else sum(sizes)
     host += for_params + for_staging + gradients
     host += sum(layout.summed_gradient_bytes for layout in layouts) if summed else 0
     return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

@@ -1,10 +1,10 @@
 """Bytes that a plan allocates permanently in each tier."""
 
 from collections import Counter
-from collections.abc import Iterable
 
-from lightning_ssd.planning.model import FP32_BYTES, ModelProfile, PartProfile
+from lightning_ssd.planning.model import FP32_BYTES, ModelProfile
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.shared_gradients import shared_gradient_bytes
 from lightning_ssd.types import TIERS, Tier
 
 STATES = ("compute weights", "optimizer states", "gradients")
@@ -14,12 +14,6 @@ DEVICE_STEP_BYTES = 2**29
 
 JOBS_AHEAD = 3
 """Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
-
-GRADIENT_SHARE = 16
-"""Divisor of the bytes of all gradients: host memory that gradients share holds at least this part of them."""
-
-GRADIENTS_AT_ONCE = 6
-"""Gradients that shared host memory holds at least: some arrive, some are stepped, some wait."""
 
 
 def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
@@ -35,21 +29,13 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
             gradients["gpu"] += profile.resident_gradient_bytes
     offloaded = [profile for profile, part in placed if part.offloaded]
     if model.shares_gradients and plan.clip == "off" and weights["ssd"] + states["ssd"]:
-        gradients["host"] = shared_gradient_bytes(offloaded)
+        # A part may have several gradients, which share less memory.
+        gradients["host"] = shared_gradient_bytes(profile.gradient_bytes for profile in offloaded)
     else:  # each has memory of its own: all of them wait for the norm, or no step waits for a drive
         gradients["host"] = sum(profile.gradient_bytes for profile in offloaded)
-    if model.micro_batches > 1:  # their sums, from the second micro-batch to the step, and until the next one
+    if model.micro_batches > 1:  # their sums, whose memory stays allocated from step to step
         gradients["host"] += FP32_BYTES * sum(profile.parameters for profile in offloaded)
     return resident
-
-
-def shared_gradient_bytes(parts: Iterable[PartProfile]) -> int:
-    """Returns the bytes of host memory that the gradients of offloaded parts share, at most.
-
-    A part of several parameters may have several gradients, of which less memory holds as many.
-    """
-    sizes = sorted((part.gradient_bytes for part in parts), reverse=True)
-    return min(sum(sizes), max(sum(sizes) // GRADIENT_SHARE, sum(sizes[:GRADIENTS_AT_ONCE])))
 
 
 def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:

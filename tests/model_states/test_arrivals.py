@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ssd.model_states import budget, build, gradient
+from lightning_ssd import shared_gradients
+from lightning_ssd.model_states import build, gradient
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
@@ -118,7 +119,7 @@ def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatc
             super().__init__(nbytes, pin=pin)
 
     monkeypatch.setattr(gradient, "Slab", Counted)
-    monkeypatch.setattr(budget, "GRADIENT_FLAT_PARAMS", 1)
+    monkeypatch.setattr(shared_gradients, "AT_ONCE", 1)
     compare(tmp_path, Checkpointed, "ssd")
     assert grown == []
 

@@ -12,8 +12,7 @@ from torch import nn
 from lightning_ssd.model_states.budget import AHEAD, _plan, plan_memory
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
-from lightning_ssd.planning import PartProfile
-from lightning_ssd.planning.resident import shared_gradient_bytes
+from lightning_ssd.shared_gradients import shared_gradient_bytes
 
 sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
 
@@ -71,11 +70,11 @@ def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -
 @given(numels=st.lists(st.integers(1, 2**23), min_size=1, max_size=40))
 def test_a_prediction_knows_the_memory_that_gradients_share(numels: list[int]) -> None:
     made = layouts(numels, 1, False)
-    parts = [PartProfile("", numel, 0, layout.gradient_bytes, 0, 0) for numel, layout in zip(numels, made, strict=True)]
+    gradients = [layout.gradient_bytes for layout in made]
     rounded = 4096 * len(made)  # to pages
     for shared in (False, True):
         found = plan_memory(made, "ssd", None, shared=shared).gradients
-        predicted = shared_gradient_bytes(parts) if shared else sum(part.gradient_bytes for part in parts)
+        predicted = shared_gradient_bytes(gradients) if shared else sum(gradients)
         assert predicted <= found <= predicted + rounded
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import budget, build, state_storage, units
+from lightning_ssd import SSDOffloadStrategy, shared_gradients
+from lightning_ssd.model_states import build, state_storage, units
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
 from tests.support.faults import FailingAtBackend, FaultyBackend
@@ -101,7 +101,7 @@ def test_gradients_share_memory(
     tmp_path: Path, num_flat_params: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is as small as one flat parameter's: backward waits for steps, and no step waits for backward."""
-    monkeypatch.setattr(budget, "GRADIENT_FLAT_PARAMS", num_flat_params)
+    monkeypatch.setattr(shared_gradients, "AT_ONCE", num_flat_params)
     arguments = dict(accumulate_grad_batches=accumulate)
     expected = train(tmp_path, "auto", model(), **arguments)
     assert_same(train(tmp_path, ssd(gpu_memory="1B"), model(), **arguments), expected)
