@@ -14,7 +14,6 @@ are in `placement`, records in `record`, their order in `micro_batch`, evictions
 
 import contextlib
 import dataclasses
-import os
 import threading
 import weakref
 from collections import deque
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from lightning_ssd import forks
 from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
@@ -70,18 +70,6 @@ _num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, t
 """Return how many modes are active, of user code or ours, that would intercept the calls of a hook."""
 
 _NO_CONTEXT = contextlib.nullcontext()
-
-
-_process = os.getpid()
-"""The present process, which every saved tensor is compared with: a system call for each would take longer."""
-
-
-def _note_fork() -> None:
-    global _process
-    _process = os.getpid()
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class BudgetError(RuntimeError):
@@ -154,7 +142,7 @@ class ActivationOffloader(Uncopied):
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
         self._closed = False
-        self._process = _process
+        self._process = forks.process
         self._around: tuple[object, object] = (None, None)
         """The innermost hooks and mode since `pause`: those around ours."""
         self._forwards = 0
@@ -361,7 +349,7 @@ class ActivationOffloader(Uncopied):
         return SavedWrapper(tensor, self.pack)
 
     def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
-        if tensor.layout is not torch.strided or tensor.is_nested or self._process != _process:
+        if tensor.layout is not torch.strided or tensor.is_nested or self._process != forks.process:
             return _keep(tensor)  # a process that was forked in the forward lacks the threads and the staging memory
         storage = tensor.untyped_storage()
         if (weights := offloaded_weights(storage)) is not None:
@@ -592,7 +580,7 @@ class ActivationOffloader(Uncopied):
                 return saved.materialize()
 
     def _check_process(self) -> None:
-        if self._process != _process:
+        if self._process != forks.process:
             raise RuntimeError(
                 "a forked process calls backward on a graph of the training process, whose saved tensors and weights "
                 "are offloaded by threads of that process. Compute the loss in the forked process, too."

@@ -14,7 +14,6 @@ and to `evict` after that.
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_ssd import forks
 from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.flat import FlatParameter
@@ -60,7 +60,7 @@ class ParamPrefetcher:
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
-        self._process = os.getpid()
+        self._process = forks.process
         self._loads: dict[FlatParameter, _Load] = {}
         """Loads of the resident flat parameters."""
         self._forwards = [0] * len(units)
@@ -187,7 +187,7 @@ class ParamPrefetcher:
 
     def check_process(self) -> None:
         """Raises RuntimeError if the process is a fork of the training one, whose threads it lacks."""
-        if os.getpid() != self._process:
+        if self._process != forks.process:
             raise RuntimeError(
                 "a forked process, such as a worker of a DataLoader, uses a model whose weights are offloaded: its "
                 "memory and threads are those of the training process. Give it a `copy.deepcopy` of the model, or set "
