@@ -45,7 +45,8 @@ def configuration(
     }
     if mode == "nvme":
         nvme = {"device": "nvme", "nvme_path": path, "pin_memory": True}
-        zero["offload_param"] = nvme | {"buffer_count": 16, "buffer_size": int(1.05 * largest), "max_in_cpu": 0}
+        # Llamas of 1.2B parameters and more need more than 16 buffers ("Not enough buffers").
+        zero["offload_param"] = nvme | {"buffer_count": 64, "buffer_size": int(1.05 * largest), "max_in_cpu": 0}
         zero["offload_optimizer"] = nvme | {"buffer_count": 5}
     else:
         zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
