@@ -303,8 +303,12 @@ class AutoPlanner(pl.Callback):
             self.regions.end_step(ran_out=ran_out)
         trials = () if self.regions is None else self.regions.trials
         most_saved = max((trial.saved_bytes for trial in trials), default=0)
-        if self.states is not None and self.states.end_step(guard.limit, most_saved):
+        if self.states is None or self.states.decided:
+            return
+        if self.states.end_step(guard.limit, most_saved):
             self._measure_again(trainer)
+        elif self.states.decided and self.regions is not None:
+            self.regions.refine()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -432,6 +436,7 @@ class AutoPlanner(pl.Callback):
             make_key=make_key,
             found=self._found_regions,
             spent_seconds=self._compile_seconds,
+            refines=self.states is None or self.states.decided,
         )
 
     def _measure_again(self, trainer: pl.Trainer) -> None:

@@ -53,15 +53,18 @@ class Recompilation:
         """Whether code may be compiled again now."""
         return self._allowed and self._budget.may_change
 
-    def next_value(self, progress: RegionProgress, speeds: dict[InputChoice, TierSpeed]) -> float | None:
+    def next_value(
+        self, progress: RegionProgress, speeds: dict[InputChoice, TierSpeed], *, refine: bool
+    ) -> float | None:
         """Returns the next value to try, after the trial of a plan has ended; `None`: no more.
 
         Values become lower until steps are not stalled, or not faster. Then values between the fastest and the next
         higher one are tried: fewer bytes are recomputed, and some are offloaded while the device computes.
 
         Args:
-            progress: progress of the shape, whose last trial is in force.
+            progress: progress of the shape, whose trial of that plan is in force.
             speeds: speeds of the tiers.
+            refine: whether values between others are tried.
         """
         if not self.possible or self._num_budgets == MAX_BUDGETS:
             return None
@@ -69,7 +72,7 @@ class Recompilation:
         if self.spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
             return None
         value = _lower_value(progress, speeds)
-        if value is None:
+        if value is None and refine:
             value = _value_between(progress.trials)
         self._num_budgets += value is not None
         return value
@@ -106,8 +109,11 @@ def _lower_value(progress: RegionProgress, speeds: dict[InputChoice, TierSpeed])
 
 
 def _value_between(trials: Sequence[Trial]) -> float | None:
-    """Returns a value, in tenths, between that of the fastest trial and the next higher one; `None`: there is none."""
+    """Returns a value, in tenths, between that of the fastest trial and the next higher one; `None`: there is none.
+
+    The highest one is 1, whether or not its trial is among them: every search has begun with it.
+    """
     fastest = min(trials, key=lambda one: one.seconds).memory_budget
-    above = min((one.memory_budget for one in trials if one.memory_budget > fastest), default=fastest)
+    above = min((one.memory_budget for one in trials if one.memory_budget > fastest), default=1.0)
     low, high = round(10 * fastest), round(10 * above)
     return (low + high + 1) // 2 / 10 if high - low > 1 else None

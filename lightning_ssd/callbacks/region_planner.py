@@ -63,6 +63,8 @@ class RegionPlanner:
             `activation_memory_budget` of their code.
         found: the fastest rules that this training has found, by their keys, to which this one adds its own.
         spent_seconds: seconds in which this training has compiled code again before.
+        refines: whether model states are in their final tiers; until then, the search leaves out what makes steps
+            faster by little.
 
     Attributes:
         recompilation: the values of `activation_memory_budget` to try.
@@ -79,6 +81,7 @@ class RegionPlanner:
         make_key: Callable[[SavedTimeline, BatchShape, float], str],
         found: dict[str, CachedRegions],
         spent_seconds: float,
+        refines: bool,
     ) -> None:
         self._offloader = offloader
         self._guard = guard
@@ -91,7 +94,7 @@ class RegionPlanner:
         self._phase: Phase = "recording"
         self._recording = RegionRecording(offloader, clock, batches)
         planner = StoragePlanner(offloader, guard.limit.meter, any(one.is_fixed for one in schedulers))
-        self._search = RegionSearch(offloader, planner, self.recompilation, clock, make_key, found)
+        self._search = RegionSearch(offloader, planner, self.recompilation, clock, make_key, found, refines=refines)
         self._plans: PlannedShapes[RegionProgress] = PlannedShapes(guard.limit.meter)
         self._planned: PlannedShape[RegionProgress] | None = None
         """The shape that is being planned, or was planned last; `None`: none was recorded."""
@@ -267,6 +270,12 @@ class RegionPlanner:
         elif self._phase == "decided" and timed is not None:
             self._check_drift(timed)
         self._count_missed()
+
+    def refine(self) -> None:
+        """Called when model states are in their final tiers: tries what the search has left out until now."""
+        trial = self._search.resume()
+        if trial is not None:
+            self._apply(trial)
 
     def _end_compilation(self) -> None:
         """Has a micro-batch recorded, as a step has run compiled code."""

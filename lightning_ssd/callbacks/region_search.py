@@ -39,9 +39,12 @@ class RegionSearch:
     that offloads less. If the cache has the rule of an earlier training, there is one trial, under that rule, unless
     its steps are not as fast as they were then.
 
-    `begin`, `end_trial` and `decide` put the next trial in force, and return it. If its `memory_budget` is another one
-    than compiled code has, the caller has code compiled again; if the search is not `decided` then, the caller has a
-    micro-batch recorded, and calls `begin` again.
+    Plans that offload less, and values of `activation_memory_budget` between others, make steps faster by little. They
+    are left out as long as model states may be moved, after which rules are searched anew: `resume` tries them then.
+
+    `begin`, `end_trial`, `resume` and `decide` put the next trial in force, and return it. If its `memory_budget` is
+    another one than compiled code has, the caller has code compiled again; if the search is not `decided` then, the
+    caller has a micro-batch recorded, and calls `begin` again.
 
     All methods are called on the training thread, between two steps.
 
@@ -54,6 +57,7 @@ class RegionSearch:
             `activation_memory_budget` of their code.
         found: the fastest rules that this training has found before, by their keys; those found here are added. They
             are known again when model states are moved back, whether or not there is a cache.
+        refines: whether trials that make steps faster by little are not left out.
 
     Attributes:
         progress: progress of the shape.
@@ -69,8 +73,11 @@ class RegionSearch:
         clock: Clock,
         make_key: Callable[[SavedTimeline, BatchShape, float], str],
         found: dict[str, CachedRegions],
+        *,
+        refines: bool,
     ) -> None:
         self.is_first = True
+        self._refines = refines
         self._found = found
         self._offloader = offloader
         self._planner = planner
@@ -143,18 +150,27 @@ class RegionSearch:
             return self._check_cached(progress.cached, trial)
         if trial.plan is None:
             return self._try(self._planner.plan(progress))
-        if not trial.spare_bytes and trial.stalled <= MAX_STALL and seconds < math.inf:
-            spare = self._planner.spare_bytes(trial.plan, progress)
-            plan = self._planner.plan(progress, spare)
-            if plan.offloaded_bytes < LESS * trial.plan.offloaded_bytes:
-                return self._try(plan, spare)
-        value = self._recompilation.next_value(progress, self._planner.speeds()) if self.is_first else None
-        return self.decide() if value is None else self._compile(value)
+        following = self._try_next(trial)
+        return self.decide() if following is None else following
+
+    def resume(self) -> Trial | None:
+        """Called when model states are in their final tiers: begins the first trial that was left out.
+
+        Returns:
+            The trial in force; `None`: no trial was left out of the search, or it has not ended.
+        """
+        before, self._refines = self._refines, True
+        trial = self.progress.applied
+        if before or not self.decided or trial is None or trial.plan is None:
+            return None
+        following = self._try_next(trial)
+        self.decided = following is None
+        return following
 
     def decide(self) -> Trial:
         """Puts the fastest trial in force for good, stores its rule, and logs it."""
         progress = self.progress
-        chosen, without = progress.fastest(), progress.trials[0].seconds
+        chosen, first = progress.fastest(), progress.trials[0]
         if chosen is not progress.applied:
             progress.apply(chosen)
         self.decided = True
@@ -168,7 +184,8 @@ class RegionSearch:
             text += " without a plan, and is not faster with one"
         else:
             saved, offloaded = format_bytes(chosen.saved_bytes), format_bytes(chosen.plan.offloaded_bytes)
-            text += f", and took {without:.4f} without a plan: {offloaded} of {saved} saved bytes are offloaded"
+            text += "" if first.plan is not None else f", and took {first.seconds:.4f} without a plan"
+            text += f": {offloaded} of {saved} saved bytes are offloaded"
             if chosen.memory_budget != 1.0:
                 text += (
                     f", and compiled code saves less by activation_memory_budget={chosen.memory_budget:g}, "
@@ -178,6 +195,20 @@ class RegionSearch:
         return chosen
 
     # ---- the next trial ----
+
+    def _try_next(self, trial: Trial) -> Trial | None:
+        """Begins the trial after that of a plan, which is in force; `None`: there is none."""
+        progress = self.progress
+        assert trial.plan is not None
+        if self._refines and not trial.spare_bytes and trial.stalled <= MAX_STALL and trial.seconds < math.inf:
+            spare = self._planner.spare_bytes(trial.plan, progress)
+            plan = self._planner.plan(progress, spare)
+            if plan.offloaded_bytes < LESS * trial.plan.offloaded_bytes:
+                return self._try(plan, spare)
+        if not self.is_first:
+            return None
+        value = self._recompilation.next_value(progress, self._planner.speeds(), refine=self._refines)
+        return None if value is None else self._compile(value)
 
     def _try(self, plan: StoragePlan | None, spare_bytes: float = 0.0) -> Trial:
         """Begins the trial of `plan`, or of the rule without a plan, with the present code."""
@@ -242,15 +273,18 @@ class RegionSearch:
             warn_unused(f"a step takes {trial.seconds:.4f} s, and took {cached.seconds:.4f}")
             return self._search_again()
         self.progress.cached = None
-        self.decided = True
         took = f"a step takes {trial.seconds:.4f} s under its plan"
-        if self.progress.key in self._found:
+        of_training = self.progress.key in self._found
+        if of_training:
             text = f"compiled code was planned with model states in these tiers before: {took}."
         else:
             text = f"an earlier training with the same compiled code was planned: {took}. "
             text += f"{SWITCH}=0 in the environment has every training planned."
         pl.utilities.rank_zero_info(f"offload='auto': {text}")
-        return trial
+        # The search of an earlier training was refined; the one of this training was not while states were moved.
+        following = self._try_next(trial) if of_training and self._refines and trial.plan is not None else None
+        self.decided = following is None
+        return trial if following is None else following
 
     def _search_again(self) -> Trial:
         """Begins the trials anew, with the user's `activation_memory_budget`."""

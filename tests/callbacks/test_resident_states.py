@@ -1,6 +1,7 @@
 """`ResidentStates`: offloaded model states of compiled code are moved to the device where it has room for them."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import ResidentLimit
-from lightning_ssd.callbacks import AutoPlanner, auto_planner, recompilation, resident_states
+from lightning_ssd.callbacks import AutoPlanner, auto_planner, recompilation, region_planner, resident_states
 from lightning_ssd.callbacks.plan_cache import SWITCH
 from lightning_ssd.callbacks.resident_states import ResidentStates
+from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
 from tests.support.compiled import fresh_dynamo  # noqa: F401
@@ -44,6 +46,14 @@ class Clock:
 
     def elapsed(self, start: float, end: float) -> float:
         return end - start
+
+
+class Moving(Clock):
+    """A clock whose readings within a step differ."""
+
+    def now(self) -> float:
+        self.seconds += 1e-6
+        return self.seconds
 
 
 class Memory(Meter, pl.Callback):
@@ -238,7 +248,12 @@ def test_the_time_to_return_to_an_earlier_budget_is_counted(tmp_path: Path, monk
     monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: [200_000, 140_000])
     changes: list[None] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: (changes.append(None), reset()))
-    _, watch, _ = run(tmp_path, monkeypatch, Meter(455_000, 300_000), off=1.0, steps=220, rows=64)
+    watch = Watch(Moving(1.0))
+    for module in (auto_planner, region_planner):
+        monkeypatch.setattr(module, "make_clock", lambda device: watch.clock)
+    monkeypatch.setattr(StepTimer, "excluded", lambda timer: nullcontext())
+    use(Meter(455_000, 300_000), monkeypatch)
+    train("aot_eager", SSDOffloadStrategy(tmp_path, **AUTO), tmp_path, shapes=[(64,)] * 160, callbacks=[watch])
     assert _changes(watch) == [3, 4, 3]
     assert 3 <= len(changes) - 1 <= 6  # the end of the training compiles no code
 
@@ -276,6 +291,41 @@ def test_a_rule_is_found_again_where_states_are_moved_back(
     assert _changes(watching) == [3, 4, 3]
     assert searched[1, 3] == searched[2, 4] == 2 and searched[3, 3] == 1
     assert "compiled code was planned with model states in these tiers before: a step takes 1.0000 s" in caplog.text
+
+
+@pytest.mark.thorough
+def test_a_search_goes_on_where_states_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of a placement to which states are moved back is the first trial of a search, not the only one."""
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
+    monkeypatch.setattr(StepTimer, "excluded", lambda timer: nullcontext())
+    monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: [200_000, 140_000])
+    tried: list[tuple[int, bool, float]] = []
+
+    class Recomputes(Watch):
+        """The less code saves, the shorter is a step, until the value is 0.4."""
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+            value = 1.0 if planner.regions is None else planner.regions.memory_budget
+            self.clock.seconds += abs(value - 0.4)
+            super().on_train_batch_end(trainer)
+            if planner.regions is not None and planner.states is not None:
+                tried.append((len(_changes(self)), planner.states.decided, value))
+
+    watching = Recomputes(Moving(1.0))
+    for module in (auto_planner, region_planner):
+        monkeypatch.setattr(module, "make_clock", lambda device: watching.clock)
+    use(Meter(455_000, 300_000), monkeypatch)
+    train("aot_eager", SSDOffloadStrategy(tmp_path, **AUTO), tmp_path, shapes=[(64,)] * 160, callbacks=[watching])
+    assert _changes(watching) == [3, 4, 3]
+    for number in (1, 2):
+        of_tiers = [value for moved, _, value in tried if moved == number]
+        assert len(set(of_tiers)) > 1 and of_tiers == sorted(of_tiers, reverse=True)
+    before = {value for moved, _, value in tried if moved == 1}
+    final = {value for moved, decided, value in tried if moved == 3 and decided}
+    assert min(before) in final and final - before
 
 
 @pytest.mark.parametrize(
