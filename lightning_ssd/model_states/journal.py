@@ -172,6 +172,7 @@ def identity_of(layouts: Sequence[Layout]) -> object:
             layout.split,
             list(layout.state_names),
             layout.versions,
+            [array.start for array in layout.arrays],
             [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.param_views],
         ]
         for layout in layouts

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.split import join, split
-from lightning_ssd.storage import PinnedBuffer
+from lightning_ssd.storage import PinnedBuffer, align_up
+
+PAGED_ELEMENTS = 2**14
+"""Elements of the smallest flat parameter whose arrays begin at pages, which adds less than an eighth to its bytes."""
 
 WHOLE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
@@ -54,9 +57,13 @@ class StagedState:
 
     def arrays(self) -> list[Tensor]:
         """Returns all values: compute weights, master weights or low halves if they are apart, optimizer states."""
-        kept = [self.master, self.low]
-        apart = [array for array in kept if array is not None and array is not self.weights]
-        return [self.weights, *apart, *self.states.values()]
+        return list(self.by_key().values())
+
+    def by_key(self) -> dict[str, Tensor]:
+        """Returns all values by the keys of a `StoredArray`, compute weights first."""
+        kept = self.low if self.master is None else self.master
+        apart = {} if kept is None or kept is self.weights else {MASTER: kept}
+        return {WEIGHT: self.weights, **apart, **self.states}
 
     def copy(self, other: "StagedState") -> None:
         """Copies the values of another of the same layout."""
@@ -144,8 +151,14 @@ class Layout:
 
     @property
     def opt_state_bytes(self) -> int:
-        """Bytes of all values but the compute weights: master weights and optimizer states."""
-        return self.flat.numel * sum(array.dtype.itemsize for array in self.arrays if array.buffer)
+        """Bytes of all values but the compute weights: master weights and optimizer states, and what aligns them."""
+        last = self.arrays[-1]
+        return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
+
+    @property
+    def paged(self) -> bool:
+        """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
+        return self.flat.numel >= PAGED_ELEMENTS
 
     @cached_property
     def arrays(self) -> tuple[StoredArray, ...]:
@@ -156,7 +169,8 @@ class Layout:
         arrays, start = [StoredArray(WEIGHT, self.flat.dtype, 0, 0)], 0
         for key, dtype in kinds:
             arrays.append(StoredArray(key, dtype, 1, start))
-            start += self.flat.numel * dtype.itemsize
+            nbytes = self.flat.numel * dtype.itemsize
+            start += align_up(nbytes) if self.paged else nbytes
         return tuple(arrays)
 
     def views(self, weights: Tensor, opt_state: Tensor | None) -> StagedState:
@@ -170,6 +184,10 @@ class Layout:
             for array in self.arrays
             if array.buffer == buffer
         }
+
+    def without_elements(self) -> StagedState:
+        """Returns values without elements, which have the arrays and dtypes of the layout."""
+        return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
 
     def state_of(self, arrays: dict[str, Tensor]) -> StagedState:
         """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""
