@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import StagedReader, all_of, finished
+from lightning_ssd.device import StagedReader, all_of, finished, pass_on
 from lightning_ssd.storage import (
     PAGE,
     Blob,
@@ -251,7 +251,7 @@ class SSDBuffer(StateBuffer):
             return memory[: self.nbytes], finished(None)
         if not read:
             return memory[: self.nbytes], finished(None)
-        done = self._transfer(memory, self.blobs[self.version], partial(self._store.read, urgency=urgency))
+        done = _transfer(memory, self.blobs[self.version].pieces, partial(self._store.read, urgency=urgency))
         return memory[: self.nbytes], done
 
     def read_to_device(self, target: Tensor, urgency: Urgency | None) -> "Future[None]":
@@ -270,7 +270,19 @@ class SSDBuffer(StateBuffer):
         assert self._written
         # The slices are no operators of the model: dispatch modes that are active in a forward must not see them.
         with torch._C._DisableTorchDispatch():
-            return self._transfer(target, self.blobs[self.version], partial(self._store.read, urgency=urgency))
+            return _transfer(target, self.blobs[self.version].pieces, partial(self._store.read, urgency=urgency))
+
+    def step_on_device(self) -> "SSDStep":
+        """Begins a step whose values are read to the device, and written from it, without host memory.
+
+        The committed bytes were written before, and no write runs. From now on, the last write of the uncommitted
+        version is that of the step, which is done after `SSDStep.end`.
+        """
+        assert self._written
+        version = (self.version + 1) % self.versions
+        step = SSDStep(self._store, self.blobs[self.version], self.blobs[version])
+        self._write_done[version], self._write_urgency[version] = step.written, step.urgency
+        return step
 
     def uncommitted(self, staged: Tensor) -> Tensor:
         return staged
@@ -281,7 +293,7 @@ class SSDBuffer(StateBuffer):
         whole = staged.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
         self._write_urgency[version] = urgency = Urgency()
         write = partial(self._store.write, urgency=urgency)
-        self._write_done[version] = self._transfer(whole, self.blobs[version], write)
+        self._write_done[version] = _transfer(whole, self.blobs[version].pieces, write)
         return self._write_done[version]
 
     def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
@@ -297,16 +309,67 @@ class SSDBuffer(StateBuffer):
         for blob in self.blobs:
             self._store.free(blob)
 
-    def _transfer(self, memory: Tensor, blob: Blob, move: "Callable[[Piece, Tensor], Future[None]]") -> "Future[None]":
-        requests: list[Future[None]] = []
-        try:
-            for piece in blob.pieces:
-                requests.append(move(piece, memory[piece.start : piece.start + align_up(piece.nbytes)]))
-        except BaseException as error:  # earlier requests still own the memory: they are waited for
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            requests.append(failed)
-        return all_of(requests)
+
+class SSDStep:
+    """Transfers between device memory and the blobs of an `SSDBuffer`, of a step that the device makes.
+
+    Threads: `read` and `end` are called on the thread `device-optimizer`; `write` on that, or on `d2h-done`.
+
+    Ownership: device memory belongs to a transfer until its future is done. The drives' transfers are not ordered by
+    streams: memory is read to once no stream uses it, and written once the device has computed the bytes.
+
+    Attributes:
+        written: done when all writes are, and `end` was called.
+        urgency: tells when a thread or stream waits for the writes.
+    """
+
+    def __init__(self, store: BlobStore, committed: Blob, uncommitted: Blob) -> None:
+        self.written: Future[None] = Future()
+        self.urgency = Urgency()
+        self._store = store
+        self._committed = committed
+        self._uncommitted = uncommitted
+
+    def read(self, start: int, nbytes: int, target: Tensor) -> "Future[None]":
+        """Reads committed bytes.
+
+        Args:
+            start: offset of the first byte, a multiple of 4096.
+            nbytes: number of bytes, a multiple of 4096 except at the end of the buffer.
+            target: device bytes, as many, rounded up to a page.
+        """
+        return self._transfer(self._committed, start, nbytes, target, self._store.read)
+
+    def write(self, start: int, nbytes: int, source: Tensor) -> "Future[None]":
+        """Writes bytes of the uncommitted version; arguments as in `read`."""
+        write = partial(self._store.write, urgency=self.urgency)
+        return self._transfer(self._uncommitted, start, nbytes, source, write)
+
+    def end(self, writes: "Sequence[Future[None]]") -> None:
+        """Ends the step, which has made these writes."""
+        all_of(writes).add_done_callback(lambda done: pass_on(done, self.written))
+
+    def _transfer(
+        self, blob: Blob, start: int, nbytes: int, memory: Tensor, move: "Callable[[Piece, Tensor], Future[None]]"
+    ) -> "Future[None]":
+        parts = self._store.parts(blob, start, min(align_up(nbytes), blob.nbytes - start))
+        return _transfer(memory, parts, move)
+
+
+def _transfer(
+    memory: Tensor, pieces: Sequence[Piece], move: "Callable[[Piece, Tensor], Future[None]]"
+) -> "Future[None]":
+    """Transfers neighbouring pieces of a blob; `memory` has the bytes from the first one on, up to whole pages."""
+    requests: list[Future[None]] = []
+    try:
+        for piece in pieces:
+            start = piece.start - pieces[0].start
+            requests.append(move(piece, memory[start : start + align_up(piece.nbytes)]))
+    except BaseException as error:  # earlier requests still own the memory: they are waited for
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        requests.append(failed)
+    return all_of(requests)
 
 
 class SpareMemory:

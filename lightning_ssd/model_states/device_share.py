@@ -26,7 +26,8 @@ class DeviceShare:
     """The flat parameters that the device steps: none, until `select` or, on a GPU, until a trial of shares has ended.
 
     Where a step is made does not change its bits. A trial chooses among flat parameters in host memory; a plan may
-    choose those on SSDs, too, whose values are read to staging memory for the step, and written afterwards.
+    choose those on SSDs, too, whose values are read to staging memory for the step, and written afterwards; or to the
+    device and from it, where the store of blobs takes device buffers.
 
     Threads: the training thread, or autograd's while that waits.
 
@@ -88,7 +89,8 @@ class DeviceShare:
     def prefetch(self, priorities: Mapping[FlatParameter, int]) -> None:
         """Prefetches values in host memory for the running step, whose scale is not known yet.
 
-        Values on SSDs would keep staging memory until then, which units that the next forward needs first may need.
+        Values on SSDs would keep staging memory until then, which units that the next forward needs first may need, or
+        memory of pieces that steps of values in host memory could use.
 
         Args:
             priorities: flat parameters that the running step may step, and their priorities.

@@ -1,11 +1,12 @@
-"""Optimizer steps on the device of offloaded flat parameters, whose values are copied there and back in pieces.
+"""Optimizer steps on the device of offloaded flat parameters, whose values are transferred there and back in pieces.
 
-The file is large because one thread runs the three stages of all pieces (copy in, step, copy out) in a shared amount of
-device memory: their order, their priorities and the release of memory after an error depend on each other.
+The file is large because one thread runs the three stages of all pieces (transfer in, step, transfer out) in a shared
+amount of device memory: their order, their priorities and the release of memory after an error depend on each other.
+`piece_transfers` has the transfers.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, then
+from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, error_of, then
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import StagedState
-from lightning_ssd.model_states.optimizers import ElementSpan, FlatOptimizer, Options, StepInput
+from lightning_ssd.model_states.layout import Layout, StagedState
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepInput
+from lightning_ssd.model_states.piece_transfers import PieceRange, PieceTransfer, Reading, make_transfers, pieces
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.storage import align_up
 
-_ROW_ALIGNMENT = 256
-"""Alignment of each array of a piece, in bytes."""
+_GRADIENT = "gradient"
+"""Key of the gradient among the arrays of a piece."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class DeviceStep:
         scale: the gradient is multiplied with it.
         limit: largest absolute value of a gradient's element, after that; None: no limit.
         drop_second: whether the second version in host memory is freed before.
-        staged: the values, of which some are on SSDs and were read to staging memory; None: all are in host memory.
+        staged: the values, of which some are on SSDs and were read to staging memory; None: all are transferred from
+            where they are stored, host memory or SSDs.
     """
 
     store: StateStore
@@ -49,26 +53,30 @@ class DeviceStep:
 
 
 class DeviceStepper:
-    """Steps flat parameters on the device, piece by piece: copied to it, stepped, and copied back.
+    """Steps flat parameters on the device, piece by piece: transferred to it, stepped, and transferred back.
 
     While one piece is stepped, the next ones are copied to the device and the ones before are copied back, so that
-    copies use both directions at once. Values may be prefetched before the step is known, if there is memory.
+    copies use both directions at once. Values in host memory may be prefetched before the step is known, if there is
+    memory. Values on SSDs whose backend takes device buffers are read to the memory of the piece, and written from it.
 
     The lowest priority goes first, piece by piece: a step before a prefetch, and each before less urgent ones that were
-    submitted earlier. At most `COPIES_AHEAD` pieces are copied to the device at once, so that an urgent piece waits for
-    no more than these in the queue of copies. Without free memory, an urgent prefetch takes that of the least urgent
-    one; a step takes that of any prefetch, if no memory is about to be free.
+    submitted earlier. While the values of a step are read from SSDs, less urgent ones are made. At most `AHEAD` pieces
+    are copied to the device at once, and as many are read from SSDs, so that an urgent piece waits for no more than
+    these in the queue of copies, or of the drives. Without free memory, an urgent prefetch takes that of the least
+    urgent one; a step takes that of any prefetch or less urgent step, if no memory is about to be free.
 
     Threads: public methods may be called on any thread. Each posts an event to the thread `device-optimizer`, which
     owns all private fields but `_copies` and `_worker`, and issues copies and kernels, with streams of its own. It
-    waits for nothing. The ends of copies are events, too, which the threads `d2h-done` and `h2d-done` post. Returned
-    futures complete on these two, or on `device-optimizer`.
+    waits for nothing. The ends of copies and reads are events, too, which the threads `d2h-done` and `h2d-done` and
+    those of the drives post. Returned futures complete on these, or on `device-optimizer`.
 
-    Ownership: the device memory of a piece belongs to `_free`; then, from the copies to the device on, to
-    `_Work.copied`; then to the step and its copies to host memory, which return it to `_free` when they have ended. A
-    dropped piece returns when its copies to the device have ended. Values in host memory may be read by copies from
-    `prefetch` until the future of `drop`, or the second future of `submit`, is done; values in host memory or staging
-    memory, and the gradient, belong to the step until then. After an error, no later step is made.
+    Ownership: the device memory of a piece belongs to `_free`, when no stream and no transfer uses it; then, from the
+    transfers to the device on, to `_Work.arriving`; then to the step and its transfers back, which return it to `_free`
+    when they have ended. A dropped piece returns when its transfers to the device have ended. Values in host memory may
+    be read by copies from `prefetch` until the future of `drop`, or the second future of `submit`, is done; values in
+    host memory or staging memory, and the gradient, belong to the step until then. Values on SSDs belong to it until
+    then, too, and the uncommitted version until it is written (`StateBuffer.write_done`). After an error of the device,
+    no later step is made; a failed read fails its step alone.
 
     Args:
         copies: copy engine of the training; the stepper uses a sibling of it, with streams of its own.
@@ -85,25 +93,27 @@ class DeviceStepper:
     """Pieces on the device at once: one is copied there, one is stepped, one is copied back, and one waits."""
     PIECE_BYTES = 2**27
     """Bytes of a piece with all its arrays: copies of 32 MiB reach the full bandwidth."""
-    COPIES_AHEAD = 2
-    """Pieces that are copied to the device at once. The second one begins without waiting for the host."""
+    AHEAD = 2
+    """Pieces that are copied to the device at once. The second one begins without waiting for the host. The same for
+    pieces that are read from SSDs, which have several requests each."""
 
     def __init__(self, copies: CopyEngine, num_pieces: int = PIECES) -> None:
         self.nbytes = num_pieces * self.PIECE_BYTES
         with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             memory = copies.empty(self.nbytes)
-        self._allocated = copies.mark()
+        self._allocated = copies.mark(awaited=True)
         """The memory belongs to earlier work of the compute stream until this mark is reached."""
-        self._free = [memory[start : start + self.PIECE_BYTES] for start in range(0, self.nbytes, self.PIECE_BYTES)]
+        self._free: list[Tensor] = []
         self._num_returning = 0
-        """Pieces whose memory returns to `_free` without a further decision: they are copied back, or were dropped."""
-        self._num_copying = 0
-        """Pieces that are being copied to the device."""
+        """Pieces whose memory returns to `_free` without a further decision: they are written back, or were dropped."""
+        self._num_arriving = {False: 0, True: 0}
+        """Pieces that are being copied to the device, and of which values are being read from SSDs (`True`)."""
         self._work: dict[FlatParameter, _Work] = {}
         """Flat parameters that are prefetched, or whose step is not issued as a whole."""
         self._failure: BaseException | None = None
         self._copies = copies.sibling()
         self._worker = Worker("device-optimizer")
+        self._return(memory.split(self.PIECE_BYTES), self._copies.on_h2d(self._allocated))
 
     @property
     def failed(self) -> bool:
@@ -127,7 +137,7 @@ class DeviceStepper:
 
         self._post(announce)
         # Without effect if it was dropped meanwhile.
-        self._post(lambda: self._open(work, store.stage(step=True).result()), after=[store.stepped])
+        self._post(lambda: self._open(work, make_transfers(store, None, self._copies)), after=[store.stepped])
 
     def drop(self, flat: FlatParameter) -> "Future[None]":
         """Drops the prefetched values of `flat`, unless its step was submitted.
@@ -140,7 +150,7 @@ class DeviceStepper:
             work = self._work.get(flat)
             if work is not None and work.step is None:
                 del self._work[flat]
-                self._release(work.copied)
+                self._release(work.arriving)
             return self._copies.on_h2d(None)  # done after those of all earlier copies
 
         copied: list[Future[None]] = []
@@ -152,6 +162,7 @@ class DeviceStepper:
         Returns:
             A future that is done when the new compute weights are in host memory, or in staging memory; and one for all
             new values, which is done when no copy uses the values or the gradient any more, also if it has an error.
+            Writes to SSDs are submitted then; their errors are those of the version's `StateBuffer.write_done`.
         """
         running = _RunningStep(step)
 
@@ -162,12 +173,14 @@ class DeviceStepper:
                 step.store.drop_second()
             work = self._work.setdefault(step.store.flat, _Work(step.store, priority))
             try:
-                running.staged = step.store.stage(step=True).result() if step.staged is None else step.staged
-                if not work.spans:
-                    self._open(work, running.staged)
+                running.transfers = make_transfers(step.store, step.staged, self._copies)
+                if work.pieces:
+                    work.transfers = running.transfers
+                else:
+                    self._open(work, running.transfers)
             except BaseException:
                 del self._work[step.store.flat]
-                self._release(work.copied)
+                self._release(work.arriving)
                 raise
             work.step = running
 
@@ -175,12 +188,18 @@ class DeviceStepper:
             if (error := begun.exception()) is not None:
                 running.issued.set_exception(error)
 
+        def end_transfers(_: "Future[None]") -> None:
+            for transfer in running.transfers:
+                transfer.end()
+
         def end(done: "Future[None]") -> None:
             if (error := done.exception()) is not None and running.overwritten:
                 step.store.lose(error)
 
-        first = then(running.issued, lambda _: all_of(running.weights))  # before the next line: it is done first
-        done = then(ended(running.issued), lambda _: all_of([running.issued, *running.copied]))
+        running.issued.add_done_callback(end_transfers)
+        # Before the next line: it is done first.
+        first = then(running.issued, lambda _: all_of(transfer.weights for transfer in running.transfers))
+        done = then(ended(running.issued), lambda _: all_of([running.issued, *running.stored]))
         done.add_done_callback(end)
         self._post(begin).add_done_callback(fail)
         return first, done
@@ -223,22 +242,29 @@ class DeviceStepper:
             self._post(lambda: None)  # events that were posted meanwhile go first: they may be more urgent
 
     def _issue_next(self) -> bool:
-        """Issues the most urgent step of a piece, or its copies to the device; returns whether anything was issued."""
-        work = min((work for work in self._work.values() if work.step is not None), key=_priority, default=None)
-        if work is None:
-            for work in sorted(self._work.values(), key=_priority):
-                if len(work.copied) < len(work.spans):
-                    return self._copy_in(work)
-            return False
+        """Issues the most urgent step of a piece, or transfers to the device; returns whether anything was issued."""
+        works = sorted(self._work.values(), key=_priority)
+        if steps := [work for work in works if work.step is not None]:
+            return any(self._issue_step(work) for work in steps)
+        for work in works:
+            if len(work.arriving) < len(work.pieces):
+                return self._read(work)
+        return False
+
+    def _issue_step(self, work: "_Work") -> bool:
+        """Issues the step of the first piece of `work` if its values are there, else transfers to the device."""
         if work.changes != work.store.changes:
-            assert work.step is not None
-            for piece, spans in zip(work.copied, work.spans, strict=False):
-                self._copy_values(piece, work.step.staged, spans)
+            for piece in work.arriving:
+                self._read_values(work, piece)
             work.changes = work.store.changes
-        if not work.copied and not self._copy_in(work):
+        begun = not work.arriving and self._read(work)
+        if not work.arriving:
             return False
-        self._step(work)
-        return True
+        if _succeeded(work.arriving[0].arrived):
+            self._step(work)
+            return True
+        # It is read from SSDs: the next one is read meanwhile.
+        return begun or (work.num_stepped + len(work.arriving) < len(work.pieces) and self._read(work))
 
     def _fail_steps(self, error: BaseException) -> None:
         """Fails all steps that are not issued, after the copies that were."""
@@ -263,108 +289,120 @@ class DeviceStepper:
             others = [
                 other
                 for other in self._work.values()
-                if other is not work and other.copied and (work.step is not None or other.priority > work.priority)
+                if other.arriving and (other.priority > work.priority or (work.step and not other.step))
             ]
             if others:
-                self._release([max(others, key=_priority).copied.pop()])
+                self._release([max(others, key=_priority).arriving.pop()])
         return None
 
-    def _release(self, pieces: "Sequence[_Piece] | deque[_Piece]") -> None:
-        """Frees the memory of pieces that are not stepped, once the copies to the device have ended."""
+    def _release(self, pieces: "Iterable[_Piece]") -> None:
+        """Frees the memory of pieces that are not stepped, once the transfers to the device have ended."""
         for piece in pieces:
-            self._num_returning += 1
-            self._return(piece.memory, self._copies.on_h2d(None))  # done after those of all earlier copies
+            copied = self._copies.on_h2d(None)  # done after those of all earlier copies
+            self._return([piece.memory], all_of([copied, ended(piece.arrived)]))
 
-    def _return(self, memory: Tensor, ended: "Future[None]") -> None:
+    def _return(self, memory: Sequence[Tensor], unused: "Future[None]") -> None:
+        """Returns memory of pieces to `_free` when `unused` is done, with a result or an error."""
+
         def free() -> None:
-            self._num_returning -= 1
-            self._free.append(memory)
+            self._num_returning -= len(memory)
+            self._free += memory
 
-        ended.add_done_callback(lambda _: self._post(free))
+        self._num_returning += len(memory)
+        unused.add_done_callback(lambda _: self._post(free))
 
     # ---- one piece ----
 
-    def _open(self, work: "_Work", staged: StagedState) -> None:
-        """Begins to copy values, which no step changes now."""
-        flat = work.store.flat
-        itemsize = sum(array.itemsize for array in staged.arrays()) + flat.dtype.itemsize
-        room = self.PIECE_BYTES - (len(staged.arrays()) + 1) * _ROW_ALIGNMENT
+    def _open(self, work: "_Work", transfers: Sequence[PieceTransfer]) -> None:
+        """Begins to transfer values, which no step changes now."""
+        layout = work.store.layout
+        itemsize = sum(dtype.itemsize for _, dtype in _arrays(layout))
         work.changes = work.store.changes
-        work.spans = list(pieces(flat, room // itemsize))
+        work.transfers = transfers
+        work.pieces = list(pieces(layout.flat, self.PIECE_BYTES // itemsize))
 
-    def _copy_in(self, work: "_Work") -> bool:
-        """Issues the copies of the next piece to the device; returns whether it could."""
-        if self._num_copying == self.COPIES_AHEAD or (memory := self._allocate(work)) is None:
+    def _read(self, work: "_Work") -> bool:
+        """Issues the transfers of the next piece to the device; returns whether it could."""
+        if self._num_arriving[work.from_ssds] == self.AHEAD or (memory := self._allocate(work)) is None:
             return False
-        spans = work.spans[work.num_stepped + len(work.copied)]
-        staged = work.store.stage(step=True).result() if work.step is None else work.step.staged
-        start, end = spans[0][0], sum(spans[-1])
-        piece = _Piece(memory, *_carve(memory, staged.part(start, end), work.store.flat.dtype), self._allocated)
-        self._copy_values(piece, staged, spans)
-        work.copied.append(piece)
-        self._num_copying += 1
-        self._copies.on_h2d(piece.copied).add_done_callback(lambda _: self._post(self._end_copy_in))
+        piece = _Piece(work.pieces[work.num_stepped + len(work.arriving)], memory, work.store.layout, self._allocated)
+        self._num_arriving[work.from_ssds] += 1
+        readings = self._read_values(work, piece)
+        work.arriving.append(piece)
+        all_of(ended(reading.ended) for reading in readings).add_done_callback(
+            lambda _: self._post(lambda: self._end_read(work, piece))
+        )
         return True
 
-    def _copy_values(self, piece: "_Piece", staged: StagedState, spans: Sequence[ElementSpan]) -> None:
-        host = staged.part(spans[0][0], sum(spans[-1]))
-        # New compute weights are rounded from whole master weights: the old ones are not needed then.
-        rounded = host.master is not None and host.master is not host.weights
-        sources, targets = host.arrays()[rounded:], piece.values.arrays()[rounded:]
-        for source, target in zip(sources, targets, strict=True):
-            awaited = source is sources[-1]
-            piece.copied = self._copies.h2d(_bytes(source), _bytes(target), piece.copied, awaited=awaited)
+    def _read_values(self, work: "_Work", piece: "_Piece") -> Sequence[Reading]:
+        readings: list[Reading] = []
+        for transfer in work.transfers:
+            readings.append(transfer.read(piece.range, piece.rows, piece.copied))
+            piece.copied = readings[-1].mark
+        piece.arrived = all_of(reading.arrived for reading in readings)
+        return readings
 
-    def _end_copy_in(self) -> None:
-        self._num_copying -= 1
+    def _end_read(self, work: "_Work", piece: "_Piece") -> None:
+        self._num_arriving[work.from_ssds] -= 1
+        error = error_of(piece.arrived)
+        if error is not None and piece in work.arriving and self._work.get(work.store.flat) is work:
+            assert work.step is not None, "values on SSDs are not prefetched"
+            del self._work[work.store.flat]
+            self._release(work.arriving)
+            work.step.issued.set_exception(error)
 
     def _step(self, work: "_Work") -> None:
-        """Issues the step of the first piece of `work`, and the copies of its new values to host memory."""
+        """Issues the step of the first piece of `work`, and the transfers of its new values."""
         assert work.step is not None
         copies, running, step = self._copies, work.step, work.step.step
-        spans = work.spans[work.num_stepped]
-        start, end = spans[0][0], sum(spans[-1])
-        piece = work.copied.popleft()
-        copies.wait(copies.h2d(_bytes(step.gradient[start:end]), _bytes(piece.gradient), piece.copied))
-        gradient, scale = piece.gradient, step.scale
+        piece = work.arriving.popleft()
+        of, own = piece.range, piece.rows[_GRADIENT]
+        copies.wait(copies.h2d(_bytes(step.gradient[of.start : of.end]), _bytes(own), piece.copied))
+        gradient, scale = own, step.scale
         if step.limit is not None:
             # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.
             gradient, scale = gradient.float().mul_(scale).clamp_(-step.limit, step.limit), 1.0
-        within = [(low - start, numel) for low, numel in spans]
+        within = [(low - of.start, numel) for low, numel in of.spans]
         has_grad = [True] * len(step.store.flat.param_views)
         step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), piece.values, within)
-        stepped = copies.mark()
-        sources, targets = piece.values.arrays(), running.staged.out.part(start, end).arrays()
-        marks: list[Mark] = []
-        for source, target in zip(sources, targets, strict=True):
-            awaited = source is sources[0] or source is sources[-1]
-            marks.append(copies.d2h(_bytes(source), _bytes(target), stepped, awaited=awaited))
-            running.num_copies_back += 1
+        writings = [transfer.write(of, piece.rows) for transfer in running.transfers]
         work.num_stepped += 1
-        running.weights[:] = [copies.on_d2h(marks[0])]  # copies end in the order in which they were issued
-        running.copied.append(copies.on_d2h(marks[-1]))
-        self._num_returning += 1
-        self._return(piece.memory, running.copied[-1])
-        if work.num_stepped == len(work.spans):
+        running.stored += [writing.stored for writing in writings]
+        self._return([piece.memory], all_of(writing.ended for writing in writings))
+        if work.num_stepped == len(work.pieces):
             del self._work[step.store.flat]
             running.issued.set_result(None)
 
 
-@dataclass(eq=False)
 class _Piece:
     """A piece on the device.
 
-    Attributes:
+    Args:
+        of: its elements.
         memory: its device memory.
-        values: its values.
-        gradient: memory for its gradient.
-        copied: mark after which the values are on the device.
+        layout: layout of the flat parameter.
+        unused: mark after which no stream uses the memory.
+
+    Attributes:
+        range: `of`.
+        rows: memory of each array, and of the gradient, in whole pages.
+        values: its values, views of the same memory.
+        copied: mark after which the values from host memory are on the device.
+        arrived: done when the values from SSDs are.
     """
 
-    memory: Tensor
-    values: StagedState
-    gradient: Tensor
-    copied: Mark
+    def __init__(self, of: PieceRange, memory: Tensor, layout: Layout, unused: Mark) -> None:
+        self.range = of
+        self.memory = memory
+        self.rows: dict[str, Tensor] = {}
+        self.copied = unused
+        self.arrived: Future[None]
+        start = 0
+        for key, dtype in _arrays(layout):
+            nbytes = (of.end - of.start) * dtype.itemsize
+            self.rows[key] = memory[start : start + nbytes].view(dtype)
+            start += align_up(nbytes)
+        self.values: StagedState = layout.state_of({array.key: self.rows[array.key] for array in layout.arrays})
 
 
 @dataclass(eq=False)
@@ -373,26 +411,23 @@ class _RunningStep:
 
     Attributes:
         step: the step.
-        staged: values in host memory or staging memory; set when it begins.
-        issued: done when all copies were issued.
-        weights: the last future of copied weights.
-        copied: futures of all values of the pieces.
-        num_copies_back: copies to host memory that were issued.
+        transfers: transfers of the values; set when it begins.
+        issued: done when all transfers have begun.
+        stored: futures of the new values of the pieces.
         drained: whether copies that were issued before an error are known to have ended.
     """
 
     step: DeviceStep
-    staged: StagedState = field(init=False)
+    transfers: Sequence[PieceTransfer] = ()
     issued: "Future[None]" = field(default_factory=Future)
-    weights: "list[Future[None]]" = field(default_factory=list)
-    copied: "list[Future[None]]" = field(default_factory=list)
-    num_copies_back: int = 0
+    stored: "list[Future[None]]" = field(default_factory=list)
     drained: bool = True
 
     @property
     def overwritten(self) -> bool:
-        """Whether copies have overwritten committed values, or may still write to the memory of another step."""
-        return self.num_copies_back > 0 and (self.step.store.steps_in_place or not self.drained)
+        """Whether transfers have overwritten committed values, or may still write to the memory of another step."""
+        begun = any(transfer.begun for transfer in self.transfers)
+        return begun and (self.step.store.steps_in_place or not self.drained)
 
 
 @dataclass(eq=False)
@@ -403,8 +438,9 @@ class _Work:
         store: its values.
         priority: the lowest goes first.
         changes: `StateStore.changes` of the values on the device.
-        spans: its pieces; empty until the step before has ended.
-        copied: pieces on the device, in order, from the first one that is not stepped.
+        transfers: transfers of the values.
+        pieces: its pieces; empty until the step before has ended.
+        arriving: pieces with memory on the device, in order, from the first one that is not stepped.
         num_stepped: pieces that were stepped.
         step: its step; None: it is prefetched.
     """
@@ -412,54 +448,29 @@ class _Work:
     store: StateStore
     priority: int
     changes: int = 0
-    spans: Sequence[Sequence[ElementSpan]] = ()
-    copied: "deque[_Piece]" = field(default_factory=deque)
+    transfers: Sequence[PieceTransfer] = ()
+    pieces: Sequence[PieceRange] = ()
+    arriving: "deque[_Piece]" = field(default_factory=deque)
     num_stepped: int = 0
     step: _RunningStep | None = None
+
+    @property
+    def from_ssds(self) -> bool:
+        """Whether values are read from SSDs to the device."""
+        return any(transfer.from_ssds for transfer in self.transfers)
 
 
 def _priority(work: _Work) -> int:
     return work.priority
 
 
-def pieces(flat: FlatParameter, elements: int) -> Iterator[list[ElementSpan]]:
-    """Yields pieces of a flat parameter of at most `elements` elements each, as spans of neighbouring parameters.
-
-    A parameter is divided at multiples of 1024 elements, which no vector of a kernel crosses.
-    """
-    most = elements // 1024 * 1024
-    assert most
-    piece: list[ElementSpan] = []
-    for item in flat.param_views:
-        for low in range(item.start, item.start + item.numel, most):
-            span = (low, min(most, item.start + item.numel - low))
-            if piece and sum(span) - piece[0][0] > most:
-                yield piece
-                piece = []
-            piece.append(span)
-    if piece:
-        yield piece
+def _succeeded(future: "Future[None]") -> bool:
+    return future.done() and error_of(future) is None
 
 
-def _carve(memory: Tensor, host: StagedState, gradient_dtype: torch.dtype) -> tuple[StagedState, Tensor]:
-    """Returns arrays in device bytes `memory` like those in host memory, and one for the gradient."""
-    start = 0
-
-    def row(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        nonlocal start
-        dtype = like.dtype if dtype is None else dtype
-        nbytes = like.numel() * dtype.itemsize
-        values = memory[start : start + nbytes].view(dtype)
-        start += -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-        return values
-
-    weights = row(host.weights)
-    master: Any = host.master
-    if master is not None:
-        master = weights if master is host.weights else row(master)
-    low = None if host.low is None else row(host.low)
-    states = {name: row(of) for name, of in host.states.items()}
-    return StagedState(weights, master, low, states), row(host.weights, gradient_dtype)
+def _arrays(layout: Layout) -> list[tuple[str, torch.dtype]]:
+    """Returns keys and dtypes of the arrays of a piece."""
+    return [*((array.key, array.dtype) for array in layout.arrays), (_GRADIENT, layout.flat.dtype)]
 
 
 def _bytes(values: Tensor) -> Tensor:

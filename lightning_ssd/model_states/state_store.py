@@ -42,7 +42,8 @@ class StateStore:
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
     then to the copy to the device or to the caller, then to the writes until all have ended. All memory that
     one caller needs is allocated at once, so that no caller holds a part of it and waits for the rest. Where the store
-    of SSDs takes device buffers, prefetched weights are read to the device without staging memory.
+    of SSDs takes device buffers, prefetched weights are read to the device without staging memory, and so are values of
+    a step on the device, which are written from there (`stage_on_device`).
 
     Weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
     arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.
@@ -155,9 +156,7 @@ class StateStore:
             priority: of requests that wait for staging memory, the lowest goes first.
         """
         if self._lost is not None:
-            failed: Future[StagedState] = Future()
-            failed.set_exception(self._lost)
-            return failed
+            return self._failed()
         if self._staging_bytes == 0:
             if step not in self._in_place:
                 self._in_place[step] = finished(self._stage_in_place(step=step))
@@ -186,11 +185,35 @@ class StateStore:
             return finished(values)
 
         assert self.staging is not None
-        needed = [buffer.write_done() for buffer in self._buffers]
-        # A step that was not committed may still be written to the version that this one overwrites.
-        needed += [ended(buffer.write_done(uncommitted=True)) for buffer in self._buffers]
-        read = self.staging.states.read(self._staging_bytes, fill, needed, priority=priority)
+        read = self.staging.states.read(self._staging_bytes, fill, [self._writes_ended()], priority=priority)
         return then(read, hand_over)
+
+    @property
+    def steps_directly(self) -> bool:
+        """Whether steps on the device transfer values on SSDs without staging memory (GPUDirect Storage)."""
+        direct = self.staging is not None and self.staging.store.device_buffers
+        return direct and not self.in_memory and self.layout.paged
+
+    def stage_on_device(self) -> "Future[None]":
+        """Returns a future that is done when a step on the device may transfer the values, with `steps_directly`.
+
+        In place of `stage`: the values stay where they are stored, and the step owns them until it is committed or has
+        failed. Its transfers (`make_transfers`) write the uncommitted version, as in `stage`.
+        """
+        if self._lost is not None:
+            return self._failed()
+        return self._writes_ended()
+
+    def _writes_ended(self) -> "Future[None]":
+        """Returns a future that is done when the committed values are stored, and the other version is not written."""
+        committed = [buffer.write_done() for buffer in self._buffers]
+        # A step that was not committed may still be written to the version that the next one overwrites.
+        return all_of(committed + [ended(buffer.write_done(uncommitted=True)) for buffer in self._buffers])
+
+    def _failed(self) -> "Future[Any]":
+        failed: Future[Any] = Future()
+        failed.set_exception(self._lost)
+        return failed
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
@@ -232,8 +255,9 @@ class StateStore:
 
     @property
     def steps_in_place(self) -> bool:
-        """Whether a step overwrites committed values in host memory, and not a second version or staging memory."""
-        return any(not buffer.has_second for buffer in self._host_buffers())
+        """Whether a step on the device overwrites committed values, and not a second version or staging memory."""
+        written = self._buffers if self.steps_directly else self._host_buffers()
+        return any(not buffer.has_second for buffer in written)
 
     def add_second(self) -> bool:
         """Allocates the second version of values in host memory, unless it is allocated; no step is staged.
@@ -285,14 +309,14 @@ class StateStore:
     def pin(self) -> None:
         """Page-locks the values in host memory, for copies to the device and from it.
 
-        Of values on SSDs, it page-locks the staging memory, which all flat parameters share.
+        Of values on SSDs, it page-locks the staging memory, which all flat parameters share, unless `steps_directly`.
 
         Raises:
             StorageError: they can't be page-locked.
         """
         for buffer in self._host_buffers():
             buffer.pin()
-        if not self.in_memory:
+        if not self.in_memory and not self.steps_directly:
             assert self.staging is not None
             self.staging.states.pool.pin()
 
@@ -456,6 +480,11 @@ class StateStore:
     def tiers(self) -> tuple[OffloadTierName, OffloadTierName]:
         """Tier of the compute weights, and of all other values (that of the compute weights if there are no others)."""
         return self._buffers[0].tier, self._buffers[-1].tier
+
+    @property
+    def buffers(self) -> Sequence[StateBuffer]:
+        """Buffer of the compute weights, and that of all other values if there are any."""
+        return self._buffers
 
     @property
     def version(self) -> int:

@@ -21,6 +21,7 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHa
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_work import StepWork, do_together
 from lightning_ssd.spans import OPTIMIZER, span
+from lightning_ssd.storage import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,9 @@ class OptimizerStep:
         """Makes the step on the device, when the scale is known.
 
         The CPU makes it if the device can't, or fails before a value was overwritten. Values on SSDs are staged when
-        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped.
+        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped. If they are
+        transferred without staging memory (`StateStore.steps_directly`), a failed read fails the step, as it does where
+        they are staged.
 
         Args:
             stepper: makes the step.
@@ -175,10 +178,15 @@ class OptimizerStep:
             scale = self.scale.result()
             if scale is None:
                 return on_cpu()
+            if self.store.steps_directly:
+                if not self.flat_optimizer.steps_on_device(self._input(scale), self.store.layout.without_elements()):
+                    return on_cpu()
+                return then(self.store.stage_on_device(), lambda _: submit(None, scale))
             staged = self.store.stage(step=True, priority=self.priority)
-            return then(staged, lambda values: submit(values, scale))
+            return then(staged, lambda values: submit_staged(values, scale))
 
-        def submit(values: StagedState, scale: float) -> "Future[None]":  # on that thread, or the I/O thread of reads
+        def submit_staged(values: StagedState, scale: float) -> "Future[None]":
+            # On that thread, or the I/O thread of reads.
             read = None if values.buffer is None else values  # others are staged again, without the second version
             try:
                 possible = self.flat_optimizer.steps_on_device(self._input(scale), values)
@@ -187,11 +195,15 @@ class OptimizerStep:
                 raise
             if not possible:
                 return on_cpu() if read is None else self._make_staged(finished(read), scale)
+            return submit(read, scale)
+
+        def submit(read: StagedState | None, scale: float) -> "Future[None]":  # as `submit_staged`
             step = DeviceStep(
                 self.store, self.flat_optimizer, self.options, self._gradient(), scale, self.limit, drop_second, read
             )
             first, whole = stepper.submit(step, priority=self.priority)
-            if read is None and (drop_second or not self.store.has_second):  # others are read from the commit on
+            # Weights in a second version, or on SSDs, are read from the commit on.
+            if self.store.in_memory and (drop_second or not self.store.has_second):
                 first.add_done_callback(pass_first)
             return then(ended(whole), lambda _: commit(whole, read))
 
@@ -208,7 +220,7 @@ class OptimizerStep:
                 self.count(sum(view.numel for view in self.store.flat.param_views), 0.0)
                 self._end(committed=True)
                 return whole
-            if self.store.lost:
+            if self.store.lost or isinstance(error, StorageError):  # the CPU would read the same bytes
                 return whole
             log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
             return on_cpu()

@@ -39,7 +39,7 @@ def choose_backend(name: BackendName | Backend, device: torch.device, *, checksu
         backend = KvikioBackend()
         why = "selected by name"
         if not backend.gds:
-            why += "; in compatibility mode: GPUDirect Storage is not available"
+            why += "; in compatibility mode, through pinned memory: GPUDirect Storage is not available"
         elif checksum:
             why += "; through host memory, where checksum=True hashes bytes: checksum=False transfers them directly"
     elif name == "auto":
@@ -47,7 +47,9 @@ def choose_backend(name: BackendName | Backend, device: torch.device, *, checksu
         if reason is None and checksum:
             reason = "checksum=True hashes bytes in host memory; checksum=False would use it"
         backend = KvikioBackend() if reason is None else PosixBackend()
-        why = "GPUDirect Storage is available" if reason is None else f"no GPUDirect Storage: {reason}"
+        why = "GPUDirect Storage is available, which bypasses host memory"
+        if reason is not None:
+            why = f"through host memory; no GPUDirect Storage: {reason}"
     else:
         raise ValueError(f"backend must be 'auto', 'posix', 'kvikio' or a Backend, not {name!r}")
     _log.info("storage backend: %s (%s)", backend.name, why)

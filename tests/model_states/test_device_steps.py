@@ -22,15 +22,17 @@ from torch import Tensor, nn
 from lightning_ssd.device import CPUCopyEngine, WorkCounter, Worker, ended, finished
 from lightning_ssd.model_states import build, device_share
 from lightning_ssd.model_states.device_share import DeviceShare
-from lightning_ssd.model_states.device_stepper import DeviceStepper, pieces
+from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
+from lightning_ssd.model_states.piece_transfers import pieces
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.step_work import do_together
 from lightning_ssd.storage import Slab
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
+from tests.support.held_copies import HeldCopies
 from tests.support.late_device import LateCopies
 from tests.support.models import Model
 from tests.support.moves import Mover
@@ -349,62 +351,6 @@ def test_the_cpu_makes_steps_whose_copies_fail(tmp_path: Path, monkeypatch: pyte
 # ---- one step of one flat parameter ----
 
 
-class HeldCopies(CPUCopyEngine):
-    """Copies of which the test completes the futures, or one of which fails."""
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        super().__init__(device)
-        self.held: list[Future[None]] | None = None
-        self.held_in: list[Future[None]] | None = None
-        self.fail_at = -1
-        self.calls: list[str] = []
-        self.sources: list[Tensor] = []
-        self._called = threading.Condition()
-
-    def sibling(self) -> "HeldCopies":
-        return self
-
-    def _call(self, name: str) -> None:
-        with self._called:
-            self.calls.append(name)
-            self._called.notify_all()
-        if len(self.calls) == self.fail_at:
-            raise RuntimeError("the device is lost")
-
-    def until(self, name: str, times: int) -> None:
-        """Returns when `name` was called as often as that; it was not called more often."""
-        with self._called:
-            assert self._called.wait_for(lambda: self.calls.count(name) >= times, 60)
-            assert self.calls.count(name) == times
-
-    def mark(self, *, awaited: bool = False) -> Any:
-        self._call("mark")
-
-    def h2d(self, src: Tensor, *arguments: Any, **named: Any) -> Any:
-        self.sources.append(src)
-        self._call("h2d")
-        return super().h2d(src, *arguments, **named)
-
-    def d2h(self, *arguments: Any, **named: Any) -> Any:
-        self._call("d2h")
-        return super().d2h(*arguments, **named)
-
-    def on_d2h(self, mark: Any) -> "Future[None]":
-        if self.held is None:
-            self._call("on_d2h")
-            return finished(None)
-        self.held.append(future := Future[None]())
-        self._call("on_d2h")
-        return future
-
-    def on_h2d(self, mark: Any) -> "Future[None]":
-        if self.held_in is None:
-            return finished(None)
-        self.held_in.append(future := Future[None]())
-        self._call("on_h2d")
-        return future
-
-
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     made = Worker("test", do_together)
@@ -434,12 +380,17 @@ def stepped(
     tiers: Tiers = ("host", "host"),
 ) -> Iterator[Stepped]:
     """Yields a step of three parameters, which have many pieces, from fp32 weights that `weights_of` returns."""
-    shapes = [(70, 50), (7,), (3000,)]
+    shapes = [(70, 50), (7,), (9000,)]
     parameters = [(str(shape), nn.Parameter(torch.zeros(shape))) for shape in shapes]
     layout = Layout(FlatParameter("flat", parameters, torch.float32, CPU), False, STATES, steps=True, versions=versions)
-    with open_store(path, tiers, layout, staging=2**17) as (store, _):
+    with open_store(path, tiers, layout, staging=2**18) as (store, _):
         made = Stepped(store, worker, finished(0.5) if scale is None else scale, arrived=[True] * 3)
         yield made
+
+
+def num_pieces(store: StateStore) -> int:
+    """Returns the pieces of a step with weights, two states and gradient in fp32."""
+    return len(list(pieces(store.flat, DeviceStepper.PIECE_BYTES // 16)))
 
 
 def torchs(store: StateStore) -> list[Tensor]:
@@ -508,8 +459,7 @@ def test_pieces_are_bounded_and_weights_come_first(tmp_path: Path, worker: Worke
     copies.held = []
     with stepped(tmp_path, worker, 1) as made:
         store = made.step.store
-        most = (DeviceStepper.PIECE_BYTES - 4 * 256) // 16  # weights, gradient and two states in fp32, aligned
-        ends = 2 * len(list(pieces(store.flat, most)))
+        ends = 2 * num_pieces(store)
         assert ends > 2 * DeviceStepper.PIECES
         weights, done = made.step.on_device(stepper, [])
         for end in range(0, ends, 2):
@@ -537,7 +487,7 @@ def test_values_on_ssds_are_written_when_all_copies_have_ended(
     with stepped(tmp_path, worker, versions, scale, tiers) as made:
         store, before = made.step.store, weights_of(made.step.store.layout)
         store.drain()
-        ends = 2 * len(list(pieces(store.flat, (DeviceStepper.PIECE_BYTES - 4 * 256) // 16)))
+        ends = 2 * num_pieces(store)
         weights, done = made.step.on_device(stepper, [])
         store.announce_step(weights, done)
         target = torch.zeros(store.flat.nbytes, dtype=torch.uint8)
@@ -652,7 +602,7 @@ def test_the_end_of_a_step_waits_for_copies_of_unused_values(
     def release(futures: Any) -> None:
         waited.extend(futures)
         assert not any(future.done() for future in futures)
-        copies.until("on_h2d", 2 * DeviceStepper.COPIES_AHEAD + 1)  # of the pieces, their memory, and the drop
+        copies.until("on_h2d", 2 * DeviceStepper.AHEAD + 1)  # of the pieces, their memory, and the drop
         for future in copies.held_in or []:
             future.set_result(None)
         wait(futures, timeout=60)
@@ -664,7 +614,7 @@ def test_the_end_of_a_step_waits_for_copies_of_unused_values(
         share.stepper, share._chosen = stepper, [store.flat]
         copies.held_in = []
         share.prefetch({store.flat: 0})
-        copies.until("h2d", 3 * DeviceStepper.COPIES_AHEAD)
+        copies.until("h2d", 3 * DeviceStepper.AHEAD)
         share.end_step([])
         assert len(waited) == 1 and all(future.done() for future in waited)  # type: ignore[attr-defined]
 
@@ -680,7 +630,7 @@ def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
         store = made.step.store
         if versions == 2:
             assert store.add_second()
-        ends = 2 * len(list(pieces(store.flat, (DeviceStepper.PIECE_BYTES - 4 * 256) // 16)))
+        ends = 2 * num_pieces(store)
         _, done = made.step.on_device(stepper, [])
         for end in range(ends):
             copies.until("on_d2h", min(ends, end // 2 * 2 + 2 * DeviceStepper.PIECES))
@@ -749,7 +699,7 @@ def test_urgent_values_overtake_others_at_the_copies(
     copies.held_in, num_arrays = [], 3 if prefetched else 4  # the gradients of steps, too
     with two_steps(tmp_path, worker) as (late, urgent):
         futures = []
-        for made, ahead in ((late, DeviceStepper.COPIES_AHEAD), (urgent, 0)):
+        for made, ahead in ((late, DeviceStepper.AHEAD), (urgent, 0)):
             if prefetched:
                 stepper.prefetch(made.step.store, priority=made.step.priority)
             else:

@@ -20,7 +20,8 @@ from lightning_ssd.model_states.state_storage import make_store
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import Backend, BlobStore, StorageError, Urgency
 from tests.support.compare import assert_same
-from tests.support.faults import FailingAtBackend, GatedBackend, Move, Operation, WrappingBackend
+from tests.support.direct import DirectBackend
+from tests.support.faults import FailingAtBackend, GatedBackend
 from tests.support.late_device import LateCopies
 from tests.support.models import Model
 from tests.support.state_stores import CPU, STATES
@@ -29,26 +30,6 @@ from tests.support.states import offloading, train
 pytestmark = pytest.mark.timeout(60)
 ELEMENTS = 2560
 """Of the flat parameter: two pieces of a page, and a shorter one."""
-
-
-class Reads(WrappingBackend):
-    """Takes device buffers, and records the address of each buffer that is read to."""
-
-    name = "reads"
-    device_buffers = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[int] = []
-
-    def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
-        if operation == "write":
-            return call(buffer, offset)
-        self.addresses.append(buffer.data_ptr())
-        read = torch.empty_like(buffer)  # NumPy's view of `buffer` would forbid to resize its storage
-        nbytes = call(read, offset)
-        buffer.copy_(read)
-        return nbytes
 
 
 class HeldCopies(CPUCopyEngine):
@@ -86,17 +67,17 @@ def fetched(store: StateStore) -> Tensor:
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_weights_are_read_to_the_target_itself_unless_they_have_checksums(tmp_path: Path, checksum: bool) -> None:
-    backend = Reads()
+    backend = DirectBackend()
     with opened(tmp_path, backend, CPUCopyEngine(CPU), checksum=checksum) as store:
         weights = fetched(store)
         assert torch.equal(weights, torch.arange(ELEMENTS, dtype=torch.float32))
-        assert (weights.data_ptr() in backend.addresses) is not checksum
+        assert (weights.data_ptr() in backend.addresses["read"]) is not checksum
 
 
 def test_weights_are_not_read_before_their_target_is_free(tmp_path: Path) -> None:
     """The drive has served a later request while the compute stream still uses the target."""
     copies = HeldCopies()
-    with opened(tmp_path, Reads(), copies) as store:
+    with opened(tmp_path, DirectBackend(), copies) as store:
         target = torch.full((store.flat.nbytes,), 7, dtype=torch.uint8)
         issued = store.prefetch_to(target, None)
         store.unstage(store.stage().result(timeout=60), changed=False)
@@ -149,7 +130,7 @@ def test_numbers_are_plain_lightnings(tmp_path: Path, monkeypatch: pytest.Monkey
     how = {"gradient_clip_val": 0.5 if clip else None, "max_epochs": 1}
     expected = train(tmp_path, "auto", Model(), **how)
     monkeypatch.setattr(build, "make_copy_engine", LateCopies)
-    backend = Reads()
+    backend = DirectBackend()
     strategy = offloading("ssd", gpu_memory="1B", clip=clip or "auto", backend=backend, checksum=False)
     assert_same(train(tmp_path, strategy, Model(), **how), expected)
-    assert backend.addresses
+    assert backend.addresses["read"]

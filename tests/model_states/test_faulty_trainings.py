@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.model_states import layout
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from lightning_ssd.storage import StorageError
+from tests.support.device_steps import Shared
 from tests.support.faults import FailingAtBackend
 from tests.support.faulty_trainings import WIDTH, Arm, CallCounter, Case, Net, run
 from tests.support.trainings import nothing_left, package_threads, scratch_directories, script_environment  # noqa: F401
@@ -127,17 +130,19 @@ COUNTS: dict[tuple[Case, str], int] = {}
 """Positions of faults in a training that none ends, by the kind of positions."""
 
 
-def check_transfer(root: Path, chance: random.Random) -> bool:
+def check_transfer(root: Path, chance: random.Random, cases: Sequence[Case]) -> bool:
     """Trains with one fault of a drive; returns whether it was reached."""
-    case = chance.choice([case for case in CASES if case.place != "host"])
+    case = chance.choice(cases)
     operation = chance.choice(["read", "write"])
     if (case, operation) not in COUNTS:
         counting = FailingAtBackend(10**9, operation, armed=False)  # type: ignore[arg-type]
+        counting.device_buffers = case.place == "direct"
         run(root, case, case.strategy(root, counting), Arm(counting))
         COUNTS[case, operation] = counting.counted
     number, dead = chance.choice([errno.EIO, errno.ENOSPC, None]), chance.random() < 0.4
     at = chance.randrange(COUNTS[case, operation] + 1)
     backend = FailingAtBackend(at, operation, dead=dead, armed=False, number=number)  # type: ignore[arg-type]
+    backend.device_buffers = case.place == "direct"
     what = f"{case}, {operation} {at}, error {number}, {'dead' if dead else 'once'}"
     take_checkpoint(root)
     try:
@@ -155,8 +160,22 @@ FEW_OR_MANY = pytest.mark.parametrize("seed, number", [(0, 4), pytest.param(1, 1
 
 @FEW_OR_MANY
 def test_transfers_that_fail(tmp_path: Path, seed: int, number: int) -> None:
-    chance = random.Random(seed)
-    assert any([check_transfer(tmp_path, chance) for _ in range(number)])
+    chance, cases = random.Random(seed), [case for case in CASES if case.place != "host"]
+    assert any([check_transfer(tmp_path, chance, cases) for _ in range(number)])
+
+
+@FEW_OR_MANY
+def test_transfers_of_steps_on_the_device_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, number: int
+) -> None:
+    """Between device memory and SSDs; the CPU steps other units. A killed run resumes through host memory."""
+    monkeypatch.setattr(layout, "PAGED_ELEMENTS", 1)
+    shared = Shared(monkeypatch, seed, share=0.8)
+    chance, cases = (
+        random.Random(seed),
+        [dataclasses.replace(case, place="direct") for case in CASES if case.place == "ssd"],
+    )
+    assert any([check_transfer(tmp_path, chance, cases) for _ in range(number)]) and shared.steps > 0
 
 
 def check_interrupt(root: Path, chance: random.Random) -> bool:

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.data.loader import ResumableDataLoader
+from lightning_ssd.model_states import layout
 from lightning_ssd.model_states.plain_data import DamagedError, from_bytes
 from lightning_ssd.storage import StorageError, Volume
 from tests.support.device_steps import Shared
+from tests.support.direct import DirectBackend
 from tests.support.faults import FaultyBackend
 from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
@@ -39,7 +41,11 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 
 @pytest.mark.parametrize(
     ("kills", "processor"),
-    [(4, "cpu"), *(pytest.param(20, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu"))],
+    [
+        (4, "cpu"),
+        (2, "direct"),
+        *(pytest.param(20, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu", "direct")),
+    ],
 )
 def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> None:
     """Killed by SIGKILL, at any time and within a write: the result equals an uninterrupted training, bit for bit."""
@@ -79,11 +85,15 @@ def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None
     assert_nothing_is_left(tmp_path)
 
 
-def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other units from step to step."""
+@pytest.mark.parametrize("direct", [False, True])
+def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Those of other units from step to step; also without host memory, where the backend takes device buffers."""
     arguments: dict[str, Any] = dict(accumulate_grad_batches=1, val_check_interval=1.0)
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), **arguments)
     shared = Shared(monkeypatch)
+    if direct:
+        monkeypatch.setattr(layout, "PAGED_ELEMENTS", 1)
+        arguments["strategy"] = dict(backend=DirectBackend(), checksum=False)
     assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
     assert shared.steps > 0
     assert_nothing_is_left(tmp_path)

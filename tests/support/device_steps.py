@@ -1,4 +1,4 @@
-"""Has the device make optimizer steps of flat parameters in host memory, chosen at random."""
+"""Has the device make optimizer steps of flat parameters, chosen at random."""
 
 import random
 from collections.abc import Collection
@@ -11,6 +11,9 @@ from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 
+SMALL_PIECE = 20 * 2048
+"""Bytes of the least elements of a piece, with five arrays in fp32."""
+
 
 class Shared:
     """Has the device make the steps of units that a random generator chooses, anew for each step."""
@@ -21,7 +24,7 @@ class Shared:
         self.prefetches = 0
         """Flat parameters whose values were prefetched for a step."""
         self._random = random.Random(seed)
-        monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+        monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", SMALL_PIECE)
         monkeypatch.setattr(ParamPrefetcher, "change_budget", lambda prefetcher, nbytes: True)
         submit = DeviceStepper.submit
 

@@ -151,6 +151,10 @@ class FailingAtBackend(WrappingBackend):
         """Transfers count from now on."""
         self._armed = True
 
+    def disarm(self) -> None:
+        """Transfers don't count from now on, and none fails."""
+        self._armed = False
+
     def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
         with self._lock:
             fails = False

@@ -33,7 +33,7 @@ SUMS = 30_000
 
 PACKAGE = str(Path(__file__).parents[2] / "lightning_ssd")
 
-Place = Literal["host", "ssd", "both"]
+Place = Literal["host", "ssd", "both", "direct"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Case:
     """A training.
 
     Attributes:
-        place: tiers of the states; "both": a part of them is in host memory, and the rest on SSDs.
+        place: tiers of the states; "both": a part of them is in host memory, and the rest on SSDs. "direct": on SSDs,
+            without checksums, so that a backend that takes device buffers is used for steps on the device.
         clip: the strategy's.
         optimizers: 1, or 2 by hand, each of which steps half of the model.
         accumulate: micro-batches of a step.
@@ -63,6 +64,7 @@ class Case:
         tiers: dict[Place, dict[str, Any]] = {
             "host": dict(states="host"),
             "ssd": dict(states="ssd"),
+            "direct": dict(states="ssd", checksum=False),
             "both": dict(states="auto", gpu_memory="1B", host_memory=f"{budget}B"),
         }
         return SSDOffloadStrategy(

@@ -4,7 +4,8 @@
 
 Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that ends must
 have the losses and weights of one that was not killed; the exit status tells whether all had. With PROCESSOR "gpu", the
-device makes a random part of the optimizer steps, and gradients are not accumulated, for which the CPU steps.
+device makes a random part of the optimizer steps, and gradients are not accumulated, for which the CPU steps. With
+"direct", the backend takes device buffers, too.
 """
 
 import os
@@ -12,6 +13,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import layout
 from lightning_ssd.storage import PosixBackend
 from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend, Move, Operation
@@ -62,8 +65,9 @@ class Model(pl.LightningModule):
 class DyingBackend(FaultyBackend):
     """Kills the process when it writes for the nth time, after half of that write."""
 
-    def __init__(self, dies_at: int) -> None:
+    def __init__(self, dies_at: int, *, direct: bool) -> None:
         super().__init__(PosixBackend())
+        self.device_buffers = direct
         self._left = dies_at
 
     def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
@@ -109,15 +113,15 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return weights and bool(both) and all(one["losses"][batch] == other["losses"][batch] for batch in both)
 
 
-def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float | None) -> bool:
+def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float | None, *, direct: bool) -> bool:
     """Trains in a new process, which may be killed; returns whether the training ended."""
     process = os.fork()
     if process == 0:
         status = 1
         try:
             torch.set_num_threads(1)
-            backend = DyingBackend(dies_at)
-            torch.save(outcome(fit(recovering(path, backend=backend), **arguments)), path / "outcome")
+            strategy = recovering(path, backend=DyingBackend(dies_at, direct=direct), checksum=not direct)
+            torch.save(outcome(fit(strategy, **arguments)), path / "outcome")
             status = 0
         finally:
             os._exit(status)
@@ -132,26 +136,29 @@ def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float 
 def main(path: Path, kills: int, processor: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     arguments: dict[str, Any] = {}
-    if processor == "gpu":
-        Shared(pytest.MonkeyPatch())
+    run = partial(_run, path, direct=processor == "direct")
+    if processor != "cpu":
+        patch = pytest.MonkeyPatch()
+        Shared(patch)
+        patch.setattr(layout, "PAGED_ELEMENTS", 1)
         arguments = {"accumulate_grad_batches": 1, "max_epochs": 2}
     begin = time.perf_counter()
-    assert _run(path, arguments, dies_at=0, dies_after=None)
+    assert run(arguments, dies_at=0, dies_after=None)
     whole = time.perf_counter() - begin
     expected = torch.load(path / "outcome")
     random.seed(1)
     killed = ended = 0
     while killed < kills:
         if random.random() < 0.5:
-            done = _run(path, arguments, dies_at=random.randint(1, 120), dies_after=None)
+            done = run(arguments, dies_at=random.randint(1, 120), dies_after=None)
         else:
-            done = _run(path, arguments, dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
+            done = run(arguments, dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
         killed += not done
         if done:
             ended += 1
             if not same(torch.load(path / "outcome"), expected):
                 sys.exit(f"after {killed} kills, the numbers of training {ended} are others")
-    while not _run(path, arguments, dies_at=0, dies_after=None):
+    while not run(arguments, dies_at=0, dies_after=None):
         pass
     if not same(torch.load(path / "outcome"), expected):
         sys.exit("the numbers of the last training are others")
