@@ -28,7 +28,7 @@ from lightning_ssd.model_states.layout import PAGED_ELEMENTS, WEIGHT, Layout
 from lightning_ssd.model_states.piece_transfers import CUT, pieces
 from lightning_ssd.model_states.state_storage import make_store
 from lightning_ssd.model_states.step_work import do_together
-from lightning_ssd.storage import PAGE, Backend, BlobStore, PinnedPool, StorageError
+from lightning_ssd.storage import PAGE, Backend, BlobStore, PinnedPool, StorageError, Urgency
 from tests.support.device_steps import SMALL_PIECE
 from tests.support.direct import DirectBackend
 from tests.support.faults import FailingAtBackend
@@ -96,6 +96,7 @@ def opened(
     scale: "Future[float | None] | None" = None,
     paths: int = 1,
     piece_bytes: int = 2**20,
+    threads: int = 32,
 ) -> Iterator[Case]:
     """Yields a step of three parameters."""
     layout = Layout(make_flat(dtype=dtype), split, STATES, steps=True, versions=versions)
@@ -103,7 +104,7 @@ def opened(
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     blobs = BlobStore(
-        folders, device=CPU, backend=backend, checksum=False, capacity=2**21, piece_bytes=piece_bytes, threads=32
+        folders, device=CPU, backend=backend, checksum=False, capacity=2**21, piece_bytes=piece_bytes, threads=threads
     )
     with (
         contextlib.closing(StateStaging.make(blobs, 2**19, 2**19, pin=False)) as staging,
@@ -443,7 +444,10 @@ def test_values_are_written_when_the_device_has_computed_them(
 def test_values_are_not_read_before_they_are_written(tmp_path: Path, worker: Worker) -> None:
     """The step before is committed, and the drive could serve the reads before its writes."""
     backend = DirectBackend()
-    with contextlib.closing(DeviceStepper(HeldCopies(), PIECES)) as stepper, opened(tmp_path, worker, backend) as case:
+    with (
+        contextlib.closing(DeviceStepper(HeldCopies(), 2 * PIECES)) as stepper,
+        opened(tmp_path, worker, backend) as case,
+    ):
         backend.clear()
         backend.hold("write")
         case.step(stepper).result(timeout=60)
@@ -457,6 +461,32 @@ def test_values_are_not_read_before_they_are_written(tmp_path: Path, worker: Wor
         for _ in range(2):
             case.made.step.deferred([])[1].result(timeout=60)
         assert same(found, case.values())
+
+
+def test_writes_of_weights_overtake_others_once_a_thread_waits_for_them(tmp_path: Path, worker: Worker) -> None:
+    backend, copies = DirectBackend(), HeldCopies()
+    with (
+        contextlib.closing(DeviceStepper(copies, PIECES)) as stepper,
+        opened(tmp_path, worker, backend, threads=1) as case,
+    ):
+        (weights,) = case.store.buffers[0].blobs[1].pieces
+        backend.clear()
+        backend.hold("write")
+        copies.held = []
+        done = case.step(stepper)
+        copies.until("on_d2h", 2 * PIECES)  # all is read, by the drive's only thread
+        for future in copies.held:
+            future.set_result(None)
+        done.result(timeout=60)
+        backend.until("write", 1)
+        target = torch.zeros(case.store.flat.nbytes, dtype=torch.uint8)
+        prefetched = case.store.prefetch_to(target, None, Urgency(urgent=True))
+        backend.release("write")
+        prefetched.result(timeout=60)
+        case.store.drain()
+        of_weights = [weights.offset <= offset < weights.offset + weights.nbytes for offset in backend.offsets["write"]]
+        assert len(of_weights) == 3 * PIECES and all(of_weights[1:PIECES])
+        assert not any(of_weights[PIECES + 1 :])
 
 
 @pytest.mark.parametrize("fails_after", [1, PIECES - 1])

@@ -18,6 +18,7 @@ class DirectBackend(WrappingBackend):
 
     Attributes:
         addresses: for each operation, the addresses of the buffers.
+        offsets: for each operation, the offsets in the file.
     """
 
     device_buffers = True
@@ -29,6 +30,7 @@ class DirectBackend(WrappingBackend):
         self.name = name
         self.log = [] if log is None else log
         self.addresses: dict[Operation, list[int]] = {"read": [], "write": []}
+        self.offsets: dict[Operation, list[int]] = {"read": [], "write": []}
         self._gates: dict[Operation, threading.Event] = {"read": threading.Event(), "write": threading.Event()}
         for gate in self._gates.values():
             gate.set()
@@ -50,13 +52,14 @@ class DirectBackend(WrappingBackend):
     def clear(self) -> None:
         """Forgets the transfers so far."""
         with self._arrived:
-            for addresses in self.addresses.values():
-                addresses.clear()
+            for recorded in (*self.addresses.values(), *self.offsets.values()):
+                recorded.clear()
             self.log.clear()
 
     def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
         with self._arrived:
             self.addresses[operation].append(buffer.data_ptr())
+            self.offsets[operation].append(offset)
             self.log.append((operation, self.name))
             self._arrived.notify_all()
         assert self._gates[operation].wait(timeout=60)
