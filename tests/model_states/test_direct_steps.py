@@ -28,10 +28,10 @@ from lightning_ssd.model_states.layout import PAGED_ELEMENTS, WEIGHT, Layout
 from lightning_ssd.model_states.piece_transfers import CUT, pieces
 from lightning_ssd.model_states.state_storage import make_store
 from lightning_ssd.model_states.step_work import do_together
-from lightning_ssd.storage import PAGE, Backend, BlobStore, PinnedPool, StorageError, Urgency
+from lightning_ssd.storage import PAGE, Backend, BlobStore, PinnedPool, Slab, StorageError, Urgency
 from tests.support.device_steps import SMALL_PIECE
 from tests.support.direct import DirectBackend
-from tests.support.faults import FailingAtBackend
+from tests.support.faults import FailingAtBackend, Move, Operation
 from tests.support.held_copies import HeldCopies
 from tests.support.products import combinations, thorough
 from tests.support.state_stores import CPU, STATES, Tiers, masters_of, weights_of
@@ -207,7 +207,7 @@ def test_a_record_of_arrays_at_other_offsets_is_not_adopted(monkeypatch: pytest.
     FORMATS,
     [1, 2],
     [1, 2],
-    quick=[(TIERS[0], FORMATS[0], 2, 2), (TIERS[1], FORMATS[1], 2, 1), (TIERS[2], FORMATS[2], 1, 1)],
+    quick=[(TIERS[0], FORMATS[1], 2, 2), (TIERS[1], FORMATS[0], 2, 1), (TIERS[2], FORMATS[2], 1, 1)],
     together=2,
 )
 def test_values_are_those_of_the_cpu_without_staging_memory(
@@ -358,6 +358,79 @@ def test_a_transfer_that_fails(
             break
     assert len(outcomes) > 3 * larger_pieces
     assert ("lost" in outcomes) == (versions == 1)
+
+
+def test_steps_whose_reads_fail_return_their_memory(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
+    """One after the other, more than there are pieces."""
+    backend = FailingAtBackend(0, "read", dead=True, armed=False)
+    backend.device_buffers = True
+    with opened(tmp_path, worker, backend) as case:
+        backend.arm()
+        for _ in range(DeviceStepper.PIECES + 1):
+            with pytest.raises(StorageError):
+                case.step(stepper).result(timeout=60)
+        backend.disarm()
+        case.step(stepper).result(timeout=60)
+        assert case.store.steps == 1
+
+
+class FirstFails(DirectBackend):
+    """The first read fails once `fail` is set, the next two are made, and others wait at the gate. Its drive has one
+    thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail = threading.Event()
+        self.left: int | None = None
+
+    def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
+        if operation == "read" and self.left is not None:
+            self.left -= 1
+            if self.left == 2:
+                assert self.fail.wait(60)
+                raise OSError(EIO, "failed")
+            if self.left >= 0:
+                return call(buffer, offset)
+        return super().transfer(operation, call, buffer, offset)
+
+
+def test_memory_belongs_to_reads_of_a_failed_step_until_they_have_ended(
+    tmp_path: Path, worker: Worker, copies: HeldCopies, stepper: DeviceStepper
+) -> None:
+    """The next step, of values in host memory, has the other pieces."""
+    backend = FirstFails()
+    with (
+        opened(tmp_path, worker, backend, threads=1) as failed,
+        opened(tmp_path, worker, DirectBackend(name="next"), tiers=("host", "host")) as other,
+    ):
+        backend.hold("read")
+        backend.left = 3
+        reading = failed.step(stepper)
+        stepper.drop(make_flat()).result(timeout=60)  # two pieces are being read
+        backend.fail.set()
+        with pytest.raises(StorageError):
+            reading.result(timeout=60)
+        copies.held, free = [], 2 * (DeviceStepper.PIECES - 1)
+        done = other.step(stepper)
+        copies.until("on_d2h", free)
+        stepper.drop(make_flat()).result(timeout=60)
+        assert copies.calls.count("on_d2h") == free
+        backend.release("read")
+        copies.until("on_d2h", free + 2)
+        release, copies.held = copies.held, None
+        for future in release:
+            future.set_result(None)
+        done.result(timeout=60)
+        assert other.store.steps == 1
+
+
+def test_staging_memory_is_not_page_locked(tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on the device do not use it."""
+    locked: list[int] = []
+    monkeypatch.setattr(Slab, "pin", lambda slab: locked.append(slab.tensor.numel()))
+    with opened(tmp_path, worker, DirectBackend(), tiers=("host", "ssd"), versions=1) as case:
+        case.store.pin()
+        assert locked == [case.store.flat.nbytes]
 
 
 @pytest.mark.parametrize(

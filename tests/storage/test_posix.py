@@ -124,7 +124,7 @@ def test_memory_filesystems_work(caplog: pytest.LogCaptureFixture) -> None:
 def test_auto_selects_posix_without_a_gpu_and_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_ssd"):
         assert choose_backend("auto", CPU, checksum=False).name == "posix"
-    assert "storage backend: posix" in caplog.text
+    assert "storage backend: posix (through host memory" in caplog.text
     assert "not on a CUDA device" in caplog.text
 
 
