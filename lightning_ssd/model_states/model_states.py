@@ -281,7 +281,7 @@ class ModelStates(Uncopied):
     def _hook_optimizers(self, stepped_flat: Sequence[Optimizer]) -> None:
         """Hooks optimizers; those in `stepped_flat` are stepped by flat parameters, the others whole."""
         for optimizer in stepped_flat:
-            self._handles += hook_step(optimizer, self._grads, self.begin_step, self.end_step)
+            self._handles += hook_step(optimizer, self._grads, self._begin_own_step, self._steps.closure, self.end_step)
         for optimizer in self._optimizers:
             if optimizer not in stepped_flat:
                 self._undo.append(WholeStep(optimizer, self.full_grads).restore)
@@ -431,6 +431,11 @@ class ModelStates(Uncopied):
             check_state(optimizer)
             self.state_dicts.before_step()
             self._steps.begin(optimizer)
+
+    def _begin_own_step(self, optimizer: Optimizer) -> None:
+        """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
+        self.begin_step(optimizer)
+        self._steps.note_options(optimizer)
 
     @uninterrupted
     def end_step(self, optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ All hooks run on the thread that calls the optimizer, which is the training thre
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,11 @@ from lightning_ssd.model_states.user_optimizers import zeroes_otherwise
 
 
 def hook_step(
-    optimizer: Optimizer, grads: GradientAccess, begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
+    optimizer: Optimizer,
+    grads: GradientAccess,
+    begin: Callable[[Optimizer], None],
+    closure_runs: Callable[[Optimizer], AbstractContextManager[None]],
+    end: Callable[[Optimizer], None],
 ) -> list[RemovableHandle]:
     """Surrounds `optimizer.step`, which steps the parameters on the device and finds no offloaded gradients.
 
@@ -24,6 +29,7 @@ def hook_step(
         optimizer: the user's optimizer.
         grads: hides the offloaded gradients while `step` runs, except within its closure.
         begin: called before `step`.
+        closure_runs: surrounds each call of the closure within `step`.
         end: called after `step`.
     """
 
@@ -34,7 +40,7 @@ def hook_step(
 
         def with_grads(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
-                with grads.hidden(False):
+                with grads.hidden(False), closure_runs(optimizer):
                     return closure()
 
             return run

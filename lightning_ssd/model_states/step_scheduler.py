@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,10 @@ class StepScheduler:
         """Clipping that the next step of an optimizer has to do."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
+        self._noted_options: list[Options] | None = None
+        """Options of the parameter groups of `optimizer` when its own code began to step; None: it has not begun."""
+        self._submitted_options: dict[FlatParameter, Options] = {}
+        """Options that the steps of `_submitted` were given; those steps have copies of their own."""
         self.history = StepHistory(offloaded)
         self._lock = threading.Lock()
         self._submitted: dict[FlatParameter, Future[None]] = {}
@@ -145,6 +150,35 @@ class StepScheduler:
         self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
         scale = self._decision.scale
         self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
+
+    def note_options(self, optimizer: Optimizer) -> None:
+        """Notes the options of the parameter groups, for the steps that are submitted after the optimizer's own code.
+
+        Called before that code, which may change them: it may count its steps in the groups.
+
+        Raises:
+            RuntimeError: an option was changed since the step of a flat parameter was submitted with it.
+        """
+        if self.optimizer is not optimizer:
+            return
+        self._noted_options = [_copy_options(group) for group in optimizer.param_groups]
+        for flat, used in self._submitted_options.items():
+            number = self._groups[flat][1]
+            for name, value in self._noted_options[number].items():
+                if name not in used or not _equal(used[name], value):
+                    raise RuntimeError(
+                        f"`{name}` of parameter group {number} of {type(optimizer).__name__} was changed during "
+                        f"backward, after the optimizer step of {flat.name} had begun. Change it before backward, or "
+                        "set `overlap='none'`."
+                    )
+
+    @contextlib.contextmanager
+    def closure(self, optimizer: Optimizer) -> Iterator[None]:
+        """Surrounds a closure that `step` of `optimizer` calls: the optimizer's own code goes on after it."""
+        if self.optimizer is optimizer:
+            self._noted_options = None
+        yield
+        self.note_options(optimizer)
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""
@@ -188,7 +222,7 @@ class StepScheduler:
         self._gradients.resume_stepped(flat)
         self._staged.unstage()
         self._prefetcher.retire_for_step(flat)
-        options = self._options(flat)
+        options, self._submitted_options[flat] = self._options(flat), self._options(flat)  # the step owns the first
         on_host, arrived = self._gradients.hand_over(flat)
         if arrived is None:
             with self._lock:
@@ -434,7 +468,8 @@ class StepScheduler:
         self._weights_first.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()
-        self.optimizer = None
+        self.optimizer = self._noted_options = None
+        self._submitted_options.clear()
         self.defer_to_user_hooks = self._defer_next
         for flat, _ in self._gradients.items():
             if self._groups[flat][0] is optimizer:
@@ -500,13 +535,10 @@ class StepScheduler:
         return submitted
 
     def _options(self, flat: FlatParameter) -> Options:
-        """Returns copies of the parameter group's options: schedulers change tensors in place."""
+        """Returns copies of the options of the parameter group."""
         optimizer, group = self._groups[flat]
-        return {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in optimizer.param_groups[group].items()
-            if name != "params"
-        }
+        noted = self._noted_options if optimizer is self.optimizer else None
+        return _copy_options((optimizer.param_groups if noted is None else noted)[group])
 
     def _is_stepping(self, flat: FlatParameter) -> bool:
         return self.optimizer is not None and not self.defer_to_user_hooks and self._groups[flat][0] is self.optimizer
@@ -659,3 +691,27 @@ class StepScheduler:
         wait(self._gradients.consumed())
         self._worker.close()
         self._device_share.close()
+
+
+def _copy_options(group: Mapping[str, Any]) -> Options:
+    """Returns copies of the options of a parameter group.
+
+    Schedulers change tensors and lists in place, while steps run; so do optimizers that count or cache in a list.
+    """
+    return {name: value if name == "param_names" else _copy(value) for name, value in group.items() if name != "params"}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_copy, value))
+    return {key: _copy(one) for key, one in value.items()} if type(value) is dict else value
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return value is other or bool(value == other)
