@@ -63,7 +63,7 @@ from lightning_ssd.model_states.unit_hooks import (
     hook_fused_layers,
     hook_unit,
 )
-from lightning_ssd.model_states.user_optimizers import parameters_of
+from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
 from lightning_ssd.uncopied import Uncopied
@@ -434,8 +434,30 @@ class ModelStates(Uncopied):
 
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
+        if self.defer_to_user_hooks and unscales_itself(optimizer):
+            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            if not self._unscale_as_optimizer(optimizer):
+                self._steps.skip(optimizer)
+                return
         self.begin_step(optimizer)
         self._steps.note_options(optimizer)
+
+    def _unscale_as_optimizer(self, optimizer: Optimizer) -> bool:
+        """Does for offloaded gradients what a fused `step` does for others, by the attributes that a scaler has set.
+
+        Lightning's scaler sets them, too, after `unscale`, which leaves no scale to divide by.
+
+        Returns:
+            Whether the step is made: all gradients are finite.
+        """
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found is not None and bool(found):
+            return False
+        if scale is not None:
+            for parameter in parameters_of(optimizer):
+                if self._is_stepped_flat(parameter) and (gradient := parameter.grad) is not None:
+                    gradient.div_(scale.to(gradient.device))
+        return True
 
     @uninterrupted
     def end_step(self, optimizer: Optimizer) -> None:
