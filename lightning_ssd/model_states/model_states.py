@@ -18,11 +18,12 @@ has a method, which calls the pieces in the right order. The state and the decis
 import contextlib
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +152,8 @@ class ModelStates(Uncopied):
         self._closed = False
         self._restorer = ModelRestorer(offloaded)
         self._handles: list[RemovableHandle] = []
+        self._step_hooks: list[tuple[Optimizer, RemovableHandle]] = []
+        """The hooks that hide gradients from `step`, by optimizer."""
         self._undo: list[Callable[[], None]] = []
 
         # `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for prefetches.
@@ -281,7 +284,9 @@ class ModelStates(Uncopied):
     def _hook_optimizers(self, stepped_flat: Sequence[Optimizer]) -> None:
         """Hooks optimizers; those in `stepped_flat` are stepped by flat parameters, the others whole."""
         for optimizer in stepped_flat:
-            self._handles += hook_step(optimizer, self._grads, self._begin_own_step, self._steps.closure, self.end_step)
+            hooks = hook_step(optimizer, self._grads, self._begin_own_step, self._steps.closure, self.end_step)
+            self._handles += hooks
+            self._step_hooks.append((optimizer, hooks[0]))
         for optimizer in self._optimizers:
             if optimizer not in stepped_flat:
                 self._undo.append(WholeStep(optimizer, self.full_grads).restore)
@@ -307,6 +312,9 @@ class ModelStates(Uncopied):
 
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """Begins a micro-batch: a forward with a backward ("train") or without."""
+        for optimizer, hook in self._step_hooks:
+            hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+            hooks.move_to_end(hook.id)  # after those that user code has registered since, which use gradients
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
         self._changed = False

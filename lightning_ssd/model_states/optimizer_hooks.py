@@ -31,6 +31,9 @@ def hook_step(
         begin: called before `step`.
         closure_runs: surrounds each call of the closure within `step`.
         end: called after `step`.
+
+    Returns:
+        The handles of the hooks before and after `step`.
     """
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
