@@ -71,7 +71,7 @@ class WideModel(SmallModel):
             {"states": "host"},
             "32-true",
             rf"weights are in host memory \({MEGABYTES}\), optimizer states in host memory \({TWICE}\) "
-            r"\(12.03 MiB of host memory with gradients and staging\)",
+            r"\(12.04 MiB of host memory with gradients and staging\)",
         ),
         (
             {"states": "ssd", "checksum": False, "ssd_capacity": "64MiB"},

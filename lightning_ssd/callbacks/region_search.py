@@ -198,13 +198,21 @@ class RegionSearch:
 
     def _try_next(self, trial: Trial) -> Trial | None:
         """Begins the trial after that of a plan, which is in force; `None`: there is none."""
-        progress = self.progress
-        assert trial.plan is not None
-        if self._refines and not trial.spare_bytes and trial.stalled <= MAX_STALL and trial.seconds < math.inf:
-            spare = self._planner.spare_bytes(trial.plan, progress)
-            plan = self._planner.plan(progress, spare)
-            if plan.offloaded_bytes < LESS * trial.plan.offloaded_bytes:
-                return self._try(plan, spare)
+        progress, plan = self.progress, trial.plan
+        assert plan is not None and progress.timeline is not None
+        # After a return to an earlier value, the recorded storages are those of other code.
+        recorded = plan.sizes == progress.timeline.sizes
+        if (
+            self._refines
+            and recorded
+            and not trial.spare_bytes
+            and trial.stalled <= MAX_STALL
+            and trial.seconds < math.inf
+        ):
+            spare = self._planner.spare_bytes(plan, progress)
+            smaller = self._planner.plan(progress, spare)
+            if smaller.offloaded_bytes < LESS * plan.offloaded_bytes:
+                return self._try(smaller, spare)
         if not self.is_first:
             return None
         value = self._recompilation.next_value(progress, self._planner.speeds(), refine=self._refines)

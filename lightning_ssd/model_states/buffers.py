@@ -313,7 +313,8 @@ class SSDBuffer(StateBuffer):
 class SSDStep:
     """Transfers between device memory and the blobs of an `SSDBuffer`, of a step that the device makes.
 
-    Threads: `read` and `end` are called on the thread `device-optimizer`; `write` on that, or on `d2h-done`.
+    Threads: `read` is called on the thread `device-optimizer`; `write` on that, or on `d2h-done`; `end` on that, or on
+    the one that completes or fails the step.
 
     Ownership: device memory belongs to a transfer until its future is done. The drives' transfers are not ordered by
     streams: memory is read to once no stream uses it, and written once the device has computed the bytes.

@@ -94,8 +94,8 @@ class DeviceStepper:
     PIECE_BYTES = 2**27
     """Bytes of a piece with all its arrays: copies of 32 MiB reach the full bandwidth."""
     AHEAD = 2
-    """Pieces that are copied to the device at once. The second one begins without waiting for the host. The same for
-    pieces that are read from SSDs, which have several requests each."""
+    """Pieces that are copied to the device at once, so that the second one begins without waiting for the host; and
+    pieces that are read from SSDs at once, by several requests each."""
 
     def __init__(self, copies: CopyEngine, num_pieces: int = PIECES) -> None:
         self.nbytes = num_pieces * self.PIECE_BYTES
@@ -136,8 +136,12 @@ class DeviceStepper:
                 self._work.setdefault(store.flat, work)
 
         self._post(announce)
-        # Without effect if it was dropped meanwhile.
-        self._post(lambda: self._open(work, make_transfers(store, None, self._copies)), after=[store.stepped])
+
+        def open_values() -> None:
+            if self._work.get(store.flat) is work and not work.pieces:  # not dropped, and no step begins to use it
+                self._open(work, make_transfers(store, None, self._copies))
+
+        self._post(open_values, after=[store.stepped])
 
     def drop(self, flat: FlatParameter) -> "Future[None]":
         """Drops the prefetched values of `flat`, unless its step was submitted.
@@ -243,10 +247,14 @@ class DeviceStepper:
 
     def _issue_next(self) -> bool:
         """Issues the most urgent step of a piece, or transfers to the device; returns whether anything was issued."""
-        works = sorted(self._work.values(), key=_priority)
-        if steps := [work for work in works if work.step is not None]:
-            return any(self._issue_step(work) for work in steps)
-        for work in works:
+        if steps := [work for work in self._work.values() if work.step is not None]:
+            for work in sorted(steps, key=_priority):
+                if self._issue_step(work):
+                    return True
+                if not work.from_ssds:  # it waits for memory or for copies, as less urgent ones would
+                    return False
+            return False
+        for work in sorted(self._work.values(), key=_priority):
             if len(work.arriving) < len(work.pieces):
                 return self._read(work)
         return False
@@ -346,26 +354,29 @@ class DeviceStepper:
         self._num_arriving[work.from_ssds] -= 1
         error = error_of(piece.arrived)
         if error is not None and piece in work.arriving and self._work.get(work.store.flat) is work:
-            assert work.step is not None, "values on SSDs are not prefetched"
+            running = work.step
+            assert running is not None, "values on SSDs are not prefetched"
             del self._work[work.store.flat]
             self._release(work.arriving)
-            work.step.issued.set_exception(error)
+            # The step ends when no transfer of the other pieces uses its values any more.
+            others = all_of([self._copies.on_h2d(None), *(ended(other.arrived) for other in work.arriving)])
+            others.add_done_callback(lambda _: running.issued.set_exception(error))
 
     def _step(self, work: "_Work") -> None:
         """Issues the step of the first piece of `work`, and the transfers of its new values."""
         assert work.step is not None
         copies, running, step = self._copies, work.step, work.step.step
         piece = work.arriving.popleft()
-        of, own = piece.range, piece.rows[_GRADIENT]
-        copies.wait(copies.h2d(_bytes(step.gradient[of.start : of.end]), _bytes(own), piece.copied))
+        elements, own = piece.range, piece.rows[_GRADIENT]
+        copies.wait(copies.h2d(_bytes(step.gradient[elements.start : elements.end]), _bytes(own), piece.copied))
         gradient, scale = own, step.scale
         if step.limit is not None:
             # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.
             gradient, scale = gradient.float().mul_(scale).clamp_(-step.limit, step.limit), 1.0
-        within = [(low - of.start, numel) for low, numel in of.spans]
+        within = [(low - elements.start, numel) for low, numel in elements.spans]
         has_grad = [True] * len(step.store.flat.param_views)
         step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), piece.values, within)
-        writings = [transfer.write(of, piece.rows) for transfer in running.transfers]
+        writings = [transfer.write(elements, piece.rows) for transfer in running.transfers]
         work.num_stepped += 1
         running.stored += [writing.stored for writing in writings]
         self._return([piece.memory], all_of(writing.ended for writing in writings))
@@ -378,28 +389,28 @@ class _Piece:
     """A piece on the device.
 
     Args:
-        of: its elements.
+        elements: its elements.
         memory: its device memory.
         layout: layout of the flat parameter.
         unused: mark after which no stream uses the memory.
 
     Attributes:
-        range: `of`.
+        range: `elements`.
         rows: memory of each array, and of the gradient, in whole pages.
         values: its values, views of the same memory.
         copied: mark after which the values from host memory are on the device.
         arrived: done when the values from SSDs are.
     """
 
-    def __init__(self, of: PieceRange, memory: Tensor, layout: Layout, unused: Mark) -> None:
-        self.range = of
+    def __init__(self, elements: PieceRange, memory: Tensor, layout: Layout, unused: Mark) -> None:
+        self.range = elements
         self.memory = memory
         self.rows: dict[str, Tensor] = {}
         self.copied = unused
         self.arrived: Future[None]
         start = 0
         for key, dtype in _arrays(layout):
-            nbytes = (of.end - of.start) * dtype.itemsize
+            nbytes = (elements.end - elements.start) * dtype.itemsize
             self.rows[key] = memory[start : start + nbytes].view(dtype)
             start += align_up(nbytes)
         self.values: StagedState = layout.state_of({array.key: self.rows[array.key] for array in layout.arrays})

@@ -185,9 +185,11 @@ class Layout:
             if array.buffer == buffer
         }
 
-    def without_elements(self) -> StagedState:
-        """Returns values without elements, which have the arrays and dtypes of the layout."""
-        return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
+    @cached_property
+    def empty_state(self) -> StagedState:
+        """Empty tensors with the keys and dtypes of the arrays."""
+        with torch._C._DisableTorchDispatch():  # it may be made within a dispatch mode of user code
+            return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
 
     def state_of(self, arrays: dict[str, Tensor]) -> StagedState:
         """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""

@@ -18,12 +18,11 @@ has a method, which calls the pieces in the right order. The state and the decis
 import contextlib
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
+from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad, keep_last
 from lightning_ssd.model_states.optimizer_state import check_state, guard_state
 from lightning_ssd.model_states.optimizers import GenericOptimizer
 from lightning_ssd.model_states.parameter import hook_gradient
@@ -152,8 +151,6 @@ class ModelStates(Uncopied):
         self._closed = False
         self._restorer = ModelRestorer(offloaded)
         self._handles: list[RemovableHandle] = []
-        self._step_hooks: list[tuple[Optimizer, RemovableHandle]] = []
-        """The hooks that hide gradients from `step`, by optimizer."""
         self._undo: list[Callable[[], None]] = []
 
         # `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for prefetches.
@@ -286,7 +283,7 @@ class ModelStates(Uncopied):
         for optimizer in stepped_flat:
             hooks = hook_step(optimizer, self._grads, self._begin_own_step, self._steps.closure, self.end_step)
             self._handles += hooks
-            self._step_hooks.append((optimizer, hooks[0]))
+            self._undo.append(keep_last(optimizer, hooks[0]))
         for optimizer in self._optimizers:
             if optimizer not in stepped_flat:
                 self._undo.append(WholeStep(optimizer, self.full_grads).restore)
@@ -312,9 +309,6 @@ class ModelStates(Uncopied):
 
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """Begins a micro-batch: a forward with a backward ("train") or without."""
-        for optimizer, hook in self._step_hooks:
-            hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
-            hooks.move_to_end(hook.id)  # after those that user code has registered since, which use gradients
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
         self._changed = False
@@ -464,7 +458,8 @@ class ModelStates(Uncopied):
         if scale is not None:
             for parameter in parameters_of(optimizer):
                 if self._is_stepped_flat(parameter) and (gradient := parameter.grad) is not None:
-                    gradient.div_(scale.to(gradient.device))
+                    scale = scale.to(gradient.device)  # once: all of them are on one device
+                    gradient.div_(scale)
         return True
 
     @uninterrupted

@@ -63,6 +63,28 @@ def hook_step(
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
+def keep_last(optimizer: Optimizer, handle: RemovableHandle) -> Callable[[], None]:
+    """Keeps the hook of `hook_step` before `step` the last one: hooks that are registered later find gradients, too.
+
+    Args:
+        optimizer: the user's optimizer.
+        handle: the handle of the hook.
+
+    Returns:
+        A function that ends that.
+    """
+    register = optimizer.register_step_pre_hook
+
+    def register_before(hook: Any) -> RemovableHandle:
+        registered = register(hook)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(handle.id)
+        return registered
+
+    optimizer.register_step_pre_hook = register_before  # type: ignore[method-assign]
+    return partial(delattr, optimizer, "register_step_pre_hook")
+
+
 def hook_zero_grad(
     optimizer: Optimizer, grads: GradientAccess, zero: Callable[[Optimizer, bool], None]
 ) -> list[Callable[[], None]]:

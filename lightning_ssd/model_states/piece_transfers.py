@@ -80,7 +80,8 @@ class Writing(NamedTuple):
 class PieceTransfer(ABC):
     """Transfers the pieces of some arrays of one flat parameter, in one step.
 
-    Threads: all methods run on the thread `device-optimizer`, whose current stream computes the step.
+    Threads: `read` and `write` run on the thread `device-optimizer`, whose current stream computes the step; `end` on
+    that, or on the one that fails the step or closes the `DeviceStepper`.
 
     Ownership: the memory of a piece belongs to a transfer until `ended` is done. The values belong to the step.
 
@@ -101,17 +102,17 @@ class PieceTransfer(ABC):
         self._copies = copies
 
     @abstractmethod
-    def read(self, of: PieceRange, rows: Mapping[str, Tensor], after: Mark) -> Reading:
+    def read(self, piece: PieceRange, rows: Mapping[str, Tensor], after: Mark) -> Reading:
         """Begins to transfer the values of a piece to the device, except those that the step does not use.
 
         Args:
-            of: elements of the piece.
+            piece: elements of the piece.
             rows: device memory of each array, in whole pages, by keys of the layout.
             after: mark that copies from host memory wait for; no stream uses the memory.
         """
 
     @abstractmethod
-    def write(self, of: PieceRange, rows: Mapping[str, Tensor]) -> Writing:
+    def write(self, piece: PieceRange, rows: Mapping[str, Tensor]) -> Writing:
         """Begins to transfer the new values, which the current stream has computed; arguments as in `read`."""
 
     def end(self) -> None:
@@ -125,7 +126,8 @@ class HostTransfer(PieceTransfer):
     Args:
         copies: as in `PieceTransfer`.
         sources: whole arrays of the committed version, by key.
-        targets: the same of the uncommitted version, compute weights first; those of `sources` if there is one version.
+        targets: whole arrays of the uncommitted version, compute weights first; those of `sources` if there is one
+            version.
     """
 
     def __init__(self, copies: CopyEngine, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
@@ -133,22 +135,26 @@ class HostTransfer(PieceTransfer):
         self._sources = sources
         self._targets = targets
 
-    def read(self, of: PieceRange, rows: Mapping[str, Tensor], after: Mark) -> Reading:
+    def read(self, piece: PieceRange, rows: Mapping[str, Tensor], after: Mark) -> Reading:
         if not self._sources:
             return Reading(after, finished(None), finished(None))
         *_, last = self._sources
         for key, source in self._sources.items():
-            after = self._copies.h2d(_bytes(source[of.start : of.end]), _bytes(rows[key]), after, awaited=key == last)
+            after = self._copies.h2d(
+                _bytes(source[piece.start : piece.end]), _bytes(rows[key]), after, awaited=key == last
+            )
         return Reading(after, finished(None), self._copies.on_h2d(after))
 
-    def write(self, of: PieceRange, rows: Mapping[str, Tensor]) -> Writing:
+    def write(self, piece: PieceRange, rows: Mapping[str, Tensor]) -> Writing:
         copies = self._copies
         stepped = copies.mark()
         marks: list[Mark] = []
         keys = list(self._targets)
         for key, target in self._targets.items():
             awaited = key in (keys[0], keys[-1])
-            marks.append(copies.d2h(_bytes(rows[key]), _bytes(target[of.start : of.end]), stepped, awaited=awaited))
+            marks.append(
+                copies.d2h(_bytes(rows[key]), _bytes(target[piece.start : piece.end]), stepped, awaited=awaited)
+            )
             self.begun = True
         if keys[0] == WEIGHT:
             self.weights = copies.on_d2h(marks[0])  # copies end in the order in which they were issued
@@ -177,22 +183,22 @@ class SSDTransfer(PieceTransfer):
         self._unread = unread
         self._writes: list[Future[None]] = []
 
-    def read(self, of: PieceRange, rows: Mapping[str, Tensor], after: Mark) -> Reading:
+    def read(self, piece: PieceRange, rows: Mapping[str, Tensor], after: Mark) -> Reading:
         used = [array for array in self._arrays if array.key != self._unread]
-        arrived = all_of(self._step.read(*_bytes_of(array, of), _pages(rows[array.key])) for array in used)
+        arrived = all_of(self._step.read(*_bytes_of(array, piece), _pages(rows[array.key])) for array in used)
         return Reading(after, arrived, ended(arrived))
 
-    def write(self, of: PieceRange, rows: Mapping[str, Tensor]) -> Writing:
+    def write(self, piece: PieceRange, rows: Mapping[str, Tensor]) -> Writing:
         self.begun = True
         # The drives do not wait for streams: `d2h-done` submits the writes when the device has computed the values.
         computed = self._copies.on_d2h(self._copies.mark(awaited=True))
-        written = then(computed, partial(self._submit, of, rows))
+        written = then(computed, partial(self._submit, piece, rows))
         self._writes.append(written)
         self.weights = computed  # a prefetch of them waits for their write, too
         return Writing(computed, ended(written))
 
-    def _submit(self, of: PieceRange, rows: Mapping[str, Tensor], _: None) -> "Future[None]":
-        return all_of(self._step.write(*_bytes_of(array, of), _pages(rows[array.key])) for array in self._arrays)
+    def _submit(self, piece: PieceRange, rows: Mapping[str, Tensor], _: None) -> "Future[None]":
+        return all_of(self._step.write(*_bytes_of(array, piece), _pages(rows[array.key])) for array in self._arrays)
 
     def end(self) -> None:
         self._step.end(self._writes)
@@ -232,9 +238,9 @@ def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
 
 
-def _bytes_of(array: StoredArray, of: PieceRange) -> tuple[int, int]:
+def _bytes_of(array: StoredArray, piece: PieceRange) -> tuple[int, int]:
     """Returns offset and number of the bytes of a piece in the buffer of an array."""
-    return array.start + of.start * array.dtype.itemsize, (of.end - of.start) * array.dtype.itemsize
+    return array.start + piece.start * array.dtype.itemsize, (piece.end - piece.start) * array.dtype.itemsize
 
 
 def _pages(row: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ class StateStore:
 
     Threads: `prefetch_to` and `stage` may be called on any thread; their futures complete on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
-    `add_second` and `drop_second` on that of the step's job (see `OptimizerStep`). All others run on the training
-    thread, or on autograd's while that waits. No lock: the futures below determine the owner of the values.
+    `add_second` and `drop_second` on that of the step's job (see `OptimizerStep`), `stage_on_device` on the one that
+    completes the scale. The `DeviceStepper` uses `buffers`, `steps_in_place` and `lose` on its thread. All others run
+    on the training thread, or on autograd's while that waits. No lock: the futures below determine the owner of the
+    values.
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,

@@ -179,7 +179,7 @@ class OptimizerStep:
             if scale is None:
                 return on_cpu()
             if self.store.steps_directly:
-                if not self.flat_optimizer.steps_on_device(self._input(scale), self.store.layout.without_elements()):
+                if not self.flat_optimizer.steps_on_device(self._input(scale), self.store.layout.empty_state):
                     return on_cpu()
                 return then(self.store.stage_on_device(), lambda _: submit(None, scale))
             staged = self.store.stage(step=True, priority=self.priority)

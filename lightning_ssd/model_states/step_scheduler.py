@@ -222,7 +222,8 @@ class StepScheduler:
         self._gradients.resume_stepped(flat)
         self._staged.unstage()
         self._prefetcher.retire_for_step(flat)
-        options, self._submitted_options[flat] = self._options(flat), self._options(flat)  # the step owns the first
+        options = self._options(flat)  # the step owns these
+        self._submitted_options[flat] = _copy_options(options)
         on_host, arrived = self._gradients.hand_over(flat)
         if arrived is None:
             with self._lock:
@@ -693,25 +694,39 @@ class StepScheduler:
         self._device_share.close()
 
 
+_IMMUTABLE = (bool, float, int, str, type(None))
+"""Types of most options, which are not copied."""
+
+
 def _copy_options(group: Mapping[str, Any]) -> Options:
     """Returns copies of the options of a parameter group.
 
     Schedulers change tensors and lists in place, while steps run; so do optimizers that count or cache in a list.
     """
-    return {name: value if name == "param_names" else _copy(value) for name, value in group.items() if name != "params"}
+    return {
+        name: value if type(value) in _IMMUTABLE or name == "param_names" else _copy(value)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if type(value) in (list, tuple, set):
+    if type(value) in (list, tuple):
         return type(value)(map(_copy, value))
     return {key: _copy(one) for key, one in value.items()} if type(value) is dict else value
 
 
 def _equal(value: Any, other: Any) -> bool:
+    """Returns whether an option that `_copy` has copied is equal to another one."""
+    if value is other:
+        return True
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
+        same_kind = (value.shape, value.dtype) == (other.shape, other.dtype)
+        return same_kind and bool(((value == other) | (value.isnan() & other.isnan())).all())
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_equal, value, other))
-    return value is other or bool(value == other)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_equal(one, other[key]) for key, one in value.items())
+    return bool(value == other) or bool(value != value and other != other)  # NaN

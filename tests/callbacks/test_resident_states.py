@@ -293,39 +293,66 @@ def test_a_rule_is_found_again_where_states_are_moved_back(
     assert "compiled code was planned with model states in these tiers before: a step takes 1.0000 s" in caplog.text
 
 
+class Budgets(Watch):
+    """The nearer `activation_memory_budget` is to `best`, the shorter is a step; a plan makes it shorter, too. Records
+    rules by placement."""
+
+    def __init__(self, best: float) -> None:
+        super().__init__(Moving(1.0))
+        self.best = best
+        self.rules: list[tuple[int, bool, float, Any]] = []
+        """Moves so far, whether states are in their final tiers, the budget, and the sizes in the plan in force."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+        regions = planner.regions
+        if regions is not None:
+            self.clock.seconds += abs(regions.memory_budget - self.best)
+            self.clock.seconds += 0.0 if regions.followed and regions.followed.plan else 1.0
+        super().on_train_batch_end(trainer)
+        if regions is not None and planner.states is not None:
+            followed = regions.followed
+            plan = followed and followed.plan and followed.plan.sizes
+            self.rules.append((len(_changes(self)), planner.states.decided, regions.memory_budget, plan))
+
+    @classmethod
+    def of_training(cls, best: float, free: list[int], path: Path, monkeypatch: pytest.MonkeyPatch) -> "Budgets":
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.setenv(SWITCH, "0")
+        monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
+        monkeypatch.setattr(StepTimer, "excluded", lambda timer: nullcontext())
+        monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: free)
+        watching = cls(best)
+        for module in (auto_planner, region_planner):
+            monkeypatch.setattr(module, "make_clock", lambda device: watching.clock)
+        use(Meter(455_000, 300_000), monkeypatch)
+        train("aot_eager", SSDOffloadStrategy(path, **AUTO), path, shapes=[(64,)] * 160, callbacks=[watching])
+        return watching
+
+
 @pytest.mark.thorough
 def test_a_search_goes_on_where_states_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of a placement to which states are moved back is the first trial of a search, not the only one."""
-    torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv(SWITCH, "0")
-    monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
-    monkeypatch.setattr(StepTimer, "excluded", lambda timer: nullcontext())
-    monkeypatch.setattr(resident_states, "_free_bytes", lambda *_: [200_000, 140_000])
-    tried: list[tuple[int, bool, float]] = []
-
-    class Recomputes(Watch):
-        """The less code saves, the shorter is a step, until the value is 0.4."""
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
-            value = 1.0 if planner.regions is None else planner.regions.memory_budget
-            self.clock.seconds += abs(value - 0.4)
-            super().on_train_batch_end(trainer)
-            if planner.regions is not None and planner.states is not None:
-                tried.append((len(_changes(self)), planner.states.decided, value))
-
-    watching = Recomputes(Moving(1.0))
-    for module in (auto_planner, region_planner):
-        monkeypatch.setattr(module, "make_clock", lambda device: watching.clock)
-    use(Meter(455_000, 300_000), monkeypatch)
-    train("aot_eager", SSDOffloadStrategy(tmp_path, **AUTO), tmp_path, shapes=[(64,)] * 160, callbacks=[watching])
+    watching = Budgets.of_training(0.4, [200_000, 140_000], tmp_path, monkeypatch)
     assert _changes(watching) == [3, 4, 3]
     for number in (1, 2):
-        of_tiers = [value for moved, _, value in tried if moved == number]
+        of_tiers = [value for moved, _, value, _ in watching.rules if moved == number]
         assert len(set(of_tiers)) > 1 and of_tiers == sorted(of_tiers, reverse=True)
-    before = {value for moved, _, value in tried if moved == 1}
-    final = {value for moved, decided, value in tried if moved == 3 and decided}
+    before = {value for moved, _, value, _ in watching.rules if moved == 1}
+    final = {value for moved, decided, value, _ in watching.rules if moved == 3 and decided}
     assert min(before) in final and final - before
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("best", [0.4, 1.0])
+def test_plans_are_of_the_code_that_runs(best: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a search that has returned to an earlier value goes on, once the tiers of states are final."""
+    watching = Budgets.of_training(best, [200_000], tmp_path, monkeypatch)
+    assert _changes(watching) == [3] and watching.rules[-1][1]
+    assert len({value for moved, _, value, _ in watching.rules if moved == 1}) > 1
+    for number in (0, 1):
+        sizes = {(value, plan) for moved, _, value, plan in watching.rules if moved == number and plan}
+        assert len({value for value, _ in sizes}) == len(sizes) > 0
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,20 @@ def test_options_that_are_set_to_equal_values_during_backward(tmp_path: Path) ->
     model = ChangedInBackward("lr", [torch.tensor(1e-2) for _ in range(STEPS)])
     expected = train(tmp_path, "auto", model, rows(STEPS))
     assert_same(train(tmp_path, offloading(), model, rows(STEPS)), expected)
+
+
+def test_options_of_any_type_are_compared(tmp_path: Path) -> None:
+    """Tensors of several elements, NaN, and containers of them, as optimizers of user code keep in their groups."""
+    nan = float("nan")
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters)
+        for group in optimizer.param_groups:
+            tensors = {"ones": torch.ones(2), "nan": torch.tensor([nan, 1.0]), "count": torch.tensor([1, 2])}
+            group |= {"tensors": tensors, "nested": [tensors["ones"], (tensors,)], "names": {"a", "b"}, "nan": nan}
+        return optimizer
+
+    model = BlocksModel(make_optimizer)
+    expected = train(tmp_path, "auto", model, rows(STEPS))
+    for strategy in (offloading(), offloading(min_bytes=100)):
+        assert_same(train(tmp_path, strategy, model, rows(STEPS)), expected)

@@ -58,10 +58,12 @@ class Hooked(BlocksModel):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
+        if batch_idx == 1:
+            self._register("training_step")
         optimizer.step()
 
 
-@pytest.mark.parametrize("registers_at", ["on_fit_start", "on_train_start", "on_train_batch_start"])
+@pytest.mark.parametrize("registers_at", ["on_fit_start", "on_train_start", "on_train_batch_start", "training_step"])
 def test_step_hooks_that_are_registered_during_training(tmp_path: Path, registers_at: str) -> None:
     model = Hooked(registers_at)
     expected = train(tmp_path, "auto", model, rows(STEPS))
