@@ -304,9 +304,16 @@ def larger_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     return PIECES // 2
 
 
-@pytest.mark.parametrize("versions", [1, 2])
-@pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("number", [EIO, pytest.param(None, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("number", "operation", "versions"),
+    [
+        (EIO, "read", 1),
+        (EIO, "write", 2),
+        thorough(EIO, "read", 2),
+        thorough(EIO, "write", 1),
+        *(thorough(None, operation, versions) for operation in ("read", "write") for versions in (1, 2)),
+    ],
+)
 def test_a_transfer_that_fails(
     tmp_path: Path, worker: Worker, larger_pieces: int, versions: int, operation: Any, number: int | None
 ) -> None:
@@ -435,7 +442,7 @@ def test_staging_memory_is_not_page_locked(tmp_path: Path, worker: Worker, monke
 
 @pytest.mark.parametrize(
     ("tiers", "versions"),
-    [(TIERS[0], 2), (TIERS[0], 1), *(thorough(*of) for of in itertools.product(TIERS[1:], (1, 2)))],
+    [(TIERS[0], 2), *(thorough(*of) for of in [(TIERS[0], 1), *itertools.product(TIERS[1:], (1, 2))])],
 )
 def test_a_failure_of_the_device_leaves_the_step_to_the_cpu(
     tmp_path: Path, worker: Worker, larger_pieces: int, tiers: Tiers, versions: int
