@@ -57,7 +57,7 @@ class RegionSearch:
             `activation_memory_budget` of their code.
         found: the fastest rules that this training has found before, by their keys; those found here are added. They
             are known again when model states are moved back, whether or not there is a cache.
-        refines: whether trials that make steps faster by little are not left out.
+        refines: whether the trials that make steps faster by little are made, too.
 
     Attributes:
         progress: progress of the shape.

@@ -9,7 +9,7 @@ from lightning_ssd.device.clock import Clock, HostClock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.empty_storage import allow_access, refuse_access
-from lightning_ssd.device.futures import all_of, ended, error_of, finished, pass_on, then
+from lightning_ssd.device.futures import all_of, ended, error_of, failed, finished, pass_on, succeeded, then
 from lightning_ssd.device.memory import (
     CUDAMemory,
     allocator_memory,
@@ -41,6 +41,7 @@ __all__ = [
     "available_memory",
     "ended",
     "error_of",
+    "failed",
     "finished",
     "h2d_and_release",
     "make_clock",
@@ -48,6 +49,7 @@ __all__ = [
     "pass_on",
     "process_gpu_memory",
     "refuse_access",
+    "succeeded",
     "then",
     "usable_gpu_memory",
     "usable_memory",

@@ -21,6 +21,13 @@ _FINISHED: "Future[Any]" = Future()
 _FINISHED.set_result(None)
 
 
+def failed(error: BaseException) -> "Future[Any]":
+    """Returns a future that is done with an error."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 def error_of(future: "Future[Any]") -> BaseException | None:
     """Returns the error of a done future: a CancelledError if it was cancelled, None if it has a result."""
     try:
@@ -51,9 +58,7 @@ def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]
         try:
             return make(first.result())
         except BaseException as error:
-            failed: Future[T] = Future()
-            failed.set_exception(error)
-            return failed
+            return failed(error)
     result: Future[T] = Future()
 
     def go(future: "Future[Any]") -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import StagedReader, all_of, finished, pass_on
+from lightning_ssd.device import StagedReader, all_of, failed, finished, pass_on
 from lightning_ssd.storage import (
     PAGE,
     Blob,
@@ -367,9 +367,7 @@ def _transfer(
             start = piece.start - pieces[0].start
             requests.append(move(piece, memory[start : start + align_up(piece.nbytes)]))
     except BaseException as error:  # earlier requests still own the memory: they are waited for
-        failed: Future[None] = Future()
-        failed.set_exception(error)
-        requests.append(failed)
+        requests.append(failed(error))
     return all_of(requests)
 
 

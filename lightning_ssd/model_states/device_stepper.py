@@ -14,11 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, error_of, then
+from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, error_of, succeeded, then
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepInput
-from lightning_ssd.model_states.piece_transfers import PieceRange, PieceTransfer, Reading, make_transfers, pieces
+from lightning_ssd.model_states.piece_transfers import (
+    PieceRange,
+    PieceTransfer,
+    Reading,
+    as_bytes,
+    make_transfers,
+    pieces,
+)
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import align_up
 
@@ -268,7 +275,7 @@ class DeviceStepper:
         begun = not work.arriving and self._read(work)
         if not work.arriving:
             return False
-        if _succeeded(work.arriving[0].arrived):
+        if succeeded(work.arriving[0].arrived):
             self._step(work)
             return True
         # It is read from SSDs: the next one is read meanwhile.
@@ -303,11 +310,18 @@ class DeviceStepper:
                 self._release([max(others, key=_priority).arriving.pop()])
         return None
 
-    def _release(self, pieces: "Iterable[_Piece]") -> None:
-        """Frees the memory of pieces that are not stepped, once the transfers to the device have ended."""
+    def _release(self, pieces: "Iterable[_Piece]") -> "Future[None]":
+        """Frees the memory of pieces that are not stepped, once the transfers to the device have ended.
+
+        Returns:
+            A future that is done then.
+        """
+        every: list[Future[None]] = []
         for piece in pieces:
             copied = self._copies.on_h2d(None)  # done after those of all earlier copies
-            self._return([piece.memory], all_of([copied, ended(piece.arrived)]))
+            every.append(all_of([copied, ended(piece.arrived)]))
+            self._return([piece.memory], every[-1])
+        return all_of(every)
 
     def _return(self, memory: Sequence[Tensor], unused: "Future[None]") -> None:
         """Returns memory of pieces to `_free` when `unused` is done, with a result or an error."""
@@ -345,7 +359,7 @@ class DeviceStepper:
     def _read_values(self, work: "_Work", piece: "_Piece") -> Sequence[Reading]:
         readings: list[Reading] = []
         for transfer in work.transfers:
-            readings.append(transfer.read(piece.range, piece.rows, piece.copied))
+            readings.append(transfer.read(piece.elements, piece.rows, piece.copied))
             piece.copied = readings[-1].mark
         piece.arrived = all_of(reading.arrived for reading in readings)
         return readings
@@ -357,18 +371,16 @@ class DeviceStepper:
             running = work.step
             assert running is not None, "values on SSDs are not prefetched"
             del self._work[work.store.flat]
-            self._release(work.arriving)
             # The step ends when no transfer of the other pieces uses its values any more.
-            others = all_of([self._copies.on_h2d(None), *(ended(other.arrived) for other in work.arriving)])
-            others.add_done_callback(lambda _: running.issued.set_exception(error))
+            self._release(work.arriving).add_done_callback(lambda _: running.issued.set_exception(error))
 
     def _step(self, work: "_Work") -> None:
         """Issues the step of the first piece of `work`, and the transfers of its new values."""
         assert work.step is not None
         copies, running, step = self._copies, work.step, work.step.step
         piece = work.arriving.popleft()
-        elements, own = piece.range, piece.rows[_GRADIENT]
-        copies.wait(copies.h2d(_bytes(step.gradient[elements.start : elements.end]), _bytes(own), piece.copied))
+        elements, own = piece.elements, piece.rows[_GRADIENT]
+        copies.wait(copies.h2d(as_bytes(step.gradient[elements.start : elements.end]), as_bytes(own), piece.copied))
         gradient, scale = own, step.scale
         if step.limit is not None:
             # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.
@@ -395,7 +407,7 @@ class _Piece:
         unused: mark after which no stream uses the memory.
 
     Attributes:
-        range: `elements`.
+        elements: as given.
         rows: memory of each array, and of the gradient, in whole pages.
         values: its values, views of the same memory.
         copied: mark after which the values from host memory are on the device.
@@ -403,7 +415,7 @@ class _Piece:
     """
 
     def __init__(self, elements: PieceRange, memory: Tensor, layout: Layout, unused: Mark) -> None:
-        self.range = elements
+        self.elements = elements
         self.memory = memory
         self.rows: dict[str, Tensor] = {}
         self.copied = unused
@@ -475,14 +487,6 @@ def _priority(work: _Work) -> int:
     return work.priority
 
 
-def _succeeded(future: "Future[None]") -> bool:
-    return future.done() and error_of(future) is None
-
-
 def _arrays(layout: Layout) -> list[tuple[str, torch.dtype]]:
     """Returns keys and dtypes of the arrays of a piece."""
     return [*((array.key, array.dtype) for array in layout.arrays), (_GRADIENT, layout.flat.dtype)]
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.view(torch.uint8)

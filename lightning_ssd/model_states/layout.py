@@ -46,15 +46,6 @@ class StagedState:
         """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
         return self if self.uncommitted is None else self.uncommitted
 
-    def part(self, start: int, end: int) -> "StagedState":
-        """Returns views of the elements from `start` to before `end`."""
-        weights = self.weights[start:end]
-        master = self.master
-        if master is not None:
-            master = weights if master is self.weights else master[start:end]
-        low = None if self.low is None else self.low[start:end]
-        return StagedState(weights, master, low, {name: row[start:end] for name, row in self.states.items()})
-
     def arrays(self) -> list[Tensor]:
         """Returns all values: compute weights, master weights or low halves if they are apart, optimizer states."""
         return list(self.by_key().values())

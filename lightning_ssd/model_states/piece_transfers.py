@@ -141,7 +141,7 @@ class HostTransfer(PieceTransfer):
         *_, last = self._sources
         for key, source in self._sources.items():
             after = self._copies.h2d(
-                _bytes(source[piece.start : piece.end]), _bytes(rows[key]), after, awaited=key == last
+                as_bytes(source[piece.start : piece.end]), as_bytes(rows[key]), after, awaited=key == last
             )
         return Reading(after, finished(None), self._copies.on_h2d(after))
 
@@ -153,7 +153,7 @@ class HostTransfer(PieceTransfer):
         for key, target in self._targets.items():
             awaited = key in (keys[0], keys[-1])
             marks.append(
-                copies.d2h(_bytes(rows[key]), _bytes(target[piece.start : piece.end]), stepped, awaited=awaited)
+                copies.d2h(as_bytes(rows[key]), as_bytes(target[piece.start : piece.end]), stepped, awaited=awaited)
             )
             self.begun = True
         if keys[0] == WEIGHT:
@@ -234,7 +234,8 @@ def make_transfers(store: StateStore, staged: StagedState | None, copies: CopyEn
     return transfers
 
 
-def _bytes(values: Tensor) -> Tensor:
+def as_bytes(values: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor, which copies take."""
     return values.view(torch.uint8)
 
 
@@ -245,4 +246,4 @@ def _bytes_of(array: StoredArray, piece: PieceRange) -> tuple[int, int]:
 
 def _pages(row: Tensor) -> Tensor:
     """Returns the bytes of an array of a piece, with the rest of the last page."""
-    return _bytes(row).as_strided((align_up(row.nbytes),), (1,))
+    return as_bytes(row).as_strided((align_up(row.nbytes),), (1,))

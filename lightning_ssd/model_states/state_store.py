@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished, h2d_and_release, then
+from lightning_ssd.device import CopyEngine, Mark, all_of, ended, failed, finished, h2d_and_release, then
 from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.layout import Layout, StagedState, StoredArray
 from lightning_ssd.model_states.loaded import Loaded, exact_value
@@ -158,7 +158,7 @@ class StateStore:
             priority: of requests that wait for staging memory, the lowest goes first.
         """
         if self._lost is not None:
-            return self._failed()
+            return failed(self._lost)
         if self._staging_bytes == 0:
             if step not in self._in_place:
                 self._in_place[step] = finished(self._stage_in_place(step=step))
@@ -203,7 +203,7 @@ class StateStore:
         failed. Its transfers (`make_transfers`) write the uncommitted version, as in `stage`.
         """
         if self._lost is not None:
-            return self._failed()
+            return failed(self._lost)
         return self._writes_ended()
 
     def _writes_ended(self) -> "Future[None]":
@@ -211,11 +211,6 @@ class StateStore:
         committed = [buffer.write_done() for buffer in self._buffers]
         # A step that was not committed may still be written to the version that the next one overwrites.
         return all_of(committed + [ended(buffer.write_done(uncommitted=True)) for buffer in self._buffers])
-
-    def _failed(self) -> "Future[Any]":
-        failed: Future[Any] = Future()
-        failed.set_exception(self._lost)
-        return failed
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
