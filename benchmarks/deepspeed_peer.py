@@ -20,7 +20,7 @@ from benchmarks.processes import cap_gpu_memory
 
 
 def configuration(
-    mode: str, batch: int, largest: int, path: str, clip: float, precision: str = "bf16"
+    mode: str, batch: int, largest: int, path: str, clip: float, precision: str = "bf16", buffers: int = 16
 ) -> dict[str, Any]:
     """Returns DeepSpeed's configuration.
 
@@ -31,6 +31,7 @@ def configuration(
         path: Directory on the SSD.
         clip: Largest norm of the gradients; 0: any.
         precision: `"bf16"`: bf16 weights, fp32 master weights and states. `"32"`: all in fp32.
+        buffers: Buffers of the largest parameter in RAM, for parameters on NVMe.
     """
     zero: dict[str, Any] = {
         "stage": 3,
@@ -45,8 +46,7 @@ def configuration(
     }
     if mode == "nvme":
         nvme = {"device": "nvme", "nvme_path": path, "pin_memory": True}
-        # Llamas of 1.2B parameters and more need more than 16 buffers ("Not enough buffers").
-        zero["offload_param"] = nvme | {"buffer_count": 64, "buffer_size": int(1.05 * largest), "max_in_cpu": 0}
+        zero["offload_param"] = nvme | {"buffer_count": buffers, "buffer_size": int(1.05 * largest), "max_in_cpu": 0}
         zero["offload_optimizer"] = nvme | {"buffer_count": 5}
     else:
         zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--path", default="deepspeed_nvme")
     parser.add_argument("--precision", choices=["bf16", "32"], default="bf16")
+    parser.add_argument("--buffers", type=int, default=16, help="raise it if DeepSpeed says 'Not enough buffers'")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations on the GPU")
     a = parser.parse_args()
     os.environ |= {
@@ -91,7 +92,7 @@ def main() -> None:
     with torch.device("meta"):
         shapes = make_model(a.model, a.hidden, a.layers).parameters()
     largest = max(parameter.numel() for parameter in shapes)
-    config = configuration(a.mode, a.batch, largest, a.path, a.clip, a.precision)
+    config = configuration(a.mode, a.batch, largest, a.path, a.clip, a.precision, a.buffers)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = make_model(a.model, a.hidden, a.layers)
     if not a.no_checkpointing:

@@ -237,6 +237,7 @@ def run(case: dict[str, Any], limit: float) -> dict[str, Any]:
     arguments = {"model": "llama", "hidden": shape["hidden"], "layers": shape["layers"], "batch": shape["batch"]}
     arguments |= {"mode": "cpu" if case["case"] == "zero-offload" else "nvme", "precision": case["precision"]}
     arguments |= {"gpu-gib": case["gpu"] / 2**30, "path": f"{case['path']}/deepspeed", "warm-up": 1, "steps": 3}
+    arguments |= {"buffers": 64}  # these Llamas need more than 16
     options = [f"--{name}={value}" for name, value in arguments.items()]
     return run_alone([*command, "benchmarks.deepspeed_peer", *options, "--no-checkpointing"], limit)
 
