@@ -42,7 +42,7 @@ class CountingBackend(DyingBackend):
     last: "CountingBackend"
 
     def __init__(self, dies_at: int = 0) -> None:
-        super().__init__(dies_at)
+        super().__init__(dies_at, direct=False)
         CountingBackend.last = self
 
     @property
