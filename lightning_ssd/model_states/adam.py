@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from lightning_ssd.device import available_cores, kernel_threads
 from lightning_ssd.model_states.compiled import KernelArguments, KernelSettings, adam_library
 
 log = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def settings_of(
         eps=options["eps"],
         step_size=-(lr / (1 - beta1**step)),
         decoupled=options["decoupled_weight_decay"] or not decay,
-        threads=torch.get_num_threads(),
+        threads=kernel_threads(available_cores(), torch.get_num_threads()),
     )
 
 

@@ -1,0 +1,46 @@
+"""Cores and threads: of containers with a quota, and beside the thread that launches kernels."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.device import available_cores, kernel_threads
+from lightning_ssd.model_states.adam import CHECKED_OPTIONS, settings_of
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        (None, 16),
+        ("max 100000\n", 16),
+        ("800000 100000\n", 8),
+        ("250000 100000\n", 3),  # a part of a core is used, too
+        ("6400000 100000\n", 16),  # more than the affinity allows
+        ("5000 100000\n", 1),
+    ],
+)
+def test_a_container_has_the_cores_of_its_quota(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota)
+    assert available_cores(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "most", "expected"),
+    [(1, 1, 1), (2, 2, 2), (3, 3, 2), (4, 4, 3), (8, 8, 7), (16, 16, 14), (64, 64, 56)]
+    + [(16, 4, 4), (8, 64, 7), (1, 64, 1)],  # fewer by OMP_NUM_THREADS; more than a container's quota
+)
+def test_a_kernel_leaves_a_core_for_launches(cores: int, most: int, expected: int) -> None:
+    assert kernel_threads(cores, most) == expected
+
+
+def test_the_cpu_optimizer_leaves_a_core_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ssd.model_states.adam.available_cores", lambda: 16)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 16)
+    settings = settings_of(CHECKED_OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
+    assert settings is not None and settings.threads == 14
