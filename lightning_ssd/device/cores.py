@@ -26,8 +26,8 @@ def available_cores(quota: Path = QUOTA) -> int:
 def kernel_threads(cores: int, most: int) -> int:
     """Returns the number of threads for a kernel that runs beside the thread which launches the GPU's work.
 
-    It leaves an eighth of the cores, but at least one if there are three or more, for that thread and for those that
-    move bytes. If a kernel had a thread on every core, the launching thread would have half of a core, also for some
+    It leaves one core of 16, but at least one if there are three or more, for that thread and for those that move
+    bytes. If a kernel had a thread on every core, the launching thread would have half of a core, also for some
     milliseconds after the kernel, as idle threads of OpenMP spin, and the GPU would wait for it. Kernels that are bound
     by memory traffic lose little.
 
@@ -35,4 +35,4 @@ def kernel_threads(cores: int, most: int) -> int:
         cores: cores that this process may use.
         most: threads that the user's settings allow.
     """
-    return min(most, max(cores - max(1, cores // 8), min(cores, 2)))
+    return min(most, max(cores - max(1, cores // 16), min(cores, 2)))
