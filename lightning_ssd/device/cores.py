@@ -23,6 +23,7 @@ def available_cores(quota: Path = QUOTA) -> int:
     return cores if used == "max" else max(1, min(cores, math.ceil(int(used) / int(period))))
 
 
+@functools.cache  # so that it costs no Python call in each step
 def kernel_threads(cores: int, most: int) -> int:
     """Returns the number of threads for a kernel that runs beside the thread which launches the GPU's work.
 
