@@ -33,7 +33,7 @@ from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.compile import compiled_regions, is_region, renew_guards
+from lightning_ssd.model_states.compile import is_region, renew_guards
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
@@ -57,12 +57,7 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.summoned import summon
-from lightning_ssd.model_states.unit_hooks import (
-    hook_compiled_functions,
-    hook_compiled_region,
-    hook_fused_layers,
-    hook_unit,
-)
+from lightning_ssd.model_states.unit_hooks import UnitHooks
 from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
@@ -254,22 +249,16 @@ class ModelStates(Uncopied):
                 type(module).__name__,
             )
 
-        def summoned() -> bool:
-            return self._summoned
-
-        regions = list(dict.fromkeys(compiled_regions(module)))
-        hooked = {*regions, *(one for unit, _ in self.offloaded.units for one in unit.modules)}
-        for region in regions:
-            self._undo += hook_compiled_region(
-                region, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned, hooked
-            )
-        self._undo += hook_compiled_functions(
-            module, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned, hooked
+        hooks = UnitHooks(
+            module,
+            self.offloaded.units,
+            self._flat_of,
+            self._masters.by_param,
+            self._prefetcher,
+            self._access,
+            summoned=lambda: self._summoned,
         )
-        for index, (unit, flat_params) in enumerate(self.offloaded.units):
-            if flat_params:
-                self._undo += hook_unit(index, unit.modules, flat_params, self._prefetcher, self._access, summoned)
-        self._undo += hook_fused_layers(module, self._flat_of, self._prefetcher, self._access, summoned)
+        self._undo += hooks.register()
         for flat in self.stores:
             for index, item in enumerate(flat.param_views):
                 if flat in self.offloaded.flat_optimizers:
