@@ -39,6 +39,7 @@ from lightning_ssd.model_states.operands import (
     map_tensors,
     move_offset,
     offset_in,
+    plain_dtype,
     references_saved,
     running_statistics,
     substitute,
@@ -47,6 +48,7 @@ from lightning_ssd.model_states.operands import (
 from lightning_ssd.model_states.parameter import (
     FollowedView,
     OffloadedParameter,
+    OffloadedTensor,
     OffloadedView,
     WholeWeight,
     apply,
@@ -271,16 +273,13 @@ class Access:
         if func is Tensor.detach_ and isinstance(first, OffloadedView) and first.graph.freed:
             first.source.note_graph(first, exists=False)
             return first
-        if isinstance(first, OffloadedParameter | OffloadedView):
+        if isinstance(first, OffloadedTensor):
             parameter = first if isinstance(first, OffloadedParameter) else None
             match kind:
                 case Kind.ALIAS:
                     return self._alias(first, versioned=func is Tensor.detach)
                 case Kind.DTYPE:
-                    assert parameter is not None
-                    like = torch.empty_strided(
-                        first.size(), first.stride(), dtype=_weights(parameter).item.dtype, device="meta"
-                    )
+                    like = torch.empty_strided(first.size(), first.stride(), dtype=plain_dtype(first), device="meta")
                     return func(like, *args[1:], **kwargs)
                 case Kind.SET_DATA:
                     return self._set_data(first, args[1])
@@ -327,7 +326,7 @@ class Access:
         func: Callable[..., Any],
         args: Any,
         kwargs: Mapping[str, Any],
-        found: "dict[int, OffloadedParameter | OffloadedView]",
+        found: dict[int, OffloadedTensor],
     ) -> Any:
         first = found.get(id(args[0])) if args else None
         written = written_argument(args, kwargs) if kind is Kind.WRITE else ()
@@ -376,7 +375,7 @@ class Access:
 
     @contextlib.contextmanager
     def _values(
-        self, found: "Mapping[int, OffloadedParameter | OffloadedView]", *, computing: bool, matmul: bool = False
+        self, found: Mapping[int, OffloadedTensor], *, computing: bool, matmul: bool = False
     ) -> Iterator[dict[int, Tensor]]:
         """Yields the tensors that replace offloaded ones as arguments of an operator.
 
@@ -398,7 +397,7 @@ class Access:
         finally:
             self._bases = before
 
-    def _stand_in(self, tensor: "OffloadedParameter | OffloadedView", computing: bool, matmul: bool) -> Tensor:
+    def _stand_in(self, tensor: OffloadedTensor, computing: bool, matmul: bool) -> Tensor:
         """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
             source = _weights(tensor)
@@ -428,7 +427,7 @@ class Access:
             if uses > 1 and not _weights(parameter).whole and autocast_to(parameter.flat.dtype, parameter.flat.device):
                 self.grad_dtype.sum_in_fp32(parameter)
 
-    def values(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+    def values(self, tensor: OffloadedTensor) -> Tensor:
         """Returns the present values of `tensor`, which no operator may change: they are the resident ones, or a copy.
 
         Raises:
@@ -443,7 +442,7 @@ class Access:
             self._bases[id(source)] = source.base()
         return self._bases[id(source)]
 
-    def _value(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+    def _value(self, tensor: OffloadedTensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             base = self.base(tensor.source)
             if isinstance(tensor, OffloadedView):
@@ -461,7 +460,7 @@ class Access:
         self,
         result: Any,
         values: Mapping[int, Tensor],
-        found: "Mapping[int, OffloadedParameter | OffloadedView]",
+        found: Mapping[int, OffloadedTensor],
     ) -> Any:
         """Returns `result` with offloaded tensors in place of their substitutes, and of views of these.
 
@@ -505,7 +504,7 @@ class Access:
 
         return map_tensors(wrap, result)
 
-    def _alias(self, tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
+    def _alias(self, tensor: OffloadedTensor, *, versioned: bool) -> OffloadedView:
         """Returns an alias of `tensor`, which autograd does not follow."""
         offset = 0
         if isinstance(tensor, OffloadedView):
@@ -515,11 +514,10 @@ class Access:
             with self._values({id(tensor): tensor}, computing=False):
                 memory = as_non_view(self._value(tensor), backed=True)
         else:
-            dtype = tensor.dtype if isinstance(tensor, OffloadedView) else _weights(tensor).item.dtype
-            memory = hollow(tensor.size(), tensor.stride(), dtype, tensor.device)
+            memory = hollow(tensor.size(), tensor.stride(), plain_dtype(tensor), tensor.device)
         return OffloadedView.make(source, offset, memory, versioned=versioned, backed=backed)
 
-    def _use_full_precision(self, tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
+    def _use_full_precision(self, tensors: Iterable[OffloadedTensor]) -> None:
         """Makes autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
 
         Raises:
@@ -535,13 +533,13 @@ class Access:
                     "`states='gpu'`, or use torch 2.10 or later."
                 )
 
-    def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
+    def _set_data(self, tensor: OffloadedTensor, data: Tensor) -> None:
         source = tensor.source
-        if data is tensor or (isinstance(data, OffloadedParameter | OffloadedView) and _share_all(data, tensor)):
+        if data is tensor or (isinstance(data, OffloadedTensor) and _share_all(data, tensor)):
             return  # as by `p.grad.data += x`
         if isinstance(tensor, OffloadedView):
             raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
-        if isinstance(data, OffloadedParameter | OffloadedView):
+        if isinstance(data, OffloadedTensor):
             data = self._memory(data, source.name)
         assert isinstance(source, Weights)
         item = source.item
@@ -575,7 +573,7 @@ class Access:
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)
 
-    def _addressed(self, kind: Kind, func: Callable[..., Any], tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+    def _addressed(self, kind: Kind, func: Callable[..., Any], tensor: OffloadedTensor) -> Tensor:
         """Returns an ordinary tensor in place of `tensor`, for a `func` that returns its address or its storage.
 
         Raises:
@@ -592,7 +590,7 @@ class Access:
         with self._values({}, computing=False):
             return self._value(tensor)
 
-    def _memory(self, tensor: "OffloadedParameter | OffloadedView", sharing: str) -> Tensor:
+    def _memory(self, tensor: OffloadedTensor, sharing: str) -> Tensor:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.
 
         Args:
@@ -650,7 +648,7 @@ def _changed_by_compiled(name: str) -> RuntimeError:
     )
 
 
-def _check_not_compiled(tensor: OffloadedParameter | OffloadedView) -> None:
+def _check_not_compiled(tensor: OffloadedTensor) -> None:
     """Raises RuntimeError if Dynamo compiles a function that is given `tensor`."""
     if torch._guards.CompileContext.try_get() is not None:
         raise RuntimeError(
@@ -676,13 +674,12 @@ def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwar
     return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
 
 
-def _share_all(one: "OffloadedParameter | OffloadedView", other: "OffloadedParameter | OffloadedView") -> bool:
+def _share_all(one: OffloadedTensor, other: OffloadedTensor) -> bool:
     """Returns whether two offloaded tensors have the same memory, shape and strides in plain training."""
 
-    def position(tensor: "OffloadedParameter | OffloadedView") -> tuple[Any, ...]:
-        if isinstance(tensor, OffloadedView):
-            return tensor.source, tensor.offset, tensor.dtype, tensor.shape, tensor.stride()
-        return tensor.source, 0, _weights(tensor).item.dtype, tensor.shape, tensor.stride()
+    def position(tensor: OffloadedTensor) -> tuple[Any, ...]:
+        offset = tensor.offset if isinstance(tensor, OffloadedView) else 0
+        return tensor.source, offset, plain_dtype(tensor), tensor.shape, tensor.stride()
 
     return position(one) == position(other)
 
@@ -692,7 +689,7 @@ def _weights(parameter: OffloadedParameter) -> Weights:
     return parameter.source
 
 
-def _own_memory(tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+def _own_memory(tensor: OffloadedTensor) -> Tensor:
     """Returns the whole memory of which `tensor` is a part, where an operator has used the memory of `tensor`."""
     if isinstance(tensor, OffloadedParameter):
         return tensor
@@ -700,7 +697,7 @@ def _own_memory(tensor: "OffloadedParameter | OffloadedView") -> Tensor:
     return tensor.source.base()
 
 
-def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
+def _rounds(tensor: OffloadedTensor, matmul: bool) -> bool:
     """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
     if not matmul or not isinstance(tensor, OffloadedParameter):
         return False

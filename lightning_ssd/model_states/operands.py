@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
-from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, offloaded_in, saves_references
+from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedTensor, offloaded_in, saves_references
 
 
 def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def geometry(tensor: Tensor) -> tuple[object, ...]:
 
 def substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
     """Returns a tree of arguments with offloaded tensors replaced by `values`, which are keyed by identity."""
-    if isinstance(value, OffloadedParameter | OffloadedView):
+    if isinstance(value, OffloadedTensor):
         return values[id(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(substitute(item, values) for item in value))
@@ -146,14 +146,14 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
         return result
     create_graph = bool(kwargs.get("create_graph"))
     return tuple(
-        torch.zeros_like(tensor, dtype=_plain_dtype(tensor), requires_grad=create_graph)
+        torch.zeros_like(tensor, dtype=plain_dtype(tensor), requires_grad=create_graph)
         if gradient is None
         else gradient
         for gradient, tensor in zip(result, inputs, strict=True)
     )
 
 
-def _plain_dtype(tensor: Tensor) -> torch.dtype:
+def plain_dtype(tensor: Tensor) -> torch.dtype:
     """Returns the dtype that a tensor has in plain training."""
     return tensor.source.item.dtype if isinstance(tensor, OffloadedParameter) else tensor.dtype  # type: ignore[attr-defined]
 

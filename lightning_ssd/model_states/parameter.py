@@ -257,6 +257,10 @@ class OffloadedView(_RunsOperators, Tensor):
         return self.clone().__reduce_ex__(protocol)
 
 
+OffloadedTensor = OffloadedParameter | OffloadedView
+"""A parameter whose weights are offloaded, or a view of offloaded values."""
+
+
 class FollowedView(OffloadedView):
     """A view of a parameter whose node is in autograd's graph. Its values are those of the parameter at each read."""
 
@@ -416,11 +420,11 @@ def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
         return tensor
 
 
-def offloaded_in(*trees: Any) -> "dict[int, OffloadedParameter | OffloadedView]":
+def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
     """Returns the offloaded tensors in trees of arguments, by identity, in order."""
-    found: dict[int, OffloadedParameter | OffloadedView] = {}
+    found: dict[int, OffloadedTensor] = {}
     for tree in trees:
-        if isinstance(tree, OffloadedParameter | OffloadedView):
+        if isinstance(tree, OffloadedTensor):
             found[id(tree)] = tree
         elif isinstance(tree, list | tuple):
             found |= offloaded_in(*tree)

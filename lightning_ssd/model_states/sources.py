@@ -12,7 +12,12 @@ from torch import Tensor
 
 from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.parameter import ForwardValueReferences, OffloadedParameter, OffloadedView
+from lightning_ssd.model_states.parameter import (
+    ForwardValueReferences,
+    OffloadedParameter,
+    OffloadedTensor,
+    OffloadedView,
+)
 from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.split import write_changed
 
@@ -62,7 +67,7 @@ class Source(ABC):
         """Tensor whose version counter tells in-place changes; None: there is none."""
         return None
 
-    def values(self, tensor: OffloadedParameter | OffloadedView) -> Tensor:
+    def values(self, tensor: OffloadedTensor) -> Tensor:
         """Returns the values of `tensor`, which has this source, for a backward that needs them."""
         return self.access.values(tensor)
 
@@ -142,7 +147,7 @@ class Weights(Source):
     def counter(self) -> Tensor:
         return self.item.parameter
 
-    def values(self, tensor: OffloadedParameter | OffloadedView) -> Tensor:
+    def values(self, tensor: OffloadedTensor) -> Tensor:
         if not self.whole:
             self.access.prefetcher.check(self.flat)  # a step that has begun changes them
         return super().values(tensor)

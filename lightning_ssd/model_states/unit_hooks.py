@@ -18,7 +18,7 @@ from lightning_ssd.model_states.compile import (
     without_own_hooks,
 )
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, ordinary
+from lightning_ssd.model_states.parameter import OffloadedTensor, ordinary
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.units import Unit
 from lightning_ssd.uncopied import ModuleHook
@@ -225,7 +225,7 @@ def _check_transforms(module: nn.Module) -> None:
         wrapped: Tensor = value
         while torch._C._functorch.is_functorch_wrapped_tensor(wrapped):
             wrapped = torch._C._functorch.get_unwrapped(wrapped)
-        if wrapped is not value and isinstance(wrapped, OffloadedParameter | OffloadedView):
+        if wrapped is not value and isinstance(wrapped, OffloadedTensor):
             raise RuntimeError(
                 f"`torch.func` transforms {wrapped.source.name}, which is offloaded and given as {name} of "
                 f"{type(module).__name__}. Give it `.detach().clone()` of the weights."
