@@ -119,8 +119,8 @@ class ModelStates(Uncopied):
         setup: Setup,
         nbytes: StateBytes,
         *,
-        journal: Journal | None = None,
-        recovered: CommitRecord | None = None,
+        journal: Journal | None,
+        recovered: CommitRecord | None,
     ) -> None:
         self.offloaded = offloaded
         self.stores = offloaded.stores
@@ -172,6 +172,14 @@ class ModelStates(Uncopied):
         self._gradients = GradientOffloader(
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
+        self._device_share = DeviceShare(
+            self.stores,
+            list(offloaded.flat_optimizers),
+            copies,
+            self._prefetcher,
+            drain=lambda: wait(self._gradients.consumed()),
+            prefetches=setup.needs_norm,
+        )
         self._steps = StepScheduler(
             offloaded,
             self._gradients,
@@ -181,14 +189,7 @@ class ModelStates(Uncopied):
             worker,
             setup,
             journal,
-            DeviceShare(
-                self.stores,
-                list(offloaded.flat_optimizers),
-                copies,
-                self._prefetcher,
-                drain=lambda: wait(self._gradients.consumed()),
-                prefetches=setup.needs_norm,
-            ),
+            self._device_share,
         )
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
@@ -414,7 +415,7 @@ class ModelStates(Uncopied):
         Returns:
             Whether there is device memory for the pieces; if not, nothing changes.
         """
-        return self._steps.step_on_device({self._flat_of[one][0] for one in parameters if one in self._flat_of})
+        return self._device_share.plan({self._flat_of[one][0] for one in parameters if one in self._flat_of})
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless one has begun. Backward then submits steps of complete gradients."""

@@ -10,7 +10,8 @@ dropped, recorded or waited for. `step` computes, `grad_scale` decides the scale
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision, is_power_of_two
-from lightning_ssd.model_states.gradient import GradientState, clip
+from lightning_ssd.model_states.gradient import Gradient, GradientState, clip
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import Journal
 from lightning_ssd.model_states.offloaded import OffloadedModel
@@ -109,7 +110,7 @@ class StepScheduler:
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self._limit: float | None = None
         """Absolute value at which the jobs of the running step clamp gradients; None: they don't."""
-        self._clippings: dict[Optimizer, Clipping] = {}
+        self._clippings: defaultdict[Optimizer, Clipping] = defaultdict(Clipping)
         """Clipping that the next step of an optimizer has to do."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
@@ -198,8 +199,8 @@ class StepScheduler:
         Those that `zero_grad` has dropped are gone.
         """
         if self.defer_to_user_hooks:
-            for flat, _ in self._gradients.items():
-                if self._groups[flat][0] is optimizer and not self._is_submitted(flat):
+            for flat, _ in self._gradients_of(optimizer):
+                if not self._is_submitted(flat):
                     self._gradients.resume_stepped(flat)
 
     def check_may_drop(self, optimizer: Optimizer) -> None:
@@ -313,10 +314,8 @@ class StepScheduler:
 
     def _prefetch_values(self) -> None:
         """Prefetches values that the running step of the device needs, which begins when the scale is known."""
-        optimizer = self.optimizer
-        self._device_share.prefetch(
-            {flat: self._priorities[flat] for flat, _ in self._gradients.items() if self._groups[flat][0] is optimizer}
-        )
+        assert self.optimizer is not None
+        self._device_share.prefetch({flat: self._priorities[flat] for flat, _ in self._gradients_of(self.optimizer)})
 
     def end_backward(self) -> None:
         """Submits the steps of gradients that the backward has completed, or their accumulation.
@@ -358,7 +357,7 @@ class StepScheduler:
         if algorithm == "norm" and clipping is not None and clipping.clips:
             self.apply_clipping(optimizer)  # the norm is that of clipped gradients
         self.resume_stepped(optimizer)
-        clipping = self._clippings.setdefault(optimizer, Clipping())
+        clipping = self._clippings[optimizer]
         parameters = parameters_of(optimizer)
         if algorithm == "norm":
             self._decision.needs_norm = True
@@ -380,14 +379,14 @@ class StepScheduler:
         assert scaler._scale is not None
         unscale = scaler._scale.double().reciprocal().float().view(1)
         if not self.defer_to_user_hooks:
-            self._clippings.setdefault(optimizer, Clipping()).unscale = unscale
+            self._clippings[optimizer].unscale = unscale
             return
         factor = float(unscale)
         exact = is_power_of_two(factor)
-        clipping = self._clippings.setdefault(optimizer, Clipping())
+        clipping = self._clippings[optimizer]
         if not exact or clipping.unscale is not None:  # the scaler has skipped the last step
             self.apply_clipping(optimizer)
-            clipping = self._clippings.setdefault(optimizer, Clipping())
+            clipping = self._clippings[optimizer]
         if clipping.limit is not None:
             clipping.limit *= factor
         clipping.unscale = unscale
@@ -395,11 +394,11 @@ class StepScheduler:
             self.apply_clipping(optimizer)
         self._clip_assigned(optimizer)
         if unscales_itself(optimizer):
-            self._clippings.setdefault(optimizer, Clipping()).found = found
+            self._clippings[optimizer].found = found
 
     def _clip_assigned(self, optimizer: Optimizer) -> None:
         """Clips the gradients of `optimizer` if user code may use some through tensors that it has assigned."""
-        if any(gradient.assigned and self._groups[flat][0] is optimizer for flat, gradient in self._gradients.items()):
+        if any(gradient.assigned for _, gradient in self._gradients_of(optimizer)):
             self.apply_clipping(optimizer)
 
     def apply_clipping(self, optimizer: Optimizer) -> None:
@@ -407,8 +406,8 @@ class StepScheduler:
         if not self.defer_to_user_hooks or (clipping := self._clippings.pop(optimizer, None)) is None:
             return
         scale = None if clipping.scale is None else float(clipping.scale)
-        for flat, gradient in self._gradients.items():
-            if self._groups[flat][0] is optimizer and (gradient.accumulating or any(gradient.arrived)):
+        for flat, gradient in self._gradients_of(optimizer):
+            if gradient.accumulating or any(gradient.arrived):
                 if any(gradient.arrived):
                     self._gradients.accumulate(flat)
                 gradient.consumed.result()
@@ -435,14 +434,13 @@ class StepScheduler:
         It does not wait for submitted steps, which wait for the scale that these norms decide.
         """
         norms: dict[nn.Parameter, Tensor] = {}
-        for flat, gradient in self._gradients.items():
-            if self._groups[flat][0] is optimizer:
-                with self._lock:
-                    submitted, accumulation = flat in self._submitted, self._accumulations.get(flat)
-                known = accumulation if submitted else gradient.consumed if gradient.accumulating else None
-                if known is not None:
-                    wait_for(known, "gradients")
-                norms |= self._gradients.norms(flat)
+        for flat, gradient in self._gradients_of(optimizer):
+            with self._lock:
+                submitted, accumulation = flat in self._submitted, self._accumulations.get(flat)
+            known = accumulation if submitted else gradient.consumed if gradient.accumulating else None
+            if known is not None:
+                wait_for(known, "gradients")
+            norms |= self._gradients.norms(flat)
         return norms
 
     def end(self) -> None:
@@ -472,9 +470,8 @@ class StepScheduler:
         self.optimizer = self._noted_options = None
         self._submitted_options.clear()
         self.defer_to_user_hooks = self._defer_next
-        for flat, _ in self._gradients.items():
-            if self._groups[flat][0] is optimizer:
-                self._gradients.reset_norms(flat)
+        for flat, _ in self._gradients_of(optimizer):
+            self._gradients.reset_norms(flat)
         self._prefetcher.reset()
         if self._overlap == "none":
             for done in submitted.values():
@@ -495,22 +492,18 @@ class StepScheduler:
         """
         clipping = self._clippings.pop(optimizer, Clipping())
         scale = finished(None if clipping.scale is None else float(clipping.scale))
-        for flat, gradient in self._gradients.items():
-            if self._groups[flat][0] is optimizer and GradientState.PRESENT in gradient.states:
+        for flat, gradient in self._gradients_of(optimizer):
+            if GradientState.PRESENT in gradient.states:
                 gradient.fold()
                 on_host, arrived = self._gradients.hand_over(flat)
                 wait_for(on_host, "gradients")
                 gradient.skip_step(arrived, scale, clipping.limit)
                 self._gradients.reset_norms(flat)
 
-    def step_on_device(self, flat_params: Collection[FlatParameter]) -> bool:
-        """Has the device step `flat_params`, between two steps; see `DeviceShare.plan`."""
-        return self._device_share.plan(flat_params)
-
     def _submit_remaining(self, optimizer: Optimizer) -> None:
         """Submits the steps of `optimizer` that could not begin in backward, and those of gradients that are kept."""
-        for flat, gradient in self._gradients.items():
-            if self._groups[flat][0] is not optimizer or self._is_submitted(flat):
+        for flat, gradient in self._gradients_of(optimizer):
+            if self._is_submitted(flat):
                 continue
             if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
                 self._staged.pull(flat)
@@ -541,6 +534,10 @@ class StepScheduler:
         noted = self._noted_options if optimizer is self.optimizer else None
         return _copy_options((optimizer.param_groups if noted is None else noted)[group])
 
+    def _gradients_of(self, optimizer: Optimizer) -> list[tuple[FlatParameter, Gradient]]:
+        """Returns the flat parameters that `optimizer` steps, and their gradients."""
+        return [item for item in self._gradients.items() if self._groups[item[0]][0] is optimizer]
+
     def _is_stepping(self, flat: FlatParameter) -> bool:
         return self.optimizer is not None and not self.defer_to_user_hooks and self._groups[flat][0] is self.optimizer
 
@@ -551,11 +548,10 @@ class StepScheduler:
     def _check_memory_is_stepped_once(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if a step of `optimizer` changes the same memory through two parameters."""
         stepped: list[tuple[str, SharedMemory]] = []
-        for flat, gradient in self._gradients.items():
-            if self._groups[flat][0] is optimizer:
-                for index, memory in flat.shared.items():
-                    if gradient.states[index] is not GradientState.NONE:
-                        stepped.append((flat.param_views[index].name, memory))
+        for flat, gradient in self._gradients_of(optimizer):
+            for index, memory in flat.shared.items():
+                if gradient.states[index] is not GradientState.NONE:
+                    stepped.append((flat.param_views[index].name, memory))
         if not stepped:
             return
         offloaded = self._offloaded.parameters
