@@ -27,6 +27,7 @@ from lightning_ssd.model_states.adam import (
     torchs_step,
 )
 from lightning_ssd.model_states.adam_cuda import cuda_kernel
+from lightning_ssd.model_states.compiled import KernelSettings
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.split import join, split
@@ -187,7 +188,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._device = flat.device
 
     def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
-        given = replace(given, options=self._on_cpu(given.options))
+        given = self._given_on_cpu(given)
         if missing := [name for name in self.state_names(given.options) if name not in staged.states]:
             raise RuntimeError(
                 f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
@@ -214,14 +215,15 @@ class ElementwiseOptimizer(FlatOptimizer):
         return alike and has_states and self._device.type == "cpu"
 
     def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
-        given = replace(given, options=self._on_cpu(given.options))
+        given = self._given_on_cpu(given)
         make_calls(self._begin_spans(given, staged, spans, self._steps[0], "whole"))
 
-    def _on_cpu(self, options: Options) -> Options:
-        """Returns the options without those that only torch's GPU implementations support."""
+    def _given_on_cpu(self, given: StepInput) -> StepInput:
+        """Returns the input without options that only torch's GPU implementations support."""
         if self._device.type == "cpu":
-            return options
-        return {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
+            return given
+        of_gpu = {"fused": True, "foreach": False, "capturable": False, "differentiable": False}
+        return replace(given, options={**given.options, **of_gpu})
 
     def get_extra_state(self) -> list[int]:
         return list(self._steps)
@@ -330,54 +332,61 @@ class AdamOptimizer(ElementwiseOptimizer):
     def _begin_spans(
         self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
     ) -> Sequence[KernelCall]:
-        options, gradient = given.options, given.gradient
-        name = self._function(staged, gradient)
-        settings = settings_of(options, implementation_of(options, self._device), steps + 1, given.scale)
-        kernel = self._kernel(options)
-        if kernel is None or name is None or settings is None:
+        found = self._kernel_of(given, staged, steps)
+        if found is None:
             return super()._begin_spans(given, staged, spans, steps, half)
+        kernel, name, settings = found
         key = kernel, tuple(spans)
         items = self._items.get(key)
         if items is None:
             items = kernel.items(spans)
             self._items = {key: items}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
-        return [kernel.call(name, items, (*values, gradient), settings, _outputs(half, staged))]
+        return [kernel.call(name, items, (*values, given.gradient), settings, _outputs(half, staged))]
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
-        options = self._on_cpu(given.options)
-        if staged.out is not staged or self._function(staged, given.gradient) is None or self._kernel(options) is None:
+        if staged.out is not staged or (found := self._kernel_of(self._given_on_cpu(given), staged, 0)) is None:
             return False
-        settings = settings_of(options, implementation_of(options, self._device), 1, 1.0)
         # The rest is computed without the old weights, unless whole master weights still have them.
-        return settings is not None and (_has_whole_masters(staged) or bool(settings.decoupled))
+        _, _, settings = found
+        return _has_whole_masters(staged) or bool(settings.decoupled)
 
     def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
         if self._device.type == "cpu":
             return super().steps_on_device(given, staged)
-        options = self._on_cpu(given.options)
-        kernel, name = self._kernel(options), self._function(staged, given.gradient)
-        known = settings_of(options, "fused", 1, 1.0) is not None
-        if kernel is None or name is None or not known or not all(given.has_grad) or len(set(self._steps)) != 1:
+        found = self._kernel_of(self._given_on_cpu(given), staged, 0)
+        if found is None or not all(given.has_grad) or len(set(self._steps)) != 1:
             return False
-        return cuda_kernel(self._device, kernel) is not None
+        return cuda_kernel(self._device, found[0]) is not None
 
     def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
         if self._device.type == "cpu":
             super().step_piece(given, staged, spans)
             return
-        options = self._on_cpu(given.options)
-        cpu, name = self._kernel(options), self._function(staged, given.gradient)
-        settings = settings_of(options, "fused", self._steps[0] + 1, given.scale)
-        assert cpu is not None and name is not None and settings is not None
+        found = self._kernel_of(self._given_on_cpu(given), staged, self._steps[0])
+        assert found is not None, "`steps_on_device` has returned True"
+        cpu, name, settings = found
         kernel = cuda_kernel(self._device, cpu)
         assert kernel is not None, "`steps_on_device` has returned True"
         kernel.step(name, spans, (*self._arrays(staged), given.gradient), settings)
 
-    def _kernel(self, options: Options) -> AdamKernel | None:
-        if not self._compiled:
+    def _kernel_of(
+        self, given: StepInput, staged: StagedState, steps: int
+    ) -> tuple[AdamKernel, str, KernelSettings] | None:
+        """Returns the kernel of a step, the name of its function and its numbers; None: torch's function is called.
+
+        Args:
+            given: the input, with options that a CPU supports.
+            staged: values of the flat parameter.
+            steps: steps of the parameters so far.
+        """
+        name = self._function(staged, given.gradient) if self._compiled else None
+        if name is None:
             return None
-        return exact_kernel(implementation_of(options, self._device)) if self._device.type == "cpu" else any_kernel()
+        implementation = implementation_of(given.options, self._device)
+        kernel = exact_kernel(implementation) if self._device.type == "cpu" else any_kernel()
+        settings = settings_of(given.options, implementation, steps + 1, given.scale)
+        return None if kernel is None or settings is None else (kernel, name, settings)
 
     @staticmethod
     def _arrays(staged: StagedState) -> tuple[Tensor, ...]:
