@@ -90,13 +90,14 @@ def state_bytes(parameters: Iterable[nn.Parameter], groups: Groups) -> int:
 
     Compiled code keeps no 16-bit copies of fp32 weights: it casts them again in backward.
     """
+    return sum(_element_bytes(parameter, groups, None) * parameter.numel() for parameter in parameters)
 
-    def element_bytes(parameter: nn.Parameter) -> int:
-        if parameter not in groups:
-            return parameter.element_size()
-        return 16 + (0 if parameter.dtype == torch.float32 else 2)  # the master weight is fp32
 
-    return sum(element_bytes(parameter) * parameter.numel() for parameter in parameters)
+def _element_bytes(parameter: nn.Parameter, groups: Groups, autocast: torch.dtype | None) -> int:
+    """Returns the bytes of an element on the device: fp32 master, gradient and two states, and a 16-bit copy."""
+    if parameter in groups:
+        return 16 + (2 if autocast is not None or parameter.dtype != torch.float32 else 0)
+    return parameter.element_size() + (0 if autocast is None else 2)
 
 
 def residents_within(
@@ -128,17 +129,11 @@ def residents_within(
     def compute_bytes(parameter: nn.Parameter) -> int:
         return parameter.element_size() if autocast is None else autocast.itemsize
 
-    def resident_bytes(parameter: nn.Parameter) -> int:
-        """Bytes of an element: fp32 master, gradient and two states, and a 16-bit copy."""
-        if parameter in groups:
-            return 16 + (2 if autocast is not None or parameter.dtype != torch.float32 else 0)
-        return parameter.element_size() + (0 if autocast is None else 2)
-
     sizes = sorted((sum(compute_bytes(p) * p.numel() for p in own(unit)) for unit in units), reverse=True)
     used, most = 0, budget - sum(sizes[:3])  # one unit computes, one is prefetched, one is evicted
     resident: set[nn.Parameter] = set()
     for part in (part for unit in units for part in unit.parts):
-        needed = sum(resident_bytes(parameter) * parameter.numel() for parameter in own(part))
+        needed = sum(_element_bytes(parameter, groups, autocast) * parameter.numel() for parameter in own(part))
         if defer_to_user_hooks and not whole_parts([part], offloaded, defer_to_user_hooks=True):
             continue
         if used + needed > most:
