@@ -118,7 +118,7 @@ class DeviceShare:
             return
         if self._trial is None:
             order = [flat for flat in self._order if flat in self._candidates]
-            nbytes = sum(self._stores[flat].layout.opt_state_bytes + 2 * flat.nbytes for flat in order)
+            nbytes = sum(self._stores[flat].layout.step_bytes for flat in order)
             self._trial = ShareTrial(
                 [flat.numel for flat in order],
                 nbytes,
@@ -202,7 +202,6 @@ class DeviceShare:
         """Returns the most pieces to allocate: within a share of the budget, and no more than all values have."""
         if not self._prefetches:
             return DeviceStepper.PIECES
-        stores = [store for flat in self._order if (store := self._stores[flat]).in_memory]
-        nbytes = sum(store.layout.opt_state_bytes + 2 * store.flat.nbytes for store in stores)
+        nbytes = sum(store.layout.step_bytes for flat in self._order if (store := self._stores[flat]).in_memory)
         most = min(nbytes, int(self.BUDGET_SHARE * self._prefetcher.budget)) // DeviceStepper.PIECE_BYTES
         return max(DeviceStepper.PIECES, most)

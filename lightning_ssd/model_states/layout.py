@@ -147,6 +147,11 @@ class Layout:
         return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of all values and of the gradient, which a step on the device copies there."""
+        return self.opt_state_bytes + 2 * self.flat.nbytes
+
+    @property
     def paged(self) -> bool:
         """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
         return self.flat.numel >= PAGED_ELEMENTS
@@ -164,9 +169,12 @@ class Layout:
             start += align_up(nbytes) if self.paged else nbytes
         return tuple(arrays)
 
-    def views(self, weights: Tensor, opt_state: Tensor | None) -> StagedState:
-        """Returns views of the values that lie in `weights` and `opt_state`, both bytes."""
-        return self.state_of(self.arrays_in(0, weights) | ({} if opt_state is None else self.arrays_in(1, opt_state)))
+    def views(self, *buffers: Tensor) -> StagedState:
+        """Returns views of the values that lie in the bytes of the buffers."""
+        arrays: dict[str, Tensor] = {}
+        for index, memory in enumerate(buffers):
+            arrays |= self.arrays_in(index, memory)
+        return self.state_of(arrays)
 
     def arrays_in(self, buffer: int, memory: Tensor) -> dict[str, Tensor]:
         """Returns views of the arrays that lie in the bytes of a buffer, by their keys."""

@@ -262,11 +262,11 @@ class StateStore:
         Returns:
             Whether there is one now.
         """
-        buffers = self._host_buffers()
         if self.layout.versions == 1:
             return False
-        if all(buffer.has_second for buffer in buffers):
+        if self.has_second:
             return True
+        buffers = self._host_buffers()
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self.spare is not None and not self.spare.reserve(nbytes):
             return False
@@ -278,7 +278,7 @@ class StateStore:
             log.warning(
                 "%s has no second version of its values, and its steps wait for the norm: %s", self.flat.name, error
             )
-            self._drop_second(buffers)
+            self._drop_second()
             if self.spare is not None:
                 self.spare.release(nbytes)
             return False
@@ -286,13 +286,12 @@ class StateStore:
 
     def drop_second(self) -> None:
         """Frees the second version, unless a part of the values is on SSDs; no step is staged, and none reverted."""
-        buffers = self._host_buffers()
-        if not self.in_memory or not all(buffer.has_second for buffer in buffers):
+        if not self.in_memory or not self.has_second:
             return
-        self._drop_second(buffers)
+        self._drop_second()
         self.revertible = False
         if self.spare is not None:
-            self.spare.release(sum(buffer.nbytes for buffer in buffers))
+            self.spare.release(sum(buffer.nbytes for buffer in self._buffers))
 
     @property
     def lost(self) -> bool:
@@ -448,7 +447,7 @@ class StateStore:
                     self._copy(old, new)
         except BaseException:
             if self.in_memory:
-                self._drop_second(self._host_buffers())
+                self._drop_second()
             raise
         self.revertible = False
         before, self._buffers = self._buffers, tuple(buffers)
@@ -467,9 +466,8 @@ class StateStore:
     def free_host_memory(self) -> None:
         """Frees the buffers in host memory; those on SSDs go away with the scratch files."""
         self._in_place.clear()
-        for buffer in self._buffers:
-            if isinstance(buffer, HostBuffer):
-                buffer.free()
+        for buffer in self._host_buffers():
+            buffer.free()
 
     # ---- the buffers ----
 
@@ -513,9 +511,9 @@ class StateStore:
                 if isinstance(buffer, HostBuffer):
                     buffer.add_second()
 
-    def _drop_second(self, buffers: Sequence[HostBuffer]) -> None:
+    def _drop_second(self) -> None:
         self._in_place.clear()
-        for buffer in buffers:
+        for buffer in self._host_buffers():
             buffer.drop_second()
 
     def _copy(self, old: StateBuffer, new: StateBuffer) -> None:
@@ -556,12 +554,11 @@ class StateStore:
         return self.layout.state_of(arrays)
 
     def _views(self, parts: list[Tensor], *, step: bool) -> StagedState:
-        opt_state = parts[1] if len(parts) > 1 else None
-        staged = self.layout.views(parts[0], opt_state)
+        staged = self.layout.views(*parts)
         if step:
             others = [buffer.uncommitted(part) for buffer, part in zip(self._buffers, parts, strict=True)]
             if any(other is not part for other, part in zip(others, parts, strict=True)):
-                staged.uncommitted = self.layout.views(others[0], others[1] if opt_state is not None else None)
+                staged.uncommitted = self.layout.views(*others)
         return staged
 
     @staticmethod
