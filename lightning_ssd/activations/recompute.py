@@ -19,7 +19,7 @@ from torch._C import DispatchKey
 
 from lightning_ssd.activations.autocast import autocast_dtypes, autocast_of
 from lightning_ssd.activations.graph import is_random, tensors_of
-from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, forget_original
+from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, bytes_of, forget_original
 from lightning_ssd.storage_tags import RECOMPUTE_NODES, RECOMPUTED
 
 Pack = Callable[[Tensor], Any]
@@ -181,15 +181,14 @@ class Recomputed(RefCountedBytes):
 
     def remake(self) -> Tensor:
         """Recomputes and returns the bytes, whether they are dropped or not."""
-        tensor = self._node.remake(self.position)
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return bytes_of(self._node.remake(self.position).untyped_storage())
 
     def materialize(self, tensor: Tensor) -> None:
         """Uses the storage of `tensor`, a recomputed result, if there are views of it."""
         if self.views and self.data is None:
             storage = tensor.untyped_storage()
             self.restored()
-            self.data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self.data = bytes_of(storage)
 
     def release(self) -> None:
         if not self.expired:
@@ -203,7 +202,7 @@ class Recomputed(RefCountedBytes):
         """
         self.expired = True
         if self.views:
-            self.data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self.data = bytes_of(storage)
 
 
 GeneratorState = tuple[torch.Generator, Tensor]
