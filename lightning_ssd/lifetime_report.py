@@ -54,9 +54,9 @@ def migratable_share(lifetimes: LifetimeProfile, bandwidth: float = PAPER_BANDWI
     return sum(seconds > nbytes / bandwidth for nbytes, seconds in of_size) / len(of_size) if of_size else 0.0
 
 
-def median_period(lifetimes: LifetimeProfile, least: int = SMALL) -> float:
-    """Returns the median seconds of the inactive periods of tensors of `least` bytes or more; 0 if there are none."""
-    found = sorted(period.seconds for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= least)
+def median_period(lifetimes: LifetimeProfile) -> float:
+    """Returns the median seconds of the inactive periods of tensors of `SMALL` bytes or more; 0 if there are none."""
+    found = sorted(period.seconds for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= SMALL)
     return found[len(found) // 2] if found else 0.0
 
 

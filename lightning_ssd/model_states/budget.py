@@ -117,9 +117,10 @@ def _plan(
     layouts: Sequence[Layout],
     weights: Sequence[OffloadTierName],
     opt_state: Sequence[OffloadTierName],
+    *,
     shared: bool,
-    summed: bool = False,
-    lazy_seconds: bool = False,
+    summed: bool,
+    lazy_seconds: bool,
 ) -> MemoryPlan:
     param_staging: list[int] = []
     staging: list[int] = []

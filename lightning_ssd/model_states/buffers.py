@@ -222,7 +222,7 @@ class SSDBuffer(StateBuffer):
 
     tier = "ssd"
 
-    def __init__(self, nbytes: int, store: BlobStore, *, versions: int, blobs: Sequence[Blob] | None = None) -> None:
+    def __init__(self, nbytes: int, store: BlobStore, *, versions: int, blobs: Sequence[Blob] | None) -> None:
         self.nbytes = nbytes
         self.versions = versions
         self.staging_bytes = align_up(nbytes)

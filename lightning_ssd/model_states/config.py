@@ -71,7 +71,7 @@ class StatesConfig:
                 "there. Set `states='ssd'`, or `recover=False`."
             )
 
-    def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool, movable: bool = False) -> bool:
+    def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool, movable: bool) -> bool:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
 
         Args:

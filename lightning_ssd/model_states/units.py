@@ -109,7 +109,7 @@ def _numel(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
     return sum(parameter.numel() for _, parameter in parameters)
 
 
-def find_blocks(module: nn.Module, by: Sequence[str] | None = None) -> list[nn.Module]:
+def find_blocks(module: nn.Module, by: Sequence[str] | None) -> list[nn.Module]:
     """Returns the outermost blocks of `module` as in `find_units`, without those inside of compiled modules."""
     is_block = _block_rule(module, by)
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.model_states.budget import AHEAD, _plan, plan_memory
+from lightning_ssd.model_states.budget import AHEAD, plan_memory
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.shared_gradients import shared_gradient_bytes
@@ -53,7 +53,8 @@ def test_auto_keeps_its_budget_and_wastes_little(
         assert (weights, rest) != ("ssd", "host")
         if weights == "host" and rest == "ssd":  # there was no room for it
             moved = [*places.opt_state[:index], "host", *places.opt_state[index + 1 :]]
-            assert _plan(made, places.weights, moved, shared).host > budget
+            tiers = list(zip(places.weights, moved, strict=True))
+            assert plan_memory(made, "auto", None, shared=shared, tiers=tiers).host > budget
 
 
 @given(numels=sizes, slots=st.sampled_from([1, 2]))
