@@ -30,9 +30,7 @@ def describe_activations(
         return f"activations are kept on the {device}, because model states use all of `host_memory`"
     if decided_by is None and config.amount() == "auto" and offloader.device.type == "cpu":
         return f"activations are kept on the {device}, whose memory is the host's (`offload='auto'`)"
-    tiers = []
-    for name, tier in offloader.tiers.items():
-        tiers.append(f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})")
+    tiers = [f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})" for name, tier in offloader.tiers.items()]
     words = {"auto": "as the memory of the first steps requires", "ssdtrain": "as many as the bandwidth allows"}
     amount = words.get(str(config.amount()), f"`offload={config.offload!r}`")
     return (

@@ -35,9 +35,9 @@ class PlacementPolicy(ABC):
         """Whether storages must be evicted as early as possible, even if that costs more time of the host."""
         return False
 
-    @abstractmethod
     def begin(self, expected_bytes: int) -> None:
         """Begins a micro-batch; the last one saved `expected_bytes` that could be offloaded (0: unknown)."""
+        return None
 
     def use_window(self, window_bytes: int, early_bytes: Callable[[int], int]) -> int:
         """Returns the window of the present micro-batch, which has saved nothing yet.
@@ -73,9 +73,6 @@ class PlacementPolicy(ABC):
 class KeepAll(PlacementPolicy):
     """Offloads nothing."""
 
-    def begin(self, expected_bytes: int) -> None:
-        return None
-
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         return ()
 
@@ -89,9 +86,6 @@ class OffloadAll(PlacementPolicy):
 
     def __init__(self, tiers: Sequence[OffloadTierName]) -> None:
         self._tiers = tiers
-
-    def begin(self, expected_bytes: int) -> None:
-        return None
 
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         return self._tiers

@@ -4,7 +4,7 @@ As with FSDP, a module's parameters are initialized by its own `reset_parameters
 Face model that contains it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,7 +158,8 @@ def _has_no_value(owner: nn.Module, name: str) -> bool:
 
 
 def _give_values(root: nn.Module, module: nn.Module, own: set[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    for model in _hugging_face_models(root, module):
+    model = _hugging_face_model(root, module)
+    if model is not None:
         with torch.no_grad():
             model._init_weights(module)  # type: ignore[operator]
         return
@@ -174,11 +175,12 @@ def _give_values(root: nn.Module, module: nn.Module, own: set[nn.Parameter], nam
         )
 
 
-def _hugging_face_models(root: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the Hugging Face models that contain `module`."""
+def _hugging_face_model(root: nn.Module, module: nn.Module) -> nn.Module | None:
+    """Returns the outermost Hugging Face model that contains `module`, or None."""
     for model in root.modules():
         if hasattr(model, "_init_weights") and any(module is child for child in model.modules()):
-            yield model
+            return model
+    return None
 
 
 def _no_value(buffer: Tensor) -> float | int | bool:

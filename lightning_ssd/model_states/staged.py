@@ -98,9 +98,7 @@ class StagedFlats:
         Raises:
             RuntimeError: the weights may not change now.
         """
-        if self._pulling or flat.summoned:
-            return
-        if not flat.shared:
+        if self._pulling or flat.summoned or not flat.shared:
             return
         last = [index for index, memory in flat.shared.items() if not (memory.referenced or memory.foreign)]
         """Parameters whose memory user code no longer references; its earlier writes count."""
