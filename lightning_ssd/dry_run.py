@@ -34,6 +34,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.profiling import LifetimeRecorder, TracingError, count_samples, fake_tensors, trace, unit_profiles
+from lightning_ssd.recipe import strategy_argument
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.types import InputChoice, Tier
@@ -60,7 +61,7 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
         graph = trace(units, module, _step(module, config), first, mode, hardware, least)
         moments = _optimizer_bytes(module)
     wide = str(config["trainer"]["precision"]) in ("32", "32-true", "64", "64-true", "None")
-    divided = (_strategy_argument(config, "states") or "auto") == "auto" and not _strategy_argument(config, "recover")
+    divided = (strategy_argument(config, "states") or "auto") == "auto" and not strategy_argument(config, "recover")
 
     def parts_of(unit: Unit) -> list[PartProfile]:
         parts = unit.parts if divided else (UnitPart("", unit.parameters),)
@@ -102,7 +103,7 @@ def profile_lifetimes(config: Any, hardware: HardwareProfile, batch: Sequence[st
 
 
 def _min_bytes(config: Any) -> int:
-    return parse_bytes(_strategy_argument(config, "min_bytes") or 2**20, "min_bytes")
+    return parse_bytes(strategy_argument(config, "min_bytes") or 2**20, "min_bytes")
 
 
 @contextlib.contextmanager
@@ -117,7 +118,7 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
         _configure(module, named=bool(batch))
         if dtype is not torch.float32:
             first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
-        units = [unit for unit in find_units(module, _strategy_argument(config, "units")) if unit.parameters]
+        units = [unit for unit in find_units(module, strategy_argument(config, "units")) if unit.parameters]
         try:
             yield module, units, first, mode
         except TracingError as error:
@@ -141,7 +142,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
         model: profile of the recipe's model.
         hardware: profile of the machine.
     """
-    states: Any = _strategy_argument(config, "states") or "auto"
+    states: Any = strategy_argument(config, "states") or "auto"
     host: Tier = "host"
     everything = (host,) * len(model.parts)
     in_host = resident_bytes(model, default_plan(model, FixedPlacement(everything, everything), {}, 0))[1]
@@ -153,7 +154,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     tiers: tuple[Tier, ...] = (states,) * len(model.parts)
     transferred = int(model.forward_seconds * hardware.copy_out)
     left = hardware.host_bytes - (in_host if states == "host" else 0)
-    amount = _strategy_argument(config, "offload") or "auto"
+    amount = strategy_argument(config, "offload") or "auto"
     room: dict[InputChoice, int] = (
         {"host": max(0, min(transferred, int(left)))} if amount not in ("auto", "none") else {}
     )
@@ -323,12 +324,6 @@ def _default_type(dtype: torch.dtype) -> Any:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _strategy_argument(config: Any, name: str) -> Any:
-    """Returns an argument of the recipe's strategy, or None if it is not given."""
-    strategy = config["trainer"]["strategy"]
-    return None if isinstance(strategy, str) else (strategy.get("init_args") or {}).get(name)
 
 
 def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:

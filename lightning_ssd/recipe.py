@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_ssd._autoload import STRATEGIES
 from lightning_ssd.sizes import check_least
 
-__all__ = ["check_recipe", "describe_os_error", "read_recipe", "refused_input", "scratch_path"]
+__all__ = ["check_recipe", "describe_os_error", "read_recipe", "refused_input", "scratch_path", "strategy_argument"]
 
 _DEFAULTS = "defaults.yaml"
 """Name of the optional file beside a recipe with default values of the recipe's keys."""
@@ -148,16 +148,19 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
+def strategy_argument(config: Any, name: str) -> Any:
+    """Returns an argument of a recipe's strategy, or None if it is not given."""
+    strategy = config["trainer"]["strategy"]
+    return None if isinstance(strategy, str) else (strategy.get("init_args") or {}).get(name)
+
+
 def scratch_path(config: Any) -> Path:
     """Returns the directory of a recipe's scratch files: the first one of `path`, or `default_root_dir`.
 
     Raises:
         ValueError: the directory does not exist.
     """
-    trainer = config["trainer"]
-    strategy = trainer["strategy"]
-    arguments = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
-    paths = arguments.get("path") or trainer["default_root_dir"] or "."
+    paths = strategy_argument(config, "path") or config["trainer"]["default_root_dir"] or "."
     path = Path(paths if isinstance(paths, str | Path) else paths[0]).expanduser()
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is not a directory: create it, or name another with --measure DIR.")
