@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_ssd.model_states import is_sharded, load_sharded
+from lightning_ssd.model_states import divide_into_files, is_sharded, load_sharded
 from lightning_ssd.storage import StorageError
 
 __all__ = ["export"]
@@ -93,17 +93,8 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
     def of(value: Tensor) -> torch.dtype:
         return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
-    def size(value: Tensor) -> int:
-        return value.numel() * of(value).itemsize
-
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, value in weights.items():
-        if shards[-1] and filled + size(value) > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size(value)
+    sizes = {name: value.numel() * of(value).itemsize for name, value in weights.items()}
+    shards = divide_into_files(sizes, shard_bytes)
     files: list[Path] = []
     where: dict[str, str] = {}
     for index, names in enumerate(shards):
@@ -113,7 +104,6 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
         save_file(shard, files[-1], metadata={"format": "pt"})
         where |= dict.fromkeys(names, files[-1].name)
     if len(shards) > 1:
-        total = sum(map(size, weights.values()))
-        index_of = {"metadata": {"total_size": total}, "weight_map": where}
+        index_of = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=2))
     return files

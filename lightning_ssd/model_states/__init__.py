@@ -47,7 +47,7 @@ from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, enco
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
-from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
+from lightning_ssd.model_states.sharded import divide_into_files, is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.units import Unit, UnitPart, check_unit_classes, find_blocks, find_units
 from lightning_ssd.model_states.user_optimizers import (
     register_optimizer,
@@ -91,6 +91,7 @@ __all__ = [
     "count_stored_bytes",
     "describe",
     "differences",
+    "divide_into_files",
     "encode",
     "exact_value",
     "find_blocks",

@@ -10,7 +10,7 @@ When the checkpoint is written, the tensors of one file are in memory at a time;
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,12 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
         tensors: dict[str, Tensor] = {}
         first: dict[object, str] = {}
         rest = _replace(checkpoint, "", lambda name, tensor: _named(name, tensor, tensors, first))
-        names = {"weights": [name for name in tensors if name.startswith(_STATE_DICT)]}
-        names["optimizer"] = [name for name in tensors if not name.startswith(_STATE_DICT)]
+        sizes: dict[str, dict[str, int]] = {"weights": {}, "optimizer": {}}
+        for name, tensor in tensors.items():
+            sizes["weights" if name.startswith(_STATE_DICT) else "optimizer"][name] = tensor.nbytes
         index: dict[str, str] = {}
-        for kind, of_kind in names.items():
-            for number, shard in enumerate(_shards(of_kind, tensors)):
+        for kind, of_kind in sizes.items():
+            for number, shard in enumerate(divide_into_files(of_kind, SHARD_BYTES)):
                 file = f"{kind}-{number + 1:05}.safetensors"
                 save_file({_in_file(name): _plain(name, tensors[name]) for name in shard}, part / file)
                 index |= dict.fromkeys(shard, file)
@@ -147,15 +148,16 @@ def _restore(value: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
     return value
 
 
-def _shards(names: list[str], tensors: dict[str, Tensor]) -> list[list[str]]:
+def divide_into_files(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Returns the names of the tensors of each file: of at most `most` bytes, unless a single tensor is larger."""
     shards: list[list[str]] = []
     filled = 0
-    for name in names:
-        if not shards or filled + tensors[name].nbytes > SHARD_BYTES:
+    for name, nbytes in sizes.items():
+        if not shards or filled + nbytes > most:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += tensors[name].nbytes
+        filled += nbytes
     return shards
 
 
