@@ -9,7 +9,7 @@ The modules, by subject, in the order in which they are best read:
   weights of resident parameters).
 - stores of values: `layout` (arrays in memory), `split` (a format), `state_store`, `buffers`, `state_storage`,
   `budget` (which tier), `staged` (values on the host for user code), `locations` (the location table).
-- weights for a forward: `unit_hooks`, `prefetcher`, `compile` (compiled modules).
+- weights for a forward: `unit_hooks`, `prefetcher`; `regions` (compiled modules) and `compile` (calls of them).
 - gradients: `gradient_offload`, `gradient`, `grad_dtype`, `grad_scale` (clipping and loss scales).
 - optimizer steps: `step_scheduler` (when), `step` (one flat parameter), `step_work`, `step_history` (roll-back),
   `weights_first`; `optimizers`, `adam` and `compiled` (kernels of the CPU); `device_share`, `share_trial`,
@@ -22,7 +22,6 @@ The modules, by subject, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.build import make_model_states
-from lightning_ssd.model_states.compile import compiled_regions, is_compiled
 from lightning_ssd.model_states.config import GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
@@ -44,6 +43,7 @@ from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, present_tiers, regroup_model_states
 from lightning_ssd.model_states.optimizers import AdamOptimizer, StepHalf, StepInput
 from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
+from lightning_ssd.model_states.regions import compiled_regions, is_compiled
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd.model_states.compile import compiled_regions, may_read_weights
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, make_flat_optimizer
+from lightning_ssd.model_states.regions import compiled_regions, may_read_weights
 from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 

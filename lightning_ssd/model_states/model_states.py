@@ -33,7 +33,7 @@ from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.compile import is_region, renew_guards
+from lightning_ssd.model_states.compile import renew_guards
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
@@ -52,6 +52,7 @@ from lightning_ssd.model_states.optimizers import GenericOptimizer
 from lightning_ssd.model_states.parameter import hook_gradient
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.regions import is_region
 from lightning_ssd.model_states.restorer import ModelRestorer
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts

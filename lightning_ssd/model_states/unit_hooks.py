@@ -12,7 +12,6 @@ from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.compile import (
     around_calls,
     before_compilations,
-    compiled_regions,
     run_calls_within,
     run_functions_within,
     without_own_hooks,
@@ -20,6 +19,7 @@ from lightning_ssd.model_states.compile import (
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import OffloadedTensor, ordinary
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.regions import compiled_regions
 from lightning_ssd.model_states.units import Unit
 from lightning_ssd.uncopied import ModuleHook
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from lightning_ssd.model_states.compile import is_region
+from lightning_ssd.model_states.regions import is_region
 
 PART_ELEMENTS = 2**23
 """Least number of elements of a part of a unit: 16 MiB of 16-bit weights, so that transfers stay large."""

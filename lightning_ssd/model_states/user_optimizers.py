@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_ssd.model_states.compile import is_compiled_function
+from lightning_ssd.model_states.regions import is_compiled_function
 from lightning_ssd.sizes import show_argument
 
 log = logging.getLogger(__name__)

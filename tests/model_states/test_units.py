@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5C
 
 from lightning_ssd.model_states import is_compiled
 from lightning_ssd.model_states import units as units_module
-from lightning_ssd.model_states.compile import compiled_regions
+from lightning_ssd.model_states.regions import compiled_regions
 from lightning_ssd.model_states.units import Unit, find_units
 
 
