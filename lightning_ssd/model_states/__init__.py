@@ -12,7 +12,7 @@ The modules, by subject, in the order in which they are best read:
 - weights for a forward: `unit_hooks`, `prefetcher`; `regions` (compiled modules) and `compile` (calls of them).
 - gradients: `gradient_offload`, `gradient`, `grad_dtype`, `grad_scale` (clipping and loss scales).
 - optimizer steps: `step_scheduler` (when), `step` (one flat parameter), `step_work`, `step_history` (roll-back),
-  `weights_first`; `optimizers`, `adam` and `compiled` (kernels of the CPU); `device_share`, `share_trial`,
+  `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_share`, `share_trial`,
   `device_stepper`, `piece_transfers` and `adam_cuda` (steps of the GPU).
 - the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
 - operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `operands`, `sources`,

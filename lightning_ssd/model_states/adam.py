@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from lightning_ssd.device import available_cores, kernel_threads
-from lightning_ssd.model_states.compiled import KernelArguments, KernelSettings, adam_library
+from lightning_ssd.model_states.adam_c import KernelArguments, KernelSettings, adam_library
 
 log = logging.getLogger(__name__)
 

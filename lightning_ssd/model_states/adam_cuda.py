@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.model_states.adam import CHECKED_OPTIONS, AdamKernel, make_calls, settings_of
-from lightning_ssd.model_states.compiled import KernelSettings
+from lightning_ssd.model_states.adam_c import KernelSettings
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from lightning_ssd.model_states.adam import (
     settings_of,
     torchs_step,
 )
+from lightning_ssd.model_states.adam_c import KernelSettings
 from lightning_ssd.model_states.adam_cuda import cuda_kernel
-from lightning_ssd.model_states.compiled import KernelSettings
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.split import join, split

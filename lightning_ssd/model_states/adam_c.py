@@ -1,4 +1,4 @@
-"""The optimizer's kernel in C, compiled at first use for the machine's processor.
+"""The library of the kernel in adam.c, compiled at first use for the machine's processor.
 
 On a machine without a compiler, torch's kernels are used.
 """
