@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,9 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision, is_power_of_two
 from lightning_ssd.model_states.gradient import Gradient, GradientState, clip
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.group_options import GroupOptions
 from lightning_ssd.model_states.journal import Journal
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizers import Options
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory
@@ -114,10 +113,7 @@ class StepScheduler:
         """Clipping that the next step of an optimizer has to do."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
-        self._noted_options: list[Options] | None = None
-        """Options of the parameter groups of `optimizer` when its own code began to step; None: it has not begun."""
-        self._submitted_options: dict[FlatParameter, Options] = {}
-        """Options that the steps of `_submitted` were given; those steps have copies of their own."""
+        self._options = GroupOptions(offloaded.groups)
         self.history = StepHistory(offloaded)
         self._lock = threading.Lock()
         self._submitted: dict[FlatParameter, Future[None]] = {}
@@ -153,31 +149,15 @@ class StepScheduler:
         self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
 
     def note_options(self, optimizer: Optimizer) -> None:
-        """Notes the options of the parameter groups, for the steps that are submitted after the optimizer's own code.
-
-        Called before that code, which may change them: it may count its steps in the groups.
-
-        Raises:
-            RuntimeError: an option was changed since the step of a flat parameter was submitted with it.
-        """
-        if self.optimizer is not optimizer:
-            return
-        self._noted_options = [_copy_options(group) for group in optimizer.param_groups]
-        for flat, used in self._submitted_options.items():
-            number = self._groups[flat][1]
-            for name, value in self._noted_options[number].items():
-                if name not in used or not _equal(used[name], value):
-                    raise RuntimeError(
-                        f"`{name}` of parameter group {number} of {type(optimizer).__name__} was changed during "
-                        f"backward, after the optimizer step of {flat.name} had begun. Change it before backward, or "
-                        "set `overlap='none'`."
-                    )
+        """Notes the options of the parameter groups before the optimizer's own code; see `GroupOptions.note`."""
+        if self.optimizer is optimizer:
+            self._options.note(optimizer)
 
     @contextlib.contextmanager
     def closure(self, optimizer: Optimizer) -> Iterator[None]:
         """Surrounds a closure that `step` of `optimizer` calls: the optimizer's own code goes on after it."""
         if self.optimizer is optimizer:
-            self._noted_options = None
+            self._options.forget()
         yield
         self.note_options(optimizer)
 
@@ -223,8 +203,7 @@ class StepScheduler:
         self._gradients.resume_stepped(flat)
         self._staged.unstage()
         self._prefetcher.retire_for_step(flat)
-        options = self._options(flat)  # the step owns these
-        self._submitted_options[flat] = _copy_options(options)
+        options = self._options.submit(flat)  # the step owns these
         on_host, arrived = self._gradients.hand_over(flat)
         if arrived is None:
             with self._lock:
@@ -467,8 +446,8 @@ class StepScheduler:
         self._weights_first.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()
-        self.optimizer = self._noted_options = None
-        self._submitted_options.clear()
+        self.optimizer = None
+        self._options.end()
         self.defer_to_user_hooks = self._defer_next
         for flat, _ in self._gradients_of(optimizer):
             self._gradients.reset_norms(flat)
@@ -527,12 +506,6 @@ class StepScheduler:
                 self._committed = committed
         self.history.end(committed if stores else all_of(submitted.values()))
         return submitted
-
-    def _options(self, flat: FlatParameter) -> Options:
-        """Returns copies of the options of the parameter group."""
-        optimizer, group = self._groups[flat]
-        noted = self._noted_options if optimizer is self.optimizer else None
-        return _copy_options((optimizer.param_groups if noted is None else noted)[group])
 
     def _gradients_of(self, optimizer: Optimizer) -> list[tuple[FlatParameter, Gradient]]:
         """Returns the flat parameters that `optimizer` steps, and their gradients."""
@@ -688,41 +661,3 @@ class StepScheduler:
         wait(self._gradients.consumed())
         self._worker.close()
         self._device_share.close()
-
-
-_IMMUTABLE = (bool, float, int, str, type(None))
-"""Types of most options, which are not copied."""
-
-
-def _copy_options(group: Mapping[str, Any]) -> Options:
-    """Returns copies of the options of a parameter group.
-
-    Schedulers change tensors and lists in place, while steps run; so do optimizers that count or cache in a list.
-    """
-    return {
-        name: value if type(value) in _IMMUTABLE or name == "param_names" else _copy(value)
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) in (list, tuple):
-        return type(value)(map(_copy, value))
-    return {key: _copy(one) for key, one in value.items()} if type(value) is dict else value
-
-
-def _equal(value: Any, other: Any) -> bool:
-    """Returns whether an option that `_copy` has copied is equal to another one."""
-    if value is other:
-        return True
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        same_kind = (value.shape, value.dtype) == (other.shape, other.dtype)
-        return same_kind and bool(((value == other) | (value.isnan() & other.isnan())).all())
-    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
-        return len(value) == len(other) and all(map(_equal, value, other))
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value.keys() == other.keys() and all(_equal(one, other[key]) for key, one in value.items())
-    return bool(value == other) or bool(value != value and other != other)  # NaN
