@@ -46,12 +46,8 @@ class StagedState:
         """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
         return self if self.uncommitted is None else self.uncommitted
 
-    def arrays(self) -> list[Tensor]:
-        """Returns all values: compute weights, master weights or low halves if they are apart, optimizer states."""
-        return list(self.by_key().values())
-
     def by_key(self) -> dict[str, Tensor]:
-        """Returns all values by the keys of a `StoredArray`, compute weights first."""
+        """Returns all values by the keys of a `StoredArray`: compute weights, master weights if apart, states."""
         kept = self.low if self.master is None else self.master
         apart = {} if kept is None or kept is self.weights else {MASTER: kept}
         return {WEIGHT: self.weights, **apart, **self.states}

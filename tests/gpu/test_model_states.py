@@ -158,7 +158,7 @@ def test_staging_memory_of_steps_on_the_device_is_page_locked(monkeypatch: pytes
 
     def noted(stepper: DeviceStepper, step: DeviceStep, **named: Any) -> Any:
         assert step.staged is not None
-        locked.update(array.is_pinned() for array in step.staged.arrays())
+        locked.update(array.is_pinned() for array in step.staged.by_key().values())
         return submit(stepper, step, **named)
 
     monkeypatch.setattr(DeviceStepper, "submit", noted)

@@ -686,7 +686,7 @@ def two_steps(path: Path, worker: Worker) -> Iterator[tuple[Stepped, Stepped]]:
 
 def is_of(source: Tensor, made: Stepped) -> bool:
     """Whether `source` is a part of the stored values."""
-    memory = [array.untyped_storage() for array in made.step.store.stage().result().arrays()]
+    memory = [array.untyped_storage() for array in made.step.store.stage().result().by_key().values()]
     return source.untyped_storage().data_ptr() in [storage.data_ptr() for storage in memory]
 
 
