@@ -109,14 +109,7 @@ def make_model_states(
             )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
-        tiers = None
-        if plan_tiers is not None:
-            tiers = [
-                off_device(plan_tiers[unit.name].of(part))
-                for unit, (_, own) in zip(units, of_units, strict=True)
-                for part in setup.parts_of(unit)
-                for _ in flats_of(part, own)
-            ]
+        tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, recover=recover)
         recovered = space.recovered
         if space.staging is not None:
@@ -237,6 +230,18 @@ def _choose_residents(
         )
         return resident, budget - used
     return set(), budget
+
+
+def _tiers_of_flats(
+    plan_tiers: PlanTiers, of_units: Sequence[tuple[Unit, Sequence[FlatParameter]]], setup: Setup
+) -> list[tuple[OffloadTierName, OffloadTierName]]:
+    """Returns the tiers of each flat parameter under a plan, in order."""
+    return [
+        off_device(plan_tiers[unit.name].of(part))
+        for unit, flat_params in of_units
+        for part in setup.parts_of(unit)
+        for _ in flats_of(part, flat_params)
+    ]
 
 
 @dataclass(frozen=True)
