@@ -17,7 +17,8 @@ from torch._C._profiler import _ExperimentalConfig
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
 from lightning_ssd.planning import recorded_traffic
-from lightning_ssd.timeline import COLORS, Timeline, read_timeline
+from lightning_ssd.timeline import COLORS, Timeline
+from lightning_ssd.timeline_profile import read_timeline
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.parity import TinyGPT
