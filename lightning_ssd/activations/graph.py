@@ -189,6 +189,7 @@ class ForwardGraph:
             maker = None if buffer.maker is None else self.operations[buffer.maker]
             is_unit_input = maker is None or maker.unit_call != buffer.unit_call
             recompute_ops = None if is_unit_input else self._recompute_ops(number, buffer.unit_call, min_bytes)
+            operations = recompute_ops or set()
             name = "input" if maker is None else _name(maker, buffer)
             count = counts[buffer.unit_call, name] = counts.get((buffer.unit_call, name), 0) + 1
             found.append(
@@ -197,8 +198,8 @@ class ForwardGraph:
                     name if count == 1 else f"{name}#{count}",
                     number,
                     buffer.nbytes,
-                    tuple(sorted(recompute_ops)) if recompute_ops is not None else (),
-                    self._recompute_workspace_bytes(number, recompute_ops, made_by) if recompute_ops is not None else 0,
+                    tuple(sorted(operations)),
+                    self._recompute_workspace_bytes(number, operations, made_by),
                     recompute_ops is not None,
                     is_unit_input,
                 )

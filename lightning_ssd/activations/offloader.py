@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -324,7 +323,7 @@ class ActivationOffloader(Uncopied):
     # ---- forward ----
 
     @untraced
-    def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper[Any]":
+    def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper":
         """Returns the object that autograd saves in place of `tensor`: the pack hook."""
         # Operators of the hook are no part of the forward: modes and classes of the user neither see nor change them.
         if type(tensor) in _PLAIN:
@@ -342,7 +341,7 @@ class ActivationOffloader(Uncopied):
         with torch._C.DisableTorchFunction(), _disable_current_modes() if _num_dispatch_modes() else _NO_CONTEXT:
             return self._pack_wrapper(tensor) if self._mode is None and is_wrapper(tensor) else self._pack(tensor)
 
-    def _pack_wrapper(self, tensor: Tensor) -> "InlineSaved | SavedWrapper[Any]":
+    def _pack_wrapper(self, tensor: Tensor) -> "InlineSaved | SavedWrapper":
         # In a forward under a mode, wrapped tensors are not unwrapped. Tensors saved in backward are needed at once.
         if in_backward() or is_weight(tensor, tensor.untyped_storage()):
             return _keep(tensor)
@@ -531,7 +530,7 @@ class ActivationOffloader(Uncopied):
     # ---- backward ----
 
     @untraced
-    def unpack(self, saved: "InlineSaved | SavedHandle | SavedWrapper[Any]") -> Tensor:
+    def unpack(self, saved: "InlineSaved | SavedHandle | SavedWrapper") -> Tensor:
         """Returns the saved tensor: the unpack hook. The compute stream is ordered after its load."""
         if isinstance(saved, SavedWrapper):
             return saved.rebuild(self.unpack)

@@ -5,7 +5,7 @@ context describe a tensor completely. `torch.compile` saves them for backward in
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ _NOT_UNWRAPPED: tuple[type, ...] = (AsyncCollectiveTensor, NestedTensor)
 """Classes that are not unwrapped: an asynchronous result is still being written, and the sizes of a jagged tensor refer
 to the identity of its offsets tensor."""
 
-Packed = TypeVar("Packed")
 
-
-class SavedWrapper(Generic[Packed]):
+class SavedWrapper:
     """A saved tensor subclass: its wrapped tensors, packed, and the context to rebuild it.
 
     The version counters of the wrapped tensors do not count changes of the wrapper. Its probe does: a wrapper around
@@ -33,7 +31,7 @@ class SavedWrapper(Generic[Packed]):
         pack: packs a wrapped tensor.
     """
 
-    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Packed]) -> None:
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         wrapped = {name: getattr(tensor, name) for name in names}
         self._packed = {name: pack(value) for name, value in wrapped.items() if isinstance(value, Tensor)}
@@ -45,7 +43,7 @@ class SavedWrapper(Generic[Packed]):
         for name in self._packed:
             setattr(self._probe, name, torch.empty(0, dtype=wrapped[name].dtype, device=wrapped[name].device))
 
-    def rebuild(self, unpack: Callable[[Packed], Tensor]) -> Tensor:
+    def rebuild(self, unpack: Callable[[Any], Tensor]) -> Tensor:
         """Returns the saved tensor; `unpack` is the inverse of `pack`.
 
         Raises:

@@ -23,7 +23,7 @@ Threads: the training thread, and autograd's while the training thread waits in 
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -254,13 +254,7 @@ class Access:
             return func(*args, **kwargs)
         _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
-            for tensor in found.values():
-                if isinstance(tensor, OffloadedView) and tensor.graph.freed:
-                    raise not_followed(tensor.source.name)
-            if func is torch.autograd.grad:
-                self._use_full_precision(found.values())
-            with references_saved():
-                return differentiate(func, args, kwargs)
+            return self._differentiate(func, args, kwargs, found.values())
         first = args[0] if args else None
         if func is Tensor.share_memory_:
             name = next(iter(found.values())).source.name
@@ -313,6 +307,18 @@ class Access:
                         copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
                         return export(func, copy, args[1:], kwargs)
         return self._operate(kind, func, args, kwargs, found)
+
+    def _differentiate(
+        self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Collection[OffloadedTensor]
+    ) -> Any:
+        """Runs `torch.autograd.grad` or `backward`, which was called with the tensors `found`."""
+        for tensor in found:
+            if isinstance(tensor, OffloadedView) and tensor.graph.freed:
+                raise not_followed(tensor.source.name)
+        if func is torch.autograd.grad:
+            self._use_full_precision(found)
+        with references_saved():
+            return differentiate(func, args, kwargs)
 
     def _check_graph(self, outputs: Any) -> None:
         """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
