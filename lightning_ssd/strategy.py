@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from typing_extensions import override
@@ -89,6 +89,8 @@ from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
 from lightning_ssd.user_hooks import user_sees_gradients
+
+_Callback = TypeVar("_Callback", bound=pl.Callback)
 
 _FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
 """Classes of precision plugins whose weights and optimizer states are fp32."""
@@ -309,6 +311,16 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         own |= dict.fromkeys(("_segments", "_collections", "_user_precision", "_module_records"))
         return super().__getstate__() | own | {"_precision_plugin": self._user_precision or self._precision_plugin}
 
+    @property
+    def _trainer(self) -> pl.Trainer:
+        """The Trainer of the present training or evaluation."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _find_trainer(self) -> pl.Trainer | None:
+        """Returns the Trainer of the module, if it is attached to one."""
+        return None if self.lightning_module is None else self.lightning_module._trainer
+
     # ---- the device ----
 
     @property
@@ -337,9 +349,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         super().setup_environment()
         if self.root_device.type == "cuda":
             self._segments = ExpandableSegments(self.root_device)
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
-            self._offload_callbacks = find_offload_callbacks(self.lightning_module._trainer)
+        if (trainer := self._find_trainer()) is not None:
+            self._default_callbacks += add_default_callbacks(trainer)
+            self._offload_callbacks = find_offload_callbacks(trainer)
 
     # ---- set-up, before the first step ----
 
@@ -394,7 +406,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             need = bytes_on_device(self.model, fitting=True)
             room = self.states_config.resident_budget(device, movable=self.can_offload_states())
             of_states = describe_resident(need, room, chosen, device)
-        decided_by = None if _find_swap_planner(trainer) is None else "SwapPlanner"
+        decided_by = None if _find_callback(trainer, SwapPlanner) is None else "SwapPlanner"
         of_activations = describe_activations(offloader, self.config, decided_by=decided_by)
         drives = describe_drives(offloader, states, self.config, trainer.default_root_dir)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
@@ -415,8 +427,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _offloads_states(self) -> bool:
         """Returns whether states are offloaded. The result is fixed until teardown."""
         if self._offloads is None:
-            assert self.model is not None and self.lightning_module is not None
-            fitting = _is_fitting(self.lightning_module.trainer)
+            assert self.model is not None
+            fitting = _is_fitting(self._trainer)
             if fitting and (user_plan := self._user_plan()) is not None:
                 self._offloads = any(part.states != "gpu" for part in user_plan.placements)
                 return self._offloads
@@ -428,8 +440,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Returns the user's plan of a `SwapPlanner`, if it determines the tiers of states."""
         if self.states_config.states != "auto" or self.states_config.recover:
             return None
-        assert self.lightning_module is not None
-        planner = _find_swap_planner(self.lightning_module.trainer)
+        planner = _find_callback(self._trainer, SwapPlanner)
         return None if planner is None else planner.user_plan
 
     @override
@@ -441,8 +452,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model.to(self.root_device)
             return
         self._uninitialized = meta_to_placeholder(self.model)
-        assert self.lightning_module is not None
-        self._to_offload = self._find_offloadable(fitting=_is_fitting(self.lightning_module.trainer))
+        self._to_offload = self._find_offloadable(fitting=_is_fitting(self._trainer))
         held = self._to_offload | self._uninitialized.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
         for module in self.model.modules():  # as `to` does, besides moving tensors
@@ -598,8 +608,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        restore_offload_callbacks(self.lightning_module.trainer, self._offload_callbacks)
+        restore_offload_callbacks(self._trainer, self._offload_callbacks)
         if self._collections is None:  # else the loop runs again, as in BatchSizeFinder
             self._collections = ShortCollections()
         if self.model_states is not None:
@@ -608,8 +617,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        assert self.lightning_module is not None
-        training = self.lightning_module.trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
+        training = self._trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
         return dataloader if self._recovery is None or not training else self._recovery.wrap_dataloader(dataloader)
 
     @override
@@ -638,7 +646,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        planner = _find_auto_planner(module.trainer)
+        planner = _find_callback(module.trainer, AutoPlanner)
         if planner is None or not planner.may_run_out or not module.automatic_optimization:
             self._module_records = None
             return None
@@ -665,7 +673,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             part: "forward" or "backward", which has failed.
             zeroed: whether gradients of the step before were zeroed.
         """
-        assert self.lightning_module is not None
         waiting: dict[torch.nn.Parameter, torch.Tensor] = {}
         if zeroed or not planner.begins_step:  # the next step uses all gradients that are there
             waiting = _pop_gradients(self._find_offloadable(fitting=True))
@@ -679,7 +686,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             raise
         assert self.model_states is not None
         self.model_states.restore_accumulated_gradients(waiting)
-        planner.restart_after_offload(self.lightning_module.trainer, part)
+        planner.restart_after_offload(self._trainer, part)
         self._begin_micro_batch("train")
 
     @override
@@ -709,9 +716,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
-        module = self.lightning_module
-        assert module is not None
-        planner = _find_auto_planner(module.trainer)
+        planner = _find_callback(self._trainer, AutoPlanner)
         may_run_out = planner is not None and planner.may_run_out
         if may_run_out and self.model_states is None and self._tiers_may_change() and not steps_whole(optimizer):
             # The optimizer's `step` would run the closure, within which states could not be offloaded.
@@ -815,14 +820,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         Raises:
             ValueError: the states can't be offloaded. Training may continue.
         """
-        assert self.model is not None and self.lightning_module is not None
+        assert self.model is not None
         check_no_cuda_graphs(self.model, self.root_device)
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=True)
         self._to_offload = self._find_offloadable(fitting=True)
         units = find_units(self.model, self.states_config.units)
         try:
             resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
-            self._make_states(self.lightning_module.trainer, autocast, resident, fitting=True)
+            self._make_states(self._trainer, autocast, resident, fitting=True)
         finally:
             self._to_offload = set()
         self._offloads = True
@@ -879,8 +884,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @uninterrupted
     def move_states_to(self, tiers: PlanTiers) -> None:
         """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan, with its errors."""
-        assert self.model_states is not None and self._setup is not None
-        assert self.model is not None and self.lightning_module is not None
+        assert self.model_states is not None and self._setup is not None and self.model is not None
         if self.model_states.accumulating:
             raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
         offloader, self.offloader = self.offloader, None
@@ -903,10 +907,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 if isinstance(error, ValueError):
                     raise RuntimeError(f"model states could not be moved: {error}") from error
                 raise
-            self._make_offloader(self.lightning_module.trainer)
+            self._make_offloader(self._trainer)
             raise ValueError(f"model states were not moved: {error}") from error
         self._connect_states()
-        self._make_offloader(self.lightning_module.trainer)
+        self._make_offloader(self._trainer)
 
     # ---- checkpoints, and whole weights for callbacks ----
 
@@ -1014,19 +1018,19 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failure = exception
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            _drop_unread_loader(self.lightning_module._trainer)
+        if (trainer := self._find_trainer()) is not None:
+            _drop_unread_loader(trainer)
         if isinstance(exception, torch.OutOfMemoryError) and self.offloader is not None:
             assert self.lightning_module is not None
             exception.add_note(
                 explain_out_of_memory(
                     exception,
                     self.lightning_module,
-                    present_locations(self.lightning_module.trainer),
+                    present_locations(self._trainer),
                     self.offloader,
                     self.model_states,
                     self.config,
-                    planned=_find_swap_planner(self.lightning_module.trainer) is not None,
+                    planned=_find_callback(self._trainer, SwapPlanner) is not None,
                 )
             )
 
@@ -1047,8 +1051,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             ending.run(offloader.close)
         for restore in reversed(undo):
             ending.run(restore)
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            ending.run(remove_default_callbacks, self.lightning_module._trainer, default_callbacks)
+        if (trainer := self._find_trainer()) is not None:
+            ending.run(remove_default_callbacks, trainer, default_callbacks)
         ending.run(super().teardown)
         for settings in (segments, collections):
             if settings is not None:
@@ -1089,9 +1093,9 @@ def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
     return lambda: results.pop() if results else closure()
 
 
-def _find_auto_planner(trainer: pl.Trainer) -> AutoPlanner | None:
-    """Returns the callback that decides for `offload="auto"`, if there is one."""
-    return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, AutoPlanner)), None)
+def _find_callback(trainer: pl.Trainer, kind: type[_Callback]) -> _Callback | None:
+    """Returns the first callback of a class, if there is one."""
+    return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, kind)), None)
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:
@@ -1125,8 +1129,3 @@ def _planned_tiers(plan: Plan) -> dict[str, UnitTiers]:
         for unit_name, unit in plan.units.items()
         if not is_later_call(unit_name)
     }
-
-
-def _find_swap_planner(trainer: pl.Trainer) -> SwapPlanner | None:
-    """Returns the callback that decides about activations in place of `offload`, if there is one."""
-    return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, SwapPlanner)), None)
