@@ -24,7 +24,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,9 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.torch_functions import Kind
 
+if TYPE_CHECKING:
+    from lightning_ssd.model_states.gradient_access import GradientAccess
+
 _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
 
 
@@ -77,10 +80,8 @@ class Access:
         prefetcher: prefetches their weights.
         staged: stages their values on the host.
         grad_dtype: sums gradients of 16-bit weights in fp32.
+        grads: reads and assigns their gradients.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
-        grad_of: returns a parameter's gradient as `Tensor.grad` in plain training.
-        without_graph: returns the name of a gradient that autograd could differentiate in plain training, or None.
-        set_grad: stores a gradient that user code assigns, or None.
         add_grad: adds a gradient in fp32.
         watched: called when user code registers a hook that may read gradients.
     """
@@ -91,11 +92,9 @@ class Access:
         prefetcher: ParamPrefetcher,
         staged: StagedFlats,
         grad_dtype: GradDtype,
+        grads: "GradientAccess",
         *,
         begin_change: Callable[[FlatParameter], None],
-        grad_of: Callable[[FlatParameter, int], Tensor | None],
-        without_graph: Callable[[], str | None],
-        set_grad: Callable[[FlatParameter, int, Tensor | None], None],
         add_grad: Callable[[FlatParameter, int, Tensor], None],
         watched: Callable[[], None],
     ) -> None:
@@ -103,9 +102,7 @@ class Access:
         self.staged = staged
         self.grad_dtype = grad_dtype
         self.begin_change = begin_change
-        self._grad_of = grad_of
-        self._without_graph = without_graph
-        self._set_grad = set_grad
+        self._grads = grads
         self.add_grad = add_grad
         self._watched = watched
         self._versions: dict[FlatParameter, list[int]] = {}
@@ -239,7 +236,7 @@ class Access:
         _check_not_compiled(parameter)
         weights = parameter.source
         assert isinstance(weights, Weights)
-        return self._grad_of(weights.flat, weights.index)
+        return self._grads.get(weights.flat, weights.index)
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
@@ -279,7 +276,7 @@ class Access:
                     return self._set_data(first, args[1])
                 case Kind.SET_GRAD if parameter is not None:
                     gradient = args[1] if len(args) > 1 else None
-                    return self._set_grad(_weights(parameter).flat, _weights(parameter).index, gradient)
+                    return self._grads.set(_weights(parameter).flat, _weights(parameter).index, gradient)
                 case Kind.GET_GRAD | Kind.SET_GRAD:
                     return func(*args, **kwargs)
                 case Kind.HOOK:
@@ -323,7 +320,7 @@ class Access:
     def _check_graph(self, outputs: Any) -> None:
         """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
         lost = any(isinstance(output, Tensor) and not output.requires_grad for output in tree_leaves(outputs))
-        if lost and (name := self._without_graph()) is not None:
+        if lost and (name := self._grads.without_graph()) is not None:
             raise not_followed(name)
 
     def _operate(

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.flat import FlatParameter, ParamView
 from lightning_ssd.model_states.gradient import Gradient, GradientState
+from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.parameter import AliasGraph, OffloadedView, hollow
 from lightning_ssd.model_states.sources import Source
 from lightning_ssd.model_states.split import write_changed
@@ -51,7 +52,7 @@ class GradientSource(Source):
         if self.own is None:
             accum = self._gradients.whole(self._flat, self._index)
             write_changed(self.item.of(accum), values.detach().to("cpu"))
-            self._gradients.changed(self._flat, [self._index])
+            self._gradients.offloader.remeasure(self._flat, [self._index])
 
     def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
         super().note_graph(view, exists=exists)
@@ -70,9 +71,7 @@ class GradientAccess:
 
     Args:
         gradients: gradient of each flat parameter that is stepped; not owned.
-        accumulate: submits the accumulation of a flat parameter's copied gradients.
-        resume_accumulation: called before a gradient is added to one that the last step has used.
-        changed: called after user code has changed the gradients of some parameters.
+        offloader: accumulates the gradients, and measures those that user code has changed.
         apply_clipping: called before gradients of an optimizer's flat parameter are read, changed or added to: their
             clipping may have been left to the step.
     """
@@ -80,15 +79,11 @@ class GradientAccess:
     def __init__(
         self,
         gradients: Mapping[FlatParameter, Gradient],
-        accumulate: Callable[[FlatParameter], object],
-        resume_accumulation: Callable[[FlatParameter, int], None],
-        changed: Callable[[FlatParameter, Sequence[int]], None],
+        offloader: GradientOffloader,
         apply_clipping: Callable[[FlatParameter], None],
     ) -> None:
         self._gradients = gradients
-        self._accumulate = accumulate
-        self._resume_accumulation = resume_accumulation
-        self.changed = changed
+        self.offloader = offloader
         self._apply_clipping = apply_clipping
         self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
             weakref.WeakValueDictionary()
@@ -159,7 +154,7 @@ class GradientAccess:
         if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
             self._accumulate_arrived(flat)
         gradient.assign(index, values)
-        self.changed(flat, [index])
+        self.offloader.remeasure(flat, [index])
 
     def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
@@ -194,7 +189,7 @@ class GradientAccess:
         self.note_graph(flat, index, values)
         self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
-            self._resume_accumulation(flat, index)
+            self.offloader.resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
         accum = flat.param_views[index].of(gradient.accumulated())
@@ -203,7 +198,7 @@ class GradientAccess:
         else:
             accum.copy_(values.detach())
         gradient.set_accumulated(index)
-        self.changed(flat, [index])
+        self.offloader.remeasure(flat, [index])
 
     def whole(self, flat: FlatParameter, index: int) -> Tensor:
         """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
@@ -247,7 +242,7 @@ class GradientAccess:
                 for index in present:
                     flat.param_views[index].of(gradient.accumulated()).zero_()
                     gradient.set_accumulated(index)
-            self.changed(flat, present)
+            self.offloader.remeasure(flat, present)
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
         """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""
@@ -261,5 +256,5 @@ class GradientAccess:
         """Returns when all copied gradients of `flat` are accumulated."""
         gradient = self._gradients[flat]
         if any(gradient.arrived):
-            self._accumulate(flat)
+            self.offloader.accumulate(flat)
         gradient.consumed.result()

@@ -194,23 +194,15 @@ class ModelStates(Uncopied):
         )
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
-        self._grads = GradientAccess(
-            gradients,
-            self._gradients.accumulate,
-            self._gradients.resume_accumulation,
-            self._gradients.remeasure,
-            self._apply_clipping,
-        )
+        self._grads = GradientAccess(gradients, self._gradients, self._apply_clipping)
         self._grad_dtype = GradDtype(self.stores)
         self._access = Access(
             self.stores,
             self._prefetcher,
             self._staged,
             self._grad_dtype,
+            self._grads,
             begin_change=self._begin_change,
-            grad_of=self._grads.get,
-            without_graph=self._grads.without_graph,
-            set_grad=self._grads.set,
             add_grad=self._add_gradient,
             watched=self._steps.defer_next,
         )
