@@ -181,11 +181,11 @@ def make_calls(calls: Sequence[KernelCall]) -> None:
     past_caches = bool(passing) and STORE_TRIAL.choose()
     for call in passing:
         call.arguments.settings.past_caches = past_caches
-    arguments = (KernelArguments * len(calls))(*(call.arguments for call in calls))
+    arguments = (KernelArguments * len(calls))(*[call.arguments for call in calls])
     begun = perf_counter()
     calls[0].library.adam_calls(ctypes.c_int64(len(calls)), arguments)
     if len(passing) == len(calls):
-        STORE_TRIAL.note(past_caches, sum(call.numel for call in calls) / (perf_counter() - begun))
+        STORE_TRIAL.note(past_caches, sum([call.numel for call in calls]) / (perf_counter() - begun))
 
 
 def settings_of(

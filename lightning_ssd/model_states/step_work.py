@@ -33,6 +33,8 @@ def do_together(works: Sequence[StepWork]) -> None:
     begun = perf_counter()
     with span(OPTIMIZER + ", ".join(work.name for work in works)):
         make_calls(calls)
-    rate = (perf_counter() - begun) / max(1, sum(call.numel for call in calls))
-    for work in works:
-        work.seconds += rate * sum(call.numel for call in work.calls)
+    seconds = perf_counter() - begun
+    numels = [sum([call.numel for call in work.calls]) for work in works]
+    total = max(1, sum(numels))
+    for work, numel in zip(works, numels, strict=True):
+        work.seconds += seconds * numel / total
