@@ -25,7 +25,7 @@ __all__ = ["CacheEntry", "CachedPlan", "PlanCache", "parse_number", "warn_unused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of the files' content."""
 
 MOST_FILES = 64
@@ -113,7 +113,7 @@ class CachedPlan:
             self.profile,
             samples=recorded.samples,
             tokens=recorded.tokens,
-            weight_room_bytes=recorded.weight_room_bytes,
+            param_budget_bytes=recorded.param_budget_bytes,
         )
 
 

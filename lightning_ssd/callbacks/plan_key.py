@@ -21,7 +21,7 @@ __all__ = ["has_more_memory", "is_like", "plan_key", "recorded_forward"]
 
 _MEASURED = (
     "samples", "tokens", "forward_seconds", "backward_seconds", "between_seconds", "between_offloaded",
-    "recompute_seconds", "launch_seconds", "waits", "other_gpu_bytes", "between_gpu_bytes", "weight_room_bytes",
+    "recompute_seconds", "launch_seconds", "synchronizes", "other_gpu_bytes", "between_gpu_bytes", "param_budget_bytes",
 )  # fmt: skip
 """Fields of profiles that equal forwards need not have in common."""
 

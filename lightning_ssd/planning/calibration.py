@@ -53,10 +53,10 @@ def calibrate(
     if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch":
         candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []
         if not plan.keeps_all:  # else there is no overhead
-            candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_launches(factor))))
-        if model.waits and off > 1:
+            candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_host_overhead(factor))))
+        if model.synchronizes and off > 1:
             candidates.append(
-                (LAUNCH_DOUBT, lambda factor: (model.with_launches(factor), hardware.with_launches(factor)))
+                (LAUNCH_DOUBT, lambda factor: (model.with_launches(factor), hardware.with_host_overhead(factor)))
             )
         for doubt, scaled in candidates:
             factor = _explain(scaled, plan, step_seconds)
@@ -144,6 +144,6 @@ def _slow_down(
             return model, hardware.with_ssds(1 / factor)
         case "launch":
             # A plan that keeps everything has no overhead that could be corrected.
-            return model.with_launches(factor), hardware if plan.keeps_all else hardware.with_launches(factor)
+            return model.with_launches(factor), hardware if plan.keeps_all else hardware.with_host_overhead(factor)
         case _:
             return model, hardware.with_link(1 / factor)

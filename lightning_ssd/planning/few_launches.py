@@ -99,7 +99,7 @@ def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
     """Returns the host's seconds to intercept the operations and saved tensors of a unit's forward."""
     operations = sum(operator.operations for operator in unit.operators)
     saved = sum(operator.saved_bytes > 0 for operator in unit.operators) + (unit.input_bytes > 0)
-    return hardware.launch.follow * operations + hardware.launch.save * saved
+    return hardware.host_overhead.dispatch * operations + hardware.host_overhead.pack * saved
 
 
 def _freed_by_checkpoint(unit: UnitProfile) -> int:
@@ -109,7 +109,7 @@ def _freed_by_checkpoint(unit: UnitProfile) -> int:
 
 def _checkpoint_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> float:
     """Returns the bytes per second that a unit frees if it is checkpointed."""
-    on_host = unit.launch_seconds + hardware.launch.checkpoint * unit.num_saved
+    on_host = unit.launch_seconds + hardware.host_overhead.checkpoint * unit.num_saved
     seconds = max(on_host + device_weight * unit.forward_seconds, _NO_TIME)
     return _freed_by_checkpoint(unit) / seconds
 
@@ -118,12 +118,12 @@ def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: 
     """Returns the tensors of a unit in falling order of bytes per second."""
 
     def freed(operator: OperatorProfile) -> _Freed:
-        launch, nbytes = hardware.launch, operator.saved_bytes
-        swapped = launch.send + launch.fetch + device_weight * nbytes / hardware.copy_out_both
+        overhead, nbytes = hardware.host_overhead, operator.saved_bytes
+        swapped = overhead.offload + overhead.prefetch + device_weight * nbytes / hardware.copy_out_both
         options: list[tuple[float, Choice]] = [(swapped, "host")]
         if operator.recompute_seconds is not None:
-            repeated = (launch.note + launch.repeat) * operator.again_operations
-            options.append((repeated + device_weight * operator.recompute_seconds, "recompute"))
+            recomputed = (overhead.record + overhead.replay) * operator.recompute_operations
+            options.append((recomputed + device_weight * operator.recompute_seconds, "recompute"))
         seconds, choice = min(options)
         return _Freed(operator.name, nbytes, choice, max(seconds, _NO_TIME))
 

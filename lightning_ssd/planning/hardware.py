@@ -22,27 +22,27 @@ class HostOverhead:
     """Seconds that following a plan adds on the host thread that launches the GPU's work.
 
     Attributes:
-        follow: seconds per intercepted operation of a forward.
-        save: seconds per saved tensor of an intercepted unit, which is packed and unpacked.
-        note: seconds per recomputed operation to record its inputs in forward.
-        repeat: seconds per recomputed operation to replay it in backward.
-        send: seconds per tensor that is offloaded.
-        fetch: seconds per tensor that is prefetched.
-        checkpoint: seconds per saved tensor of a checkpointed unit, which torch drops and makes again, without the time
-            of the unit's operations; the random states of the unit are a part of it.
+        dispatch: seconds per intercepted operation of a forward.
+        pack: seconds per saved tensor of an intercepted unit, for packing and unpacking.
+        record: seconds per recomputed operation to record its inputs in forward.
+        replay: seconds per recomputed operation to replay it in backward.
+        offload: seconds per tensor that is offloaded.
+        prefetch: seconds per tensor that is prefetched.
+        checkpoint: seconds per saved tensor of a checkpointed unit, for torch's bookkeeping: the unit's own operations,
+            which run again, are not included.
     """
 
-    follow: float = 0.0
-    save: float = 0.0
-    note: float = 0.0
-    repeat: float = 0.0
-    send: float = 0.0
-    fetch: float = 0.0
+    dispatch: float = 0.0
+    pack: float = 0.0
+    record: float = 0.0
+    replay: float = 0.0
+    offload: float = 0.0
+    prefetch: float = 0.0
     checkpoint: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_not_negative(f"launch.{field.name}", getattr(self, field.name))
+            check_not_negative(f"host_overhead.{field.name}", getattr(self, field.name))
 
     def times(self, factor: float) -> "HostOverhead":
         """Returns the overhead multiplied by `factor`."""
@@ -69,7 +69,7 @@ class HardwareProfile:
         host_bytes: budget of host memory for offloaded tensors.
         ssd_bytes: budget of SSD space.
         ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: unlimited.
-        launch: the host's overhead of following a plan; zero if it was not measured.
+        host_overhead: the host's overhead of following a plan; zero if it was not measured.
         host_memory_bandwidth: bytes/s of host memory, which copies and the CPU optimizer share; None: they do not
             slow each other.
     """
@@ -89,7 +89,7 @@ class HardwareProfile:
     host_bytes: int
     ssd_bytes: int
     ssd_bytes_per_day: float | None = None
-    launch: HostOverhead = HostOverhead()
+    host_overhead: HostOverhead = HostOverhead()
     host_memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class HardwareProfile:
                     check_positive(field.name, self.host_memory_bandwidth)
             elif field.name in ("host_bytes", "ssd_bytes"):
                 check_not_negative(field.name, getattr(self, field.name))
-            elif field.name not in ("name", "launch"):
+            elif field.name not in ("name", "host_overhead"):
                 check_positive(field.name, getattr(self, field.name))
         for alone, both in (("copy_out", "copy_out_both"), ("copy_in", "copy_in_both")):
             if getattr(self, both) > getattr(self, alone):
@@ -120,9 +120,9 @@ class HardwareProfile:
             ssd_mixed=factor * self.ssd_mixed,
         )
 
-    def with_launches(self, factor: float) -> "HardwareProfile":
+    def with_host_overhead(self, factor: float) -> "HardwareProfile":
         """Returns the machine with the host's overhead multiplied by `factor`."""
-        return replace(self, launch=self.launch.times(factor))
+        return replace(self, host_overhead=self.host_overhead.times(factor))
 
     def with_link(self, factor: float) -> "HardwareProfile":
         """Returns the machine with copy bandwidths multiplied by `factor`, in both directions."""
@@ -162,14 +162,15 @@ class HardwareProfile:
                 f"{where} has no `gpu_flops`: it is no file that `lightning-ssd plan --save-machine` has written. Give "
                 "such a file."
             )
-        launch = dict(as_mapping(machine.get("launch", {}), f"`launch` of {where}"))
-        if launch:
-            launch.setdefault("checkpoint", CHECKPOINT_SECONDS)
-        machine["launch"] = from_mapping(HostOverhead, launch, f"`launch` of {where}")
+        overhead = dict(as_mapping(machine.get("host_overhead", {}), f"`host_overhead` of {where}"))
+        if overhead:
+            overhead.setdefault("checkpoint", CHECKPOINT_SECONDS)
+        machine["host_overhead"] = from_mapping(HostOverhead, overhead, f"`host_overhead` of {where}")
         return from_mapping(cls, machine, where)
 
     def describe(self) -> str:
         """Returns a readable summary of the profile."""
+        overhead = self.host_overhead
         return "\n".join(
             [
                 f"{self.name}",
@@ -181,10 +182,9 @@ class HardwareProfile:
                 f"{self.ssd_mixed / 1e9:.1f} GB/s, {format_bytes(self.ssd_bytes)}",
                 f"  CPU     {self.cpu_step_rate / 1e9:.2f} G parameters/s, {format_bytes(self.host_bytes)}"
                 + ("" if (memory := self.host_memory_bandwidth) is None else f" at {memory / 1e9:.0f} GB/s"),
-                f"  launch  {1e6 * self.launch.follow:.0f} us an operation under a plan, "
-                f"{1e6 * self.launch.save:.0f} us a tensor saved; "
-                f"{1e6 * (self.launch.note + self.launch.repeat):.0f} us more if it is recomputed, "
-                f"{1e6 * (self.launch.send + self.launch.fetch):.0f} us more if it is offloaded, "
-                f"{1e6 * self.launch.checkpoint:.0f} us in a checkpointed unit",
+                f"  plan    host time of {1e6 * overhead.dispatch:.0f} us an operation, {1e6 * overhead.pack:.0f} us a "
+                f"saved tensor; {1e6 * (overhead.record + overhead.replay):.0f} us more for a recomputed operation, "
+                f"{1e6 * (overhead.offload + overhead.prefetch):.0f} us more for an offloaded tensor; "
+                f"{1e6 * overhead.checkpoint:.0f} us a saved tensor of a checkpointed unit",
             ]
         )

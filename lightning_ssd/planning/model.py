@@ -33,11 +33,11 @@ class OperatorProfile:
         recompute_seconds: GPU seconds to recompute the saved tensors in backward; None if they can't be recomputed.
         recompute_bytes: workspace bytes on the GPU during recomputation, without the recomputed tensors.
         forward_bytes: peak transient bytes on the GPU until the next operator saves, without weights and saved tensors.
-        wanted_bytes: transient bytes on the GPU when backward first reads the saved tensors, without weights, weight
+        first_use_bytes: transient bytes on the GPU when backward first reads the saved tensors, without weights, weight
             gradients and saved tensors.
         backward_bytes: peak of these transient bytes until backward reads the saved tensors of another operator.
         operations: operations that the forward launches.
-        again_operations: operations re-executed in backward to rematerialize (may include those of earlier operators).
+        recompute_operations: operations re-executed in backward to rematerialize, also those of earlier operators.
         launch_seconds: seconds in which the host launches the forward.
     """
 
@@ -50,15 +50,15 @@ class OperatorProfile:
     recompute_seconds: float | None = None
     recompute_bytes: int = 0
     forward_bytes: int = 0
-    wanted_bytes: int = 0
+    first_use_bytes: int = 0
     backward_bytes: int = 0
     operations: int = 0
-    again_operations: int = 0
+    recompute_operations: int = 0
     launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes", "recompute_bytes", "forward_bytes",
-                      "wanted_bytes", "backward_bytes", "operations", "again_operations",
+                      "first_use_bytes", "backward_bytes", "operations", "recompute_operations",
                       "launch_seconds"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if self.recompute_seconds is not None:
@@ -223,10 +223,10 @@ class ModelProfile:
             for a plan with fewer of them; 0: it is the same for all plans.
         other_gpu_bytes: measured GPU bytes at the peak, minus those that the other fields explain.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
-        weight_room_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
+        param_budget_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
             occupy GPU memory only around their use.
-        waits: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it launches
-            the GPU's work further ahead.
+        synchronizes: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it
+            launches the GPU's work further ahead.
         shares_gradients: whether offloaded gradients share host memory as soon as any state is on SSDs. Each has memory
             of its own if steps wait for all of them.
     """
@@ -241,8 +241,8 @@ class ModelProfile:
     between_offloaded: int = 0
     other_gpu_bytes: int = 0
     between_gpu_bytes: int = 0
-    weight_room_bytes: int | None = None
-    waits: bool = True
+    param_budget_bytes: int | None = None
+    synchronizes: bool = True
     shares_gradients: bool = False
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ class ModelProfile:
             check_positive(field, getattr(self, field))
         check_not_negative("between_seconds", self.between_seconds or 0.0)
         check_not_negative("between_offloaded", self.between_offloaded)
-        check_not_negative("weight_room_bytes", self.weight_room_bytes or 0)
+        check_not_negative("param_budget_bytes", self.param_budget_bytes or 0)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")
         _check_unique("`units`", [unit.name for unit in self.units])
@@ -323,7 +323,7 @@ class ModelProfile:
                 recompute_seconds=None if recompute_seconds is None else time * recompute_seconds,
                 recompute_bytes=round(size * operator.recompute_bytes),
                 forward_bytes=round(size * operator.forward_bytes),
-                wanted_bytes=round(size * operator.wanted_bytes),
+                first_use_bytes=round(size * operator.first_use_bytes),
                 backward_bytes=round(size * operator.backward_bytes),
                 launch_seconds=launch * operator.launch_seconds,
             )

@@ -76,7 +76,7 @@ def plan_for_least_memory(
         fixed: as in `make_plan`.
     """
     best = make_plan(model, hardware, planner, fixed)
-    slower = hardware.with_launches(CAUTION)
+    slower = hardware.with_host_overhead(CAUTION)
     prediction, cautious = (simulate(model, machine, best) for machine in (hardware, slower))
     limits = (1 + SLACK) * prediction.step_seconds, (1 + SLACK) * cautious.step_seconds
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)

@@ -65,9 +65,9 @@ def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
 def param_budget(model: ModelProfile, plan: Plan) -> int:
     """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
     sizes = [nbytes for _, nbytes in streamed_weights(model, plan)]
-    if model.weight_room_bytes is None or not sizes:
+    if model.param_budget_bytes is None or not sizes:
         return 0
-    return min(max(model.weight_room_bytes, *sizes), sum(sizes))
+    return min(max(model.param_budget_bytes, *sizes), sum(sizes))
 
 
 def kept_weights(model: ModelProfile, plan: Plan) -> set[int]:

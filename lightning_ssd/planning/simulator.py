@@ -163,7 +163,7 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
     busy["launch"] = builder.launch_seconds
     gpu, host, ssd = resident_bytes(model, plan)
     # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
-    launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.waits else 0.0
+    launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.synchronizes else 0.0
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + max(0.0, launch_delay), *busy.values())
     first = max(index for index, sample in enumerate(memory.samples) if sample[0] <= begin)

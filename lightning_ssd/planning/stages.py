@@ -37,8 +37,8 @@ class Stage:
         remat_operations: operations that recomputation launches.
         operations: operations of the forward.
         launch: seconds in which the host launches the forward, without the overhead of a plan.
-        relaunch: seconds in which the host launches the forward of a checkpointed unit before this backward.
-        num_remade: saved tensors of that unit.
+        rerun_launch: seconds in which the host launches the forward of a checkpointed unit before this backward.
+        num_rerun_saved: saved tensors of that unit.
     """
 
     unit: int
@@ -60,8 +60,8 @@ class Stage:
     remat_operations: int = 0
     operations: int = 0
     launch: float = 0.0
-    relaunch: float = 0.0
-    num_remade: int = 0
+    rerun_launch: float = 0.0
+    num_rerun_saved: int = 0
 
     def offload(self, nbytes: int, choice: InputChoice) -> None:
         """Counts a saved tensor of `nbytes` that is not recomputed."""
@@ -134,13 +134,13 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
         stage.operations += operator.operations
         stage.num_saved += operator.saved_bytes > 0
         dropped = _dropped(operator, unit)
-        needed = operator.wanted_bytes
+        needed = operator.first_use_bytes
         if dropped:
             stage.recomputed += dropped
             if not unit.checkpoint:
                 needed += operator.recompute_bytes
                 stage.remat_seconds += operator.recompute_seconds or 0.0
-                stage.remat_operations += operator.again_operations
+                stage.remat_operations += operator.recompute_operations
         elif operator.saved_bytes:
             choice = unit.operators[operator.name]
             assert choice != "recompute"
@@ -155,8 +155,8 @@ def _add_rerun(stage: Stage, profile: UnitProfile) -> None:
     """Adds the run of a checkpointed unit's forward before the backward of its last stage."""
     stage.saved += profile.checkpoint_bytes or 0
     stage.remat_seconds += profile.forward_seconds
-    stage.relaunch = profile.launch_seconds
-    stage.num_remade = profile.num_saved
+    stage.rerun_launch = profile.launch_seconds
+    stage.num_rerun_saved = profile.num_saved
     workspace = max(profile.forward_bytes, *(operator.forward_bytes for operator in profile.operators))
     stage.bwd_workspace = max(stage.bwd_workspace, workspace)
 

@@ -95,7 +95,7 @@ class StepTasks:
         self._jobs: list[Task] = []
         """The last task of each job that uses staging memory."""
         self._kept_weights = kept_weights(model, plan)
-        self._launch = hardware.launch
+        self._overhead = hardware.host_overhead
         self._intercepted = plan.intercepted
         self.launch_seconds = 0.0
         self.launches: list[tuple[Task, float]] = []
@@ -180,7 +180,7 @@ class StepTasks:
 
     def _allocated_bytes(self, weights: int) -> int:
         """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
-        return weights if self.model.weight_room_bytes is None else 0
+        return weights if self.model.param_budget_bytes is None else 0
 
     def _add_forward(self, step: int, index: int) -> Task | None:
         """Adds a stage's forward; returns the task at whose end its swapped tensors are in their tier."""
@@ -196,11 +196,11 @@ class StepTasks:
         compute = self._add_compute(
             step, stage.forward + self._shared(weights + stage.swapped), prefetched, *updated, *room
         )
-        launch = self._launch
+        overhead = self._overhead
         added = 0.0
         if self._intercepted[stage.unit]:
-            added = launch.follow * stage.operations + launch.save * stage.num_saved
-        added += launch.note * stage.remat_operations + launch.send * stage.num_swapped
+            added = overhead.dispatch * stage.operations + overhead.pack * stage.num_saved
+        added += overhead.record * stage.remat_operations + overhead.offload * stage.num_swapped
         self._add_launch(compute, stage.launch + added)
         if weights:
             # The bytes in the window are freed once the unit is in use: when the previous compute task has ended.
@@ -270,8 +270,8 @@ class StepTasks:
         room = self._outgoing.allocate(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, prefetched, *room)
-        added = self._launch.repeat * stage.remat_operations + self._launch.fetch * stage.num_swapped
-        added += stage.relaunch + self._launch.checkpoint * stage.num_remade
+        added = self._overhead.replay * stage.remat_operations + self._overhead.prefetch * stage.num_swapped
+        added += stage.rerun_launch + self._overhead.checkpoint * stage.num_rerun_saved
         self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
         released = self._allocated_bytes(self._weights[unit][0]) if stage.first else 0
         allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)

@@ -181,7 +181,7 @@ class _Steps:
         for position, operator in enumerate(unit.operators):
             made, read = forward[index, position], backward[index, position]
             self._add("saved tensor", index, position, operator.saved_bytes, (made, read), made, read)
-            before = max(operator.wanted_bytes, operator.backward_bytes, 0 if position else unit.backward_bytes)
+            before = max(operator.first_use_bytes, operator.backward_bytes, 0 if position else unit.backward_bytes)
             self._add("transient", index, position, operator.forward_bytes, (made,), made, made)
             self._add("transient", index, position, before, (read,), read, read)
 

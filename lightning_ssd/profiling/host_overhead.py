@@ -1,4 +1,4 @@
-"""Host overhead of a plan, measured by forwards and backwards of a small transformer with and without a plan."""
+"""Measures the host overhead of a plan: forwards and backwards of a small transformer, with and without a plan."""
 
 import contextlib
 import functools
@@ -36,6 +36,7 @@ HOST_BYTES = 2**21
 """Bytes of host memory for its activations."""
 
 REPEATS = 9
+"""Measured forwards and backwards under each plan."""
 
 
 @functools.cache
@@ -43,11 +44,11 @@ def measure_host_overhead(device: torch.device) -> HostOverhead:
     """Measures the host overhead of plans on `device`. The result is cached for the process."""
     states = [torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(states), torch.inference_mode(False), torch.enable_grad():
-        costs = _Costs(device)
+        probe = _Probe(device)
         try:
-            return costs.measure()
+            return probe.measure()
         finally:
-            costs.close()
+            probe.close()
 
 
 class _Block(nn.Module):
@@ -73,14 +74,14 @@ class _Block(nn.Module):
         return value + narrow
 
 
-class _Spent(NamedTuple):
+class _HostSeconds(NamedTuple):
     """Host seconds of a forward and of a backward."""
 
     forward: float
     backward: float
 
 
-class _Costs:
+class _Probe:
     """The transformer, and an activation offloader for it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -99,10 +100,11 @@ class _Costs:
         self._offloader.close()
 
     def measure(self) -> HostOverhead:
+        """Returns the overhead: differences of host seconds between plans, per operation or saved tensor."""
         tracer = TraceMode([[self._model]], self._device)
         policy = self._offloader.policy
         self._offloader.run(replace(policy, mode=tracer, on_saved=tracer.on_saved))
-        self._once(self._offloader.hooks)
+        self._run(self._offloader.hooks)
         tracer.close()
         self._offloader.run(replace(policy, mode=self._plan_mode))
         graph = tracer.graph
@@ -113,15 +115,15 @@ class _Costs:
             recompute_ops = {item.buffer: item.recompute_ops for item in items} if choice == "recompute" else {}
             schedule = make_schedule(graph, choices, recompute_ops)
 
-            def follow() -> AbstractContextManager[object]:
+            def apply() -> AbstractContextManager[object]:
                 self._plan_mode.schedule = schedule
                 return self._offloader.hooks()
 
-            return follow
+            return apply
 
         recomputable = [item for item in saved if item.recomputable]
-        repeated = {index for item in recomputable for index in item.recompute_ops}
-        alone, kept, dropped, sent, followed, checkpointed = self._compare(
+        replayed = {index for item in recomputable for index in item.recompute_ops}
+        plain, kept, recomputed, offloaded, dispatched, checkpointed = self._compare(
             contextlib.nullcontext,
             under("keep", []),
             under("recompute", recomputable),
@@ -130,13 +132,13 @@ class _Costs:
             self._checkpoint,
         )
         return HostOverhead(
-            follow=_share(followed.forward - alone.forward, len(graph.operations)),
-            save=_share(sum(kept) - followed.forward - alone.backward, len(saved)),
-            note=_share(dropped.forward - kept.forward, len(repeated)),
-            repeat=_share(dropped.backward - kept.backward, len(repeated)),
-            send=_share(sent.forward - kept.forward, len(saved)),
-            fetch=_share(sent.backward - kept.backward, len(saved)),
-            checkpoint=_share(sum(checkpointed) - sum(alone) - alone.forward, len(saved)),
+            dispatch=_share(dispatched.forward - plain.forward, len(graph.operations)),
+            pack=_share(sum(kept) - dispatched.forward - plain.backward, len(saved)),
+            record=_share(recomputed.forward - kept.forward, len(replayed)),
+            replay=_share(recomputed.backward - kept.backward, len(replayed)),
+            offload=_share(offloaded.forward - kept.forward, len(saved)),
+            prefetch=_share(offloaded.backward - kept.backward, len(saved)),
+            checkpoint=_share(sum(checkpointed) - sum(plain) - plain.forward, len(saved)),
         )
 
     @contextlib.contextmanager
@@ -151,32 +153,33 @@ class _Costs:
             for block in blocks:
                 del block.forward
 
-    def _compare(self, *ways: Callable[[], AbstractContextManager[object]]) -> list[_Spent]:
-        """Returns the host seconds of a forward inside each context of `ways`, and of its backward.
+    def _compare(self, *contexts: Callable[[], AbstractContextManager[object]]) -> list[_HostSeconds]:
+        """Returns the host seconds of a forward inside each of the contexts, and of its backward.
 
-        The ways alternate, so that a temporary slowdown of the host affects all of them.
+        The contexts alternate, so that a temporary slowdown of the host affects all of them.
         """
-        rounds = [[self._once(following) for following in ways] for _ in range(REPEATS)]
+        rounds = [[self._run(context) for context in contexts] for _ in range(REPEATS)]
         # The lower quartile excludes rounds in which other threads ran.
         return [
-            _Spent(*(statistics.quantiles(seconds)[0] for seconds in zip(*spent, strict=True)))
-            for spent in zip(*rounds, strict=True)
+            _HostSeconds(*(statistics.quantiles(seconds)[0] for seconds in zip(*of_context, strict=True)))
+            for of_context in zip(*rounds, strict=True)
         ]
 
-    def _once(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
+    def _run(self, context: Callable[[], AbstractContextManager[object]]) -> _HostSeconds:
+        """Runs a forward inside a context, and its backward; the device executes each of them before the next."""
         self._offloader.begin_micro_batch()
         self._synchronize()
-        begin = perf_counter()
-        with following():
+        forward_start = perf_counter()
+        with context():
             result = self._model(self._value)
-        turned = perf_counter()
+        forward_end = perf_counter()
         self._synchronize()
-        turned_back = perf_counter()
+        backward_start = perf_counter()
         result.backward(self._value.detach())
-        end = perf_counter()
+        backward_end = perf_counter()
         self._offloader.end_backward()
         self._synchronize()
-        return _Spent(turned - begin, end - turned_back)
+        return _HostSeconds(forward_end - forward_start, backward_end - backward_start)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -184,4 +187,5 @@ class _Costs:
 
 
 def _share(seconds: float, count: int) -> float:
+    """Returns the seconds of one of `count`, at least 0: differences of times may be negative."""
     return max(0.0, seconds) / count if count else 0.0

@@ -73,7 +73,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         gpu_bytes=usable_gpu_memory(device) if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
-        launch=measure_host_overhead(device),
+        host_overhead=measure_host_overhead(device),
         # The copy bandwidth at which, by extrapolation, no memory bandwidth would remain for the optimizer.
         host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slower if slower > 0 else None,
     )

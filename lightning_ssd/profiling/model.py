@@ -406,8 +406,8 @@ class Profiler(Uncopied):
             clip_norm,
             between,
             offloaded,
-            weight_room_bytes=None if self._states is None else self._states.weight_room_bytes,
-            waits=2 * self._ahead <= self._begun,
+            param_budget_bytes=None if self._states is None else self._states.weight_room_bytes,
+            synchronizes=2 * self._ahead <= self._begun,
             shares_gradients=self._states is not None and self._states.shares_gradients,
         )
 
@@ -420,7 +420,7 @@ class Profiler(Uncopied):
         issued = 0
         for unit_call, count in counts.items():
             measured = min(self._launches.get(unit_call, [0.0]))
-            seconds[unit_call] = measured - min(measured / 2, num_saved[unit_call] * costs.save)
+            seconds[unit_call] = measured - min(measured / 2, num_saved[unit_call] * costs.pack)
             if issued < QUEUE:
                 per_operation.append(seconds[unit_call] / count)
             issued += count

@@ -110,9 +110,9 @@ def _unit_profile(
             recompute_seconds=sum(operations[number].seconds for number in made_by) if item.recomputable else None,
             recompute_bytes=item.recompute_workspace_bytes,
             forward_bytes=in_forward.get((unit_call, item.buffer), 0),
-            wanted_bytes=when_read.get(item.buffer, 0),
+            first_use_bytes=when_read.get(item.buffer, 0),
             backward_bytes=in_backward.get((unit_call, item.buffer), 0),
-            again_operations=len(made_by) if item.recomputable else 0,
+            recompute_operations=len(made_by) if item.recomputable else 0,
         )
     add(REST, set(remaining), saved_bytes=0)
     return UnitProfile(

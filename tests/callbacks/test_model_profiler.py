@@ -66,10 +66,10 @@ def test_a_profile_has_the_models_bytes_and_flops(
     profile = ModelProfile.from_json(tmp_path / "profile.json")
     assert profile.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (profile.micro_batches, profile.samples, profile.tokens) == (accumulate, 4, 4 * 9)
-    assert profile.waits  # on a CPU
+    assert profile.synchronizes  # on a CPU
     assert profile.clip_norm == (clip is not None)
     assert profile.shares_gradients == (clip is None and states == "host")
-    assert profile.weight_room_bytes == (None if states == "gpu" else 1)
+    assert profile.param_budget_bytes == (None if states == "gpu" else 1)
     names = [unit.name for unit in profile.units]
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed (2)"]  # the head's weight is tied
     assert profile.saved_bytes == pytest.approx(saved.nbytes)
@@ -83,7 +83,7 @@ def test_a_profile_has_the_models_bytes_and_flops(
         assert up.forward_seconds > 0 and up.backward_seconds > 0 and up.recompute_seconds == up.forward_seconds
         assert up.flops == rest.flops == 2 * 4 * 8 * 16 * 64
         assert up.launch_seconds > 0
-        assert up.operations == up.again_operations == 1
+        assert up.operations == up.recompute_operations == 1
         assert operators["norm:native_layer_norm"].flops == 0
 
 
@@ -211,7 +211,7 @@ def test_a_host_that_waits_does_so_once_a_step(
     callbacks = [Drains(), ModelProfiler(path, warm_up=1, steps=2)]
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
     train(tmp_path, strategy, Model(), callbacks=callbacks, accumulate_grad_batches=accumulate, batches=12)
-    assert ModelProfile.from_json(path).waits == drained
+    assert ModelProfile.from_json(path).synchronizes == drained
 
 
 class SparseGradients(pl.LightningModule):

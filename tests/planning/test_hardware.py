@@ -48,8 +48,8 @@ def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None
         ),
         ('{"version": 1, "name": "lifetimes"}', "is no file that `lightning-ssd plan --save-machine` has written"),
         (json.dumps(asdict(H100) | {"copy_in": "fast"}), "`copy_in='fast'`"),
-        (json.dumps(asdict(H100) | {"launch": {"follow": "fast"}}), "`follow='fast'` of `launch`"),
-        (json.dumps(asdict(H100) | {"launch": {"send": -1.0}}), "`launch.send=-1.0` must be"),
+        (json.dumps(asdict(H100) | {"host_overhead": {"dispatch": "fast"}}), "`dispatch='fast'` of `host_overhead`"),
+        (json.dumps(asdict(H100) | {"host_overhead": {"offload": -1.0}}), "`host_overhead.offload=-1.0` must be"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -286,7 +286,7 @@ def test_a_busy_host_gets_no_more_work() -> None:
     """If launches bound the step, less memory would take longer: all is kept if it fits."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, launch=HostOverhead(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
+    machine = replace(H100, host_overhead=HostOverhead(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
     least = plan_for_least_memory(model, machine, fixed=fixed)
     assert simulate(model, machine, least).gpu_peak_bytes == 40 * GB
     assert simulate(model, H100, plan_for_least_memory(model, H100, fixed=fixed)).gpu_peak_bytes < 20 * GB
@@ -310,14 +310,14 @@ def test_the_resource_that_bounds_the_step_is_corrected(
 def test_a_slow_host_is_corrected() -> None:
     """If the host bounds the step, the host's times are corrected, including the overhead of a plan that has any."""
     model = make_model(4, parameters=0, launch=4.0)
-    machine = replace(H100, launch=HostOverhead(1, 2, 3, 4, 5, 6))
+    machine = replace(H100, host_overhead=HostOverhead(1, 2, 3, 4, 5, 6))
     fixed = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for plan, factor in ((make_plan(model, machine), 1.0), (plan_with_coefficient(model, machine, 0.0, fixed), 1.2)):
         corrected = calibrate(model, machine, plan, 1.2 * simulate(model, machine, plan).step_seconds)
         assert corrected is not None
         assert corrected[0].forward_seconds == model.forward_seconds
         assert corrected[0].units[0].operators[0].launch_seconds == pytest.approx(1.2 * 4, rel=0.01)
-        assert corrected[1].launch.send == pytest.approx(factor * 5, rel=0.01)
+        assert corrected[1].host_overhead.offload == pytest.approx(factor * 5, rel=0.01)
 
 
 def test_a_late_host_or_a_slow_gpu() -> None:
@@ -325,7 +325,7 @@ def test_a_late_host_or_a_slow_gpu() -> None:
     model = make_model(4, parameters=0, launch=1.0, operations=9)
     fixed = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for cost, slow in ((0.05, "host"), (0.004, "gpu")):
-        machine = replace(H100, launch=HostOverhead(*6 * [cost]))
+        machine = replace(H100, host_overhead=HostOverhead(*6 * [cost]))
         plan = plan_with_coefficient(model, machine, 0.0, fixed)
         before = simulate(model, machine, plan)
         assert before.bound == "compute"
@@ -339,12 +339,12 @@ def test_a_late_host_or_a_slow_gpu() -> None:
 def test_a_host_that_the_gpu_waits_for_is_slower_than_measured() -> None:
     """No overhead of a plan explains the step: the host's launches are corrected, not the GPU that waits for them."""
     model = make_model(4, parameters=0, launch=2.0, operations=9)
-    machine = replace(H100, launch=HostOverhead(*6 * [1e-3]))
+    machine = replace(H100, host_overhead=HostOverhead(*6 * [1e-3]))
     plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
     before = simulate(model, machine, plan)
     assert before.bound == "compute"
     for waits in (True, False):
-        measured = replace(model, waits=waits)
+        measured = replace(model, synchronizes=waits)
         seconds = 1.3 * simulate(measured, machine, plan).step_seconds
         corrected = calibrate(measured, machine, plan, seconds)
         assert corrected is not None
@@ -354,12 +354,12 @@ def test_a_host_that_the_gpu_waits_for_is_slower_than_measured() -> None:
 
 def test_a_shorter_step_that_no_overhead_explains_is_one_of_a_faster_gpu() -> None:
     """The plan's overhead has no effect as long as it is small, and is the measured one then."""
-    model = replace(make_model(4, parameters=0, launch=0.1, operations=9), waits=False)
-    machine = replace(H100, launch=HostOverhead(*6 * [0.05]))
+    model = replace(make_model(4, parameters=0, launch=0.1, operations=9), synchronizes=False)
+    machine = replace(H100, host_overhead=HostOverhead(*6 * [0.05]))
     plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
     before = simulate(model, machine, plan)
     assert before.bound == "compute"
-    slow = replace(machine, launch=machine.launch.times(3.0))
+    slow = replace(machine, host_overhead=machine.host_overhead.times(3.0))
     assert simulate(model, slow, plan).step_seconds > 1.05 * before.step_seconds
     corrected = calibrate(model, machine, plan, 0.9 * before.step_seconds)
     assert corrected is not None and corrected[1] == machine
@@ -438,9 +438,9 @@ def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
 
     def least(cost: float) -> tuple[Prediction, Prediction]:
-        machine = replace(H100, launch=HostOverhead(follow=cost))
+        machine = replace(H100, host_overhead=HostOverhead(dispatch=cost))
         plan = plan_for_least_memory(model, machine, fixed=fixed)
-        return simulate(model, machine, plan), simulate(model, machine.with_launches(CAUTION), plan)
+        return simulate(model, machine, plan), simulate(model, machine.with_host_overhead(CAUTION), plan)
 
     limit = 1.02 * simulate(model, H100, make_plan(model, H100, fixed=fixed)).step_seconds
     for cost in (0.0, 0.1, 0.15, 0.2, 0.4):
@@ -457,7 +457,7 @@ def test_less_memory_where_not_all_fits() -> None:
     """
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
     fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    machine = replace(H100, launch=HostOverhead(follow=0.15), gpu_bytes=38 * GB)
+    machine = replace(H100, host_overhead=HostOverhead(dispatch=0.15), gpu_bytes=38 * GB)
     best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     least = simulate(model, machine, plan_for_least_memory(model, machine, fixed=fixed))
     assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
@@ -468,7 +468,7 @@ def test_where_launches_bound_a_step_few_units_are_intercepted() -> None:
     """The first two of eight units free the memory, and the others run as in plain training."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, forward=0.01, launch=0.1, operations=9)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, launch=HostOverhead(follow=0.01, send=0.001), gpu_bytes=33 * GB)
+    machine = replace(H100, host_overhead=HostOverhead(dispatch=0.01, offload=0.001), gpu_bytes=33 * GB)
     everything = {group.key: KEEP for group in saved_groups(model)}
     kept = simulate(model, machine, build_plan(model, weights=["gpu"] * 8, states=["gpu"] * 8, saved=everything))
     plan = make_plan(model, machine, fixed=fixed)
@@ -481,7 +481,9 @@ def test_where_launches_bound_a_step_few_units_are_intercepted() -> None:
 def test_where_launches_bound_a_step_all_states_are_on_the_gpu() -> None:
     """There, five units free what states need. With offloaded states all units would be intercepted."""
     model = make_model(8, saved=4 * GB, inputs=10**7, parameters=10**8, forward=0.01, launch=0.1, operations=9)
-    machine = replace(H100, launch=HostOverhead(follow=0.01, send=0.001), gpu_bytes=30 * GB, host_bytes=200 * GB)
+    machine = replace(
+        H100, host_overhead=HostOverhead(dispatch=0.01, offload=0.001), gpu_bytes=30 * GB, host_bytes=200 * GB
+    )
     plan = make_plan(model, machine)
     assert not plan.offloads_states
     assert plan.intercepted == [True] * 5 + [False] * 3
@@ -490,7 +492,7 @@ def test_where_launches_bound_a_step_all_states_are_on_the_gpu() -> None:
 def test_units_with_offloaded_states_are_all_intercepted() -> None:
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
     fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    machine = replace(H100, launch=HostOverhead(follow=0.01), gpu_bytes=33 * GB)
+    machine = replace(H100, host_overhead=HostOverhead(dispatch=0.01), gpu_bytes=33 * GB)
     assert all(make_plan(model, machine, fixed=fixed).intercepted)
 
 
@@ -534,7 +536,7 @@ def checkpointable(model: ModelProfile) -> ModelProfile:
                 saved_bytes=work.saved_bytes // 3,
                 launch_seconds=work.launch_seconds / 3,
                 operations=3,
-                again_operations=3,
+                recompute_operations=3,
             )
             for index in range(3)
         ]
@@ -546,7 +548,7 @@ def test_where_launches_bound_a_step_few_units_are_checkpointed() -> None:
     """The host launches a unit in 0.01 s, and takes 0.09 s if it intercepts one and recomputes its tensors."""
     model = checkpointable(make_model(8, saved=6 * GB, inputs=GB, parameters=0, forward=1e-3, launch=0.01))
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, launch=HostOverhead(*6 * [0.01], 1e-4), gpu_bytes=40 * GB)
+    machine = replace(H100, host_overhead=HostOverhead(*6 * [0.01], 1e-4), gpu_bytes=40 * GB)
     plan = make_plan(model, machine, fixed=fixed)
     best = simulate(model, machine, plan)
     count = sum(unit.checkpoint for unit in plan.units.values())
@@ -563,7 +565,7 @@ def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:
     """A third of the saved tensors take no time to recompute: whole units would recompute the rest, too."""
     model = checkpointable(make_model(8, saved=6 * GB, inputs=GB, parameters=0, forward=0.1))
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, launch=HostOverhead(*7 * [1e-5]), gpu_bytes=47 * GB)
+    machine = replace(H100, host_overhead=HostOverhead(*7 * [1e-5]), gpu_bytes=47 * GB)
     plan = make_plan(model, machine, fixed=fixed)
     assert not any(unit.checkpoint for unit in plan.units.values()) and not plan.keeps_all
     assert simulate(model, machine, plan).gpu_peak_bytes <= machine.gpu_bytes
@@ -572,10 +574,10 @@ def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
     """The GPU bounds the step, and the host is late: a shorter step is explained by the host, not by a faster GPU."""
     model = make_model(4, parameters=0, launch=1.0, operations=9)
-    machine = replace(H100, launch=HostOverhead(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
+    machine = replace(H100, host_overhead=HostOverhead(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
     plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
     late = simulate(model, machine, plan)
-    alone = simulate(model.with_launches(0.0), replace(machine, launch=HostOverhead()), plan).step_seconds
+    alone = simulate(model.with_launches(0.0), replace(machine, host_overhead=HostOverhead()), plan).step_seconds
     assert late.bound == "compute" and alone < 0.9 * late.step_seconds
     for share in (0.9, 0.6):
         seconds = alone + share * (late.step_seconds - alone)
@@ -583,7 +585,7 @@ def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
         assert corrected is not None
         assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
         assert corrected[0] == model
-        assert corrected[1].launch.follow < 0.95 * machine.launch.follow
+        assert corrected[1].host_overhead.dispatch < 0.95 * machine.host_overhead.dispatch
 
 
 def test_fixed_states_are_not_moved() -> None:

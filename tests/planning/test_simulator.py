@@ -169,7 +169,7 @@ def test_recomputation_costs_time_and_no_memory() -> None:
 )
 def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, seconds: float) -> None:
     """If the host waits in every step, late launches delay the step; else a step is as long as its launches."""
-    model = replace(make_model(4, parameters=0, launch=forward, operations=2), waits=waits)
+    model = replace(make_model(4, parameters=0, launch=forward, operations=2), synchronizes=waits)
     for between in (0.0, 5.0):
         model = replace(model, between_seconds=between)
         prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "keep"))
@@ -189,7 +189,7 @@ def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, second
 )
 def test_plans_account_for_the_host_time(work: str, seconds: float) -> None:
     model = make_model(4, parameters=0, operations=2)
-    machine = replace(FAST, launch=HostOverhead(1, 10, 100, 1000, 1e4, 1e5))
+    machine = replace(FAST, host_overhead=HostOverhead(1, 10, 100, 1000, 1e4, 1e5))
     prediction = simulate(model, machine, plan_of(model, "gpu", "gpu", "keep", work))
     assert prediction.busy_seconds["launch"] == pytest.approx(seconds)
 
@@ -209,7 +209,7 @@ def test_checkpointed_units_run_again_before_their_backward(count: int, peak: in
     model = replace(model, units=tuple(replace(unit, checkpoint_bytes=3) for unit in model.units))
     plan = plan_of(model, "gpu", "gpu", "keep", "keep")
     units = {name: replace(unit, checkpoint=index < count) for index, (name, unit) in enumerate(plan.units.items())}
-    machine = replace(FAST, launch=HostOverhead(checkpoint=100))
+    machine = replace(FAST, host_overhead=HostOverhead(checkpoint=100))
     prediction = simulate(model, machine, replace(plan, units=units))
     assert prediction.busy_seconds["launch"] == pytest.approx(4 * 7 * 1.5 + count * (7 + 100))
     assert prediction.busy_seconds["compute"] == pytest.approx(4 * 3 + count)
@@ -222,7 +222,7 @@ def test_weights_are_kept_while_they_fit() -> None:
     plan = replace(plan_of(model, "host", "host", "keep", "keep"), window_bytes=0)
     peaks, prefetched = [], []
     for room in (None, 0, 200, 450, 10**6):
-        prediction = simulate(replace(model, weight_room_bytes=room), UNIT, plan)
+        prediction = simulate(replace(model, param_budget_bytes=room), UNIT, plan)
         peaks.append(prediction.gpu_peak_bytes)
         prefetched.append(prediction.busy_seconds["copy_in"])
     assert peaks[1:] == [200 + 200, 200 + 200, 450 + 200, 4 * 200 + 200]
@@ -417,7 +417,7 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
             for unit in model.units
         ),
     )
-    other = replace(machine, launch=machine.launch.times(1 / factor), **rates)
+    other = replace(machine, host_overhead=machine.host_overhead.times(1 / factor), **rates)
     before, after = simulate(model, machine, plan), simulate(faster, other, plan)
     assert after.step_seconds == pytest.approx(before.step_seconds / factor, rel=1e-6)
 
@@ -512,7 +512,7 @@ def test_a_replay_has_no_throughput_of_a_plan_that_does_not_fit() -> None:
 def test_transient_memory_counts_only_in_its_interval() -> None:
     """Before a tensor is saved, until the next is saved, when backward needs it, and while it is used."""
     first = OperatorProfile(
-        "first", 1.0, 2.0, 0.0, 10, ("a",), 1.0, 5, forward_bytes=3, wanted_bytes=2, backward_bytes=8
+        "first", 1.0, 2.0, 0.0, 10, ("a",), 1.0, 5, forward_bytes=3, first_use_bytes=2, backward_bytes=8
     )
     second = OperatorProfile("second", 1.0, 2.0, 0.0, 20, ("b",), 1.0, 0, 1, 4, 6)
     unit = UnitProfile("unit", (first, second), 0, 0, 0, 0, 0, 0, forward_bytes=17, backward_bytes=1)

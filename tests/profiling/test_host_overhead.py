@@ -37,12 +37,12 @@ def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
 @pytest.mark.parametrize(
     ("operators", "charged"),
     [
-        ({"aten::gelu", "aten::addmm", "aten::native_layer_norm"}, {"repeat"}),  # those of the forward
+        ({"aten::gelu", "aten::addmm", "aten::native_layer_norm"}, {"replay"}),  # those of the forward
         (
             {"aten::detach"},
-            {"save", "fetch", "repeat", "checkpoint"},
+            {"pack", "prefetch", "replay", "checkpoint"},
         ),  # tensors made for autograd, of kept or restored bytes
-        ({"aten::empty"}, {"fetch", "repeat"}),  # memory that saved tensors are restored to
+        ({"aten::empty"}, {"prefetch", "replay"}),  # memory that saved tensors are restored to
     ],
 )
 def test_operators_are_charged_to_the_activity_that_runs_them(

@@ -69,7 +69,7 @@ def make_model(
                         ("work.output",),
                         forward,
                         operations=operations,
-                        again_operations=operations,
+                        recompute_operations=operations,
                         launch_seconds=launch,
                     ),
                 ),
@@ -117,7 +117,7 @@ def operators(draw: st.DrawFn, name: str) -> OperatorProfile:
         (f"{name}.output",),
         draw(st.one_of(st.none(), st.just(forward))),
         operations=draw(st.integers(1, 9)),
-        again_operations=draw(st.integers(1, 9)),
+        recompute_operations=draw(st.integers(1, 9)),
         launch_seconds=draw(st.floats(0, 1e-3)),
     )
 
@@ -148,7 +148,14 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
     micro_batches, clip_norm = draw(st.integers(1, 3)), draw(st.booleans())
     waits, shares = draw(st.booleans()), draw(st.booleans())
     return ModelProfile(
-        "any", tuple(units), micro_batches, 4, 4096, clip_norm, waits=waits, shares_gradients=shares and not clip_norm
+        "any",
+        tuple(units),
+        micro_batches,
+        4,
+        4096,
+        clip_norm,
+        synchronizes=waits,
+        shares_gradients=shares and not clip_norm,
     )
 
 
@@ -172,7 +179,7 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         draw(st.integers(GB, 100 * GB)),
         draw(st.integers(0, 200 * GB)),
         draw(st.integers(0, 1000 * GB)),
-        launch=HostOverhead(*(draw(st.floats(0, 1e-4)) for _ in range(7))),
+        host_overhead=HostOverhead(*(draw(st.floats(0, 1e-4)) for _ in range(7))),
         host_memory_bandwidth=draw(st.one_of(st.none(), st.floats(1e10, 1e12))),
     )
 
