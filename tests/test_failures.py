@@ -126,7 +126,9 @@ class TestBeforeTheFirstStep:
         self._refused(tmp_path, StorageError, r"`path`.*EACCES.*writable", path=locked)
 
     def test_more_capacity_than_the_disk_has(self, tmp_path: Path) -> None:
-        self._refused(tmp_path, StorageFullError, "capacity 90.*available.*lower the capacity", ssd_capacity="99999TB")
+        self._refused(
+            tmp_path, StorageFullError, "capacity 90.*available.*lower `ssd_capacity`", ssd_capacity="99999TB"
+        )
 
     def test_no_capacity_at_all(self, tmp_path: Path) -> None:
         self._refused(tmp_path, ValueError, "capacity.*at least", ssd_capacity=0)

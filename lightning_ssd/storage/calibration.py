@@ -20,9 +20,14 @@ from lightning_ssd.storage.volume import Volume
 
 __all__ = ["Calibration", "calibrate"]
 
-_MOST_BYTES = 64 * 2**20
-_MOST_BLOCKS = 64
-_MOST_SECONDS = 0.5  # duration of a pass: a slow drive is measured on fewer bytes
+_MAX_BYTES = 64 * 2**20
+"""Most bytes of a pass, for each volume."""
+
+_MAX_BLOCKS = 64
+"""Most transfers of a pass, for each volume."""
+
+_MAX_PASS_SECONDS = 0.5
+"""Time limit of a pass: a slow drive is measured on fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,8 @@ def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capa
             f"no room to measure {', '.join(str(volume.path) for volume in volumes)}: {PAGE} bytes needed on "
             f"each, {capacity} available in all. Free space, or give other paths."
         )
-    block = min(piece_bytes, share, _MOST_BYTES)
-    size = min(_MOST_BYTES, _MOST_BLOCKS * block, share) // block * block
+    block = min(piece_bytes, share, _MAX_BYTES)
+    size = min(_MAX_BYTES, _MAX_BLOCKS * block, share) // block * block
     # The slab belongs to this function until the engine is closed. All volumes share it: the bytes do not
     # matter.
     slab = Slab(size, pin=False)
@@ -87,6 +92,7 @@ def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capa
 
 
 def _measure(engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor) -> tuple[float, float]:
+    """Returns the bandwidths (write, read) of a pass in each direction, bytes/s."""
     written, write_seconds = _transfer(engine, pieces, memory, write=True)
     read, read_seconds = _transfer(engine, pieces, memory, write=False)
     return _nbytes(written) / write_seconds, _nbytes(read) / read_seconds
@@ -95,10 +101,10 @@ def _measure(engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor) -> t
 def _transfer(
     engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor, *, write: bool
 ) -> tuple[list[Piece], float]:
-    """Transfers pieces for up to `_MOST_SECONDS`. Returns the transferred pieces, at least one, and the seconds."""
+    """Transfers pieces for up to `_MAX_PASS_SECONDS`. Returns the transferred pieces, at least one, and the seconds."""
     begin = perf_counter()
     futures = [engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write) for piece in pieces]
-    wait(futures, timeout=_MOST_SECONDS, return_when=FIRST_EXCEPTION)
+    wait(futures, timeout=_MAX_PASS_SECONDS, return_when=FIRST_EXCEPTION)
     for future in futures[1:]:
         future.cancel()
     moved = [piece for piece, future in zip(pieces, futures, strict=True) if not future.cancelled()]

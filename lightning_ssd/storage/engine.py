@@ -74,6 +74,10 @@ class Engine:
             `close`.
         threads: I/O threads per volume.
         checksums: hashes to record at writes and to verify at reads; None: transfers are not hashed.
+
+    Attributes:
+        written: meter of all writes so far.
+        read: meter of all reads so far.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from lightning_ssd.storage.slots import PAGE, align_down
 __all__ = ["PosixBackend"]
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES = align_down(0x7FFFF000)  # Linux's limit of one call
+_MAX_BYTES = align_down(0x7FFFF000)  # Linux's limit of one call
 
 
 class PosixBackend(Backend):
@@ -74,7 +74,7 @@ class _PosixFile(BackendFile):
         address = buffer.data_ptr()
         done, total = 0, len(view)
         while done < total:
-            size = min(total - done, _MOST_BYTES)
+            size = min(total - done, _MAX_BYTES)
             fd = self._buffered
             direct = self._use_direct and size >= PAGE and not (address + done) % PAGE and not (offset + done) % PAGE
             if direct:

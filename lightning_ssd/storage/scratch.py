@@ -231,6 +231,7 @@ def _is_lock_of(files: PrivateDirectory, lock: int) -> bool:
 
 
 def _sweep(parent: int, path: Path) -> None:
+    """Removes the scratch directories of killed runs in the directory `path`, whose descriptor is `parent`."""
     for name in os.listdir(parent):
         if not _NAME.fullmatch(name):
             continue

@@ -16,6 +16,7 @@ __all__ = ["Slab"]
 
 _HUGE_PAGE = 2 * 2**20
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
+_REMEDY = "Lower the budget of host memory (arguments `host_memory` and `staging_memory`)."
 
 
 class Slab:
@@ -40,8 +41,7 @@ class Slab:
             mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise StorageFullError(
-                f"could not take {format_bytes_exactly(nbytes)} of host memory: {error.strerror}. "
-                "Lower the host memory budget."
+                f"could not allocate {format_bytes_exactly(nbytes)} of host memory: {error.strerror}. {_REMEDY}"
             ) from error
         # A forked process (a DataLoader worker) must not share these pages: copy-on-write would replace them during
         # a transfer, and the bytes read would be lost.
@@ -90,8 +90,7 @@ class Slab:
             torch.cuda.check_error(int(failure))
         except RuntimeError as error:
             raise StorageFullError(
-                f"could not page-lock {format_bytes_exactly(size)} of host memory: {error}. "
-                "Lower the host memory budget."
+                f"could not page-lock {format_bytes_exactly(size)} of host memory: {error}. {_REMEDY}"
             ) from error
         self._pinned = True
         _page_locked[self.tensor.data_ptr()] = self.tensor

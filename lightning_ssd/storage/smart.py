@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SECONDS = 5.0
-"""Time limit of `smartctl`, seconds."""
+TIMEOUT_SECONDS = 5.0
+"""Time limit of `smartctl`."""
 
-NVME_UNIT = 512_000
+NVME_UNIT_BYTES = 512_000
 """Bytes of the unit in which NVMe drives count written data."""
 
 
@@ -41,7 +41,10 @@ def read_wear(path: Path) -> DriveWear | None:
     try:
         # The exit code of smartctl is a set of warnings, not a failure: its output is examined instead.
         result = subprocess.run(
-            [command, "--json", "--all", device], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS
+            [command, "--json", "--all", device],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_SECONDS,
         )
         report = json.loads(result.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError):
@@ -52,7 +55,7 @@ def read_wear(path: Path) -> DriveWear | None:
         used = _number(report, "endurance_used", "current_percent")
     if units is None and used is None:
         return None
-    written = NVME_UNIT * int(units) if units is not None else None
+    written = NVME_UNIT_BYTES * int(units) if units is not None else None
     return DriveWear(device, written, float(used) / 100 if used is not None else None)
 
 

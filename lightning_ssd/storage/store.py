@@ -152,52 +152,28 @@ class BlobStore:
         with ExitStack() as undo:
             directories: list[ScratchDirectory] = []
             resumed: StoreManifest | None = None
-            anew = not keep
-
-            def close_all() -> None:
-                for index, directory in reversed(list(enumerate(directories))):
-                    if index < len(self._volumes):
-                        self._volumes[index].close(remove=anew)
-                        continue
-                    remove = anew
-                    with clean_up("list the scratch directory", directory.path):
-                        remove = anew or directory.empty
-                    directory.close(remove=remove)
-
-            undo.callback(close_all)
+            is_new = not keep
+            undo.callback(lambda: self._close_opened(directories, remove=is_new))
             for path in paths:
                 directories.append(ScratchDirectory(path, rank, keep=keep))
             if keep and find_manifest is not None:
                 resumed = find_manifest([directory.files for directory in directories])
-            anew = resumed is None
+            is_new = resumed is None
             self._run = secrets.token_hex(8) if resumed is None else resumed.run
             self._checksums = Checksums({} if resumed is None else resumed.hashes) if checksum else None
             if resumed is not None:
                 self._check_manifest(resumed, directories)
-            if keep and resumed is None:
-                # The first directory's manifest is written first and removed last. Whenever this process is killed,
-                # it therefore equals the manifests of those other directories that have one (see
-                # `read_record`).
-                for directory in reversed(directories):
-                    directory.clear()
-                for directory in directories:
-                    write_manifest(directory.files, Manifest(self._run, self._paths))
+            elif keep:
+                self._write_manifests(directories)
             pieces = [piece for blob in (resumed.blobs if resumed else ()) for piece in blob.pieces]
             for index, directory in enumerate(directories):
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
                 self._volumes.append(Volume(directory, chosen, None if resumed is None else slots))
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
-            available = self._growth()
-            if resumed is None:
-                if available < align_down(capacity or 0):
-                    raise self._full("set aside", capacity or 0, available)
-                measured = calibrate(self._volumes, piece_bytes=piece_bytes, threads=threads, capacity=available)
-            else:
-                measured = resumed.calibration
-            self.write_bandwidth = measured.write_bandwidth
-            self.read_bandwidth = measured.read_bandwidth
-            self._calibration = measured
-            self._stripes = Stripes(measured.weights)
+            self._calibration = self._calibrate(threads) if resumed is None else resumed.calibration
+            self.write_bandwidth = self._calibration.write_bandwidth
+            self.read_bandwidth = self._calibration.read_bandwidth
+            self._stripes = Stripes(self._calibration.weights)
             files = [(volume.path, volume.file) for volume in self._volumes]
             self._engine = Engine(files, threads=threads, checksums=self._checksums)
             undo.callback(self._engine.close)
@@ -403,6 +379,40 @@ class BlobStore:
         files = [(volume.path, volume.detach()) for volume in reversed(self._volumes)]  # as in `close`
         return DetachedBlobs(files[::-1], self._checksums)
 
+    def _close_opened(self, directories: Sequence[ScratchDirectory], *, remove: bool) -> None:
+        """Closes the volumes and directories of a store that could not be made, the last ones first.
+
+        Args:
+            directories: opened directories, of which the first ones have volumes.
+            remove: remove all files; else only directories without files are removed.
+        """
+        for index, directory in reversed(list(enumerate(directories))):
+            if index < len(self._volumes):
+                self._volumes[index].close(remove=remove)
+                continue
+            remove_directory = remove
+            with clean_up("list the scratch directory", directory.path):
+                remove_directory = remove or directory.empty
+            directory.close(remove=remove_directory)
+
+    def _write_manifests(self, directories: Sequence[ScratchDirectory]) -> None:
+        """Clears kept directories, and writes the manifest of this run to each.
+
+        The first directory's manifest is written first and removed last. Whenever this process is killed, it therefore
+        equals the manifests of those other directories that have one, on which `find_manifest` relies.
+        """
+        for directory in reversed(directories):
+            directory.clear()
+        for directory in directories:
+            write_manifest(directory.files, Manifest(self._run, self._paths))
+
+    def _calibrate(self, threads: int) -> Calibration:
+        """Measures the drives, if they have room for the capacity; arguments as of the store."""
+        available = self._growth()
+        if available < align_down(self._capacity or 0):
+            raise self._full("set aside", self._capacity or 0, available)
+        return calibrate(self._volumes, piece_bytes=self.piece_bytes, threads=threads, capacity=available)
+
     def _check_manifest(self, manifest: StoreManifest, directories: Sequence[ScratchDirectory]) -> None:
         if self._checksums is not None and not all(
             (piece.volume, piece.offset) in manifest.hashes for blob in manifest.blobs for piece in blob.pieces
@@ -480,5 +490,5 @@ class BlobStore:
         change = "raise" if action == "allocate" else "lower"
         return StorageFullError(
             f"could not {action} {format_bytes_exactly(needed)} on {where}{limit}: "
-            f"{format_bytes_exactly(available)} available. Free space, {change} the capacity, or add a path."
+            f"{format_bytes_exactly(available)} available. Free space, {change} `ssd_capacity`, or add a `path`."
         )

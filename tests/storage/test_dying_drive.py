@@ -72,7 +72,7 @@ class Drive:
 
 @pytest.fixture(autouse=True)
 def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(calibration, "_MAX_BLOCKS", 2)
 
 
 @pytest.fixture(autouse=True)

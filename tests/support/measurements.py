@@ -14,7 +14,7 @@ def measure_few_bytes(replace: Callable[[Any, str, int], None] = setattr) -> Non
     Args:
         replace: sets an attribute; that of pytest's `monkeypatch` restores it after the test.
     """
-    replace(calibration, "_MOST_BYTES", 2**20)
+    replace(calibration, "_MAX_BYTES", 2**20)
     replace(config, "_MEASURED_BYTES", 2**20)
     replace(machine, "COPIED", 2**22)
     replace(machine, "STEPPED", 2**20)
