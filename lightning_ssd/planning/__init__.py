@@ -1,4 +1,4 @@
-"""Planners: from the profiles of a model and a machine to a plan and its predicted step. Pure Python, no torch.
+"""Planners: from the profiles of a model and a machine to a plan and its predicted step. No torch.
 
 The modules, by subject, in the order in which they are best read:
 

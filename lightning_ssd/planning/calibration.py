@@ -1,4 +1,4 @@
-"""Corrects the profiles of model and machine, so that they explain measured steps under a plan."""
+"""Corrects the profiles of model and machine so that predictions equal measured steps under a plan."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,20 +9,20 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import simulate
 
-CORRECTIONS = 8
-"""Iterations of the search for a factor that explains a step's time."""
+MAX_ITERATIONS = 8
+"""Iterations in which the resource that bounds the step is corrected."""
 
 MAX_CORRECTION = 1.5
-"""Largest factor between measured and predicted step time that is corrected."""
+"""Largest ratio of measured and predicted step time (or its inverse) that is corrected."""
 
 MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
 """Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
 
 OVERHEAD_DOUBT, LAUNCH_DOUBT, BOUND_DOUBT = 2.0, 1.12, 1.05
-"""Factors by which the host's overhead, all its launches, and the resource that bounds a step are equally likely to be
-wrong."""
+"""Equally likely errors, as factors: of the host's overhead, of all its launches, and of the resource that bounds a
+step."""
 
-CLOSE_SECONDS = 0.005
+CLOSE_ENOUGH = 0.005
 """Relative error of a step's time that needs no correction."""
 
 
@@ -50,7 +50,7 @@ def calibrate(
         return None
     corrected = model, hardware
     # If the host bounds the step, all its work is slow, not only the overhead of the plan.
-    if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch":
+    if abs(off - 1) > CLOSE_ENOUGH and predicted.bound != "launch":
         candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []
         if not plan.keeps_all:  # else there is no overhead
             candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_host_overhead(factor))))
@@ -63,10 +63,10 @@ def calibrate(
             if factor is not None and abs(log(factor, doubt)) <= abs(log(off, BOUND_DOUBT)):
                 corrected = scaled(factor)
                 break
-    for _ in range(CORRECTIONS):
+    for _ in range(MAX_ITERATIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds
-        if abs(ratio - 1) < CLOSE_SECONDS:
+        if abs(ratio - 1) < CLOSE_ENOUGH:
             return None if corrected == (model, hardware) else corrected
         corrected = _slow_down(*corrected, plan, prediction.bound, ratio)
     return None
@@ -101,13 +101,13 @@ def calibrate_step_rate(
 def _explain(
     scaled: Callable[[float], tuple[ModelProfile, HardwareProfile]], plan: Plan, step_seconds: float
 ) -> float | None:
-    """Returns the factor on the host's times that explains a step of `step_seconds`; None: no factor does.
+    """Returns the factor on the host's times with which a step takes `step_seconds`; None: there is none.
 
-    The overhead of plans was measured on a small model outside of the training, and launches in other steps than those
-    of the plan.
+    The host's times are uncertain: the overhead of plans was measured on a small model outside of the training, and
+    launches in other steps than those of the plan.
 
     Args:
-        scaled: returns profiles with these times multiplied by a factor.
+        scaled: returns profiles with the host's times multiplied by a factor.
         plan: the plan of the step.
         step_seconds: measured seconds.
     """
@@ -116,11 +116,11 @@ def _explain(
         return simulate(*scaled(factor), plan).step_seconds
 
     least, most = seconds(MIN_OVERHEAD_FACTOR), seconds(MAX_OVERHEAD_FACTOR)
-    close = CLOSE_SECONDS * step_seconds
+    close = CLOSE_ENOUGH * step_seconds
     if not least - close < step_seconds <= most or most - least < close:
         return None
     quick, slow = MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR
-    while slow - quick > CLOSE_SECONDS:
+    while slow - quick > CLOSE_ENOUGH:
         middle = (slow + quick) / 2
         if seconds(middle) > step_seconds:
             slow = middle

@@ -1,8 +1,8 @@
 """`EvictionPlanner`: evicts the tensors that are needed last, in one pass over a step.
 
-Where an operator needs more memory than there is, the tensor is evicted whose next use is the last one: no other choice
-transfers fewer bytes, if all tensors have the same size (Belady's rule). A second pass, backwards in time, begins each
-prefetch as early as memory allows, the one that is needed first before others.
+If an operator needs more memory than there is, the tensor with the latest next use is evicted (Belady's rule): if all
+tensors have the same size, no other choice transfers fewer bytes. A second pass, backwards in time, begins each
+prefetch as early as memory allows; the tensor that is needed first has priority.
 """
 
 from collections import defaultdict
@@ -26,10 +26,10 @@ from lightning_ssd.planning.migration import (
 from lightning_ssd.types import OffloadTierName
 
 IN_FLIGHT = 0.05
-"""Share of the GPU's capacity that is left for prefetches that have begun: without it, operators wait for each one."""
+"""Share of the GPU's capacity for prefetches in flight: without it, operators would wait for each prefetch."""
 
 PARTS = 256
-"""Parts of a step, in each of which the transfers of drives are added up."""
+"""Parts of a step; the bytes that drives transfer are summed in each."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class EvictionPlanner:
     def recomputed(self, price: float) -> tuple[Period, ...]:
         """Returns the periods after which tensors are recomputed instead of migrated, the cheapest ones first.
 
-        No tensor is among them from which another one is recomputed; the one that saves more time is chosen.
+        If one tensor is recomputed from another, only one of the two is recomputed: that which saves more time.
 
         Args:
             price: seconds of transfers that a second of recomputation has to save.
@@ -132,10 +132,13 @@ class EvictionPlanner:
     ) -> MigrationPlan:
         """Returns a plan.
 
+        Tensors are evicted until memory suffices, with a share left for prefetches in flight. Then prefetches begin as
+        early as memory allows, absences that memory does not need end, and each migration gets its tier.
+
         Args:
             step: the step without the units that the CPU steps.
             recomputed: periods after which tensors may be recomputed.
-            in_flight: share of the GPU's capacity that is left for prefetches that have begun.
+            in_flight: share of the GPU's capacity for prefetches in flight.
             prefers_host: whether tensors migrate to drives only where host memory has no room for them.
         """
         memory = _Memory(step.nbytes)
@@ -364,11 +367,11 @@ class _SSDTimeline:
         self._segments = segments
 
     def read(self, start: int, stop: int, nbytes: int) -> None:
-        """Uses the last room from an operator on and before another one for a transfer, as far as there is room."""
+        """Plans a read between two operators, as late as possible, as far as drives have room."""
         self._use(self._into, range(self._segments[stop], self._segments[start] - 1, -1), nbytes)
 
     def write(self, start: int, stop: int, nbytes: int) -> None:
-        """Uses the first room from an operator on and before another one for a transfer, as far as there is room."""
+        """Plans a write between two operators, as early as possible, as far as drives have room."""
         self._use(self._out, range(self._segments[start], self._segments[stop] + 1), nbytes)
 
     def _use(self, room: list[float], parts: range, nbytes: float) -> None:

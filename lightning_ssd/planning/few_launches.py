@@ -1,9 +1,9 @@
-"""Plans for a step that is bound by the host's launches: memory is freed with the least work for the host.
+"""Plans for steps that are bound by the host's kernel launches: memory is freed with the least host time.
 
-Any unit that does not keep all of its saved tensors has its operations intercepted, and each tensor that is swapped or
-recomputed takes the host the same time, whatever its size. So few units free large tensors, and all others run as in
-plain training. A checkpointed unit is not intercepted: it frees all of its saved tensors for another launch of its
-forward.
+If a unit swaps or recomputes any saved tensor, all of its operations are intercepted. Each swapped or recomputed tensor
+costs the host the same time, whatever its size. So these plans free large tensors in few units, and all other units run
+as in plain training. A checkpointed unit is not intercepted: freeing all of its saved tensors costs the host another
+launch of its forward.
 """
 
 import heapq
@@ -23,8 +23,8 @@ class _Freed:
     Attributes:
         operator: name of the operator that saves it.
         nbytes: its bytes.
-        choice: "host" or "recompute", whichever takes less.
-        seconds: what the choice takes, above 0.
+        choice: "host" or "recompute", whichever takes less time.
+        seconds: time of the choice, above 0.
     """
 
     operator: str
@@ -41,25 +41,26 @@ class _Freed:
 def plan_few_launches(
     model: ModelProfile, hardware: HardwareProfile, base: Plan, nbytes: int, device_weight: float
 ) -> Plan:
-    """Returns the plan that frees `nbytes` of saved tensors on the GPU with little time of the host.
+    """Returns the plan that frees `nbytes` of saved tensors on the GPU with little host time.
 
-    Bytes per second of the host are maximized greedily: for a checkpointed unit; for a unit with its first tensors,
-    which also takes the interception of its operations; and for each further tensor of it. Inputs of units are kept.
+    The greedy search repeatedly frees the most bytes per second of host time among these options: to checkpoint a unit;
+    to free the first tensors of a unit, whose operations have to be intercepted then; and to free one more tensor of
+    it. Inputs of units are kept.
 
     Args:
         model: profile of the model.
         hardware: profile of the machine.
         base: plan whose placement of model states and windows are used.
-        nbytes: bytes to free; all that can be freed are if they are fewer.
-        device_weight: factor on the seconds of copies and of recomputation on the device, which count in addition.
+        nbytes: bytes to free; if fewer can be freed, all of them.
+        device_weight: weight of the device's seconds (copies, recomputation), which are added to the host's.
     """
     tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
     choices: list[dict[str, Choice]] = [{operator.name: "keep" for operator in unit.operators} for unit in model.units]
     checkpointed: set[int] = set()
     queue: list[tuple[float, int, int, int]] = []
-    """What each unit frees next: negative bytes per second, unit, begin and end of its tensors; all of them and a begin
-    of `_CHECKPOINT`: the unit is checkpointed. Of equal units the first frees first, because backward needs its tensors
-    last."""
+    """The next option of each unit: negative bytes per second, unit, begin and end of its tensors to free. A begin of
+    `_CHECKPOINT`: the unit is checkpointed. Among equal options, the first unit is chosen, because backward needs its
+    tensors last."""
     for index, unit in enumerate(model.units):
         options = []
         if tensors[index]:
@@ -88,11 +89,11 @@ def plan_few_launches(
     return replace(base, units=units)
 
 
-_NO_TIME = 1e-12
-"""Seconds in place of none, by which bytes can be divided."""
+_MIN_SECONDS = 1e-12
+"""Least time of an option: bytes are divided by it."""
 
 _CHECKPOINT = -1
-"""Begin of the tensors that a checkpointed unit frees, which are all."""
+"""Stands for the begin of a unit's tensors if the unit is checkpointed."""
 
 
 def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
@@ -110,7 +111,7 @@ def _freed_by_checkpoint(unit: UnitProfile) -> int:
 def _checkpoint_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> float:
     """Returns the bytes per second that a unit frees if it is checkpointed."""
     on_host = unit.launch_seconds + hardware.host_overhead.checkpoint * unit.num_saved
-    seconds = max(on_host + device_weight * unit.forward_seconds, _NO_TIME)
+    seconds = max(on_host + device_weight * unit.forward_seconds, _MIN_SECONDS)
     return _freed_by_checkpoint(unit) / seconds
 
 
@@ -125,7 +126,7 @@ def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: 
             recomputed = (overhead.record + overhead.replay) * operator.recompute_operations
             options.append((recomputed + device_weight * operator.recompute_seconds, "recompute"))
         seconds, choice = min(options)
-        return _Freed(operator.name, nbytes, choice, max(seconds, _NO_TIME))
+        return _Freed(operator.name, nbytes, choice, max(seconds, _MIN_SECONDS))
 
     tensors = [freed(operator) for operator in unit.operators if operator.saved_bytes]
     return sorted(tensors, key=lambda tensor: tensor.rate, reverse=True)

@@ -59,11 +59,11 @@ MAX_TRIES = 3
 TIE = 1 + 1e-9
 """Relative difference below which two step times are equal: rounding depends on the order of additions."""
 
-NO_TIME = 1e20
+INFINITE_STEP_RATE = 1e20
 """Parameters/s of a CPU whose optimizer steps take no time."""
 
 DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
-"""Tried weights of the device's seconds in plans with few launches."""
+"""Tried values of `device_weight` of `plan_few_launches`."""
 
 LAUNCH_TRIES = 6
 """Most simulations of plans with few launches for a weight, each of which frees more than the one before."""
@@ -252,7 +252,7 @@ class _Search:
                 self.fastest = considered
         return prediction
 
-    def choose(self, of_papers: "_Considered") -> Plan:
+    def choose(self, of_papers: _Considered) -> Plan:
         """Returns the plan with the fewest transfers among those that are about as fast as the fastest.
 
         Args:
@@ -262,9 +262,9 @@ class _Search:
         close = [
             item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE_ENOUGH * seconds
         ]
-        calmest = min(close, key=lambda item: (item.wear, item.score))
-        others = of_papers.score[0], TIE * of_papers.score[1]
-        return self._narrowed(self.fastest if others < calmest.score else calmest)
+        least_wear = min(close, key=lambda item: (item.wear, item.score))
+        limit = of_papers.score[0], TIE * of_papers.score[1]
+        return self._narrowed(self.fastest if limit < least_wear.score else least_wear)
 
     def _narrowed(self, best: _Considered) -> Plan:
         """Returns the best plan with the smallest window that is as fast: tensors in flight need memory."""
@@ -413,7 +413,7 @@ class _Search:
         amount = len(among)
         best = _score(self.consider(plan), self.hardware)
         # If an infinitely fast CPU would not shorten the step, as with slow drives, steps on the GPU do not, either.
-        without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=NO_TIME), plan)
+        without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=INFINITE_STEP_RATE), plan)
         if not count and best[1] <= CLOSE_ENOUGH * without_cpu.step_seconds:
             return plan
         while amount:

@@ -10,10 +10,10 @@ from lightning_ssd.planning.migration import Direction, MigrationMachine, wrappe
 from lightning_ssd.types import OFFLOAD_TIERS, OffloadTierName
 
 CHUNK = 128
-"""Operators whose room for a transfer is added up at first: most transfers need no more."""
+"""Operators whose room for a transfer is summed first: most transfers need no more."""
 
 ROUNDING = 1e-9
-"""Relative error of added seconds, and more."""
+"""Relative difference below which sums of seconds are equal: it is larger than their rounding errors."""
 
 Floats = NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from lightning_ssd.planning.validation import check_not_negative, check_positive
 from lightning_ssd.types import OffloadTierName
 
 COPY_SLACK, STAGING_SLACK = 2.0, 1.5
-"""Time for the copies of gradients, and for transfers of staged states, by that which they take on an idle machine."""
+"""Planned time / time on an idle machine, of the copies of gradients, and of the transfers of staged states."""
 
 Direction = Literal["out", "in"]
 
@@ -250,8 +250,9 @@ class GPUStep:
         cpu_units: units that the CPU steps.
         host_bytes: bytes in host memory for CPU steps while each operator waits and runs.
         jobs: optimizer steps on the CPU.
-        absent: indices of tensors that are not migrated on their own.
-        kept: (tensor, `after`) of the periods of other tensors in which they are not migrated, as in `Migration`.
+        absent: indices of tensors that are never migrated: gradients and optimizer states of the units that the CPU
+            steps.
+        kept: (tensor, `after`) of periods in which a weight that the CPU steps is not migrated, as in `Migration`.
         with_masters: indices of the weights that have masters in host memory or on drives: they need no offload.
         staged: the steps of the weights whose masters are on drives, by index.
     """
@@ -280,7 +281,7 @@ class GPUStep:
 
     @property
     def renewed(self) -> list[Period]:
-        """Weights that the CPU steps, each with its period from the last use in backward until the next step."""
+        """Weights that the CPU steps, each with its period from the last use in backward until the next forward."""
         return [one for job in self.jobs for one in job.weights]
 
 

@@ -219,8 +219,8 @@ class ModelProfile:
             scale of a step is known only after backward.
         between_seconds: measured GPU seconds of a step outside forward and backward: steps of resident parameters, and
             idle time until the next batch. None: calculated from the bytes of resident parameters.
-        between_offloaded: offloaded parameters in these seconds. The idle time is the host's for their steps, and less
-            for a plan with fewer of them; 0: it is the same for all plans.
+        between_offloaded: offloaded parameters of the measured step, whose CPU steps cause the idle time: it is shorter
+            for a plan that offloads fewer. 0: it is the same for all plans.
         other_gpu_bytes: measured GPU bytes at the peak, minus those that the other fields explain.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
         param_budget_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters

@@ -19,11 +19,11 @@ SLACK = 0.02
 """Share of a step's time that a plan for less memory may add."""
 
 CAUTION = 1.5
-"""Factor on the host's overhead. A plan for less memory must meet `SLACK` with and without it: the speed of the host
-varies during a training, and plans that keep fewer tensors on the GPU depend on it more."""
+"""Factor on the host's overhead. A plan for less memory must meet `SLACK` with and without it, because the host's speed
+varies during a training, and matters more for plans that keep fewer tensors on the GPU."""
 
 CLOSE_BYTES = 0.01
-"""Relative precision at which the search for the least memory ends."""
+"""Relative precision of GPU bytes at which the search for the least memory ends."""
 
 
 def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
@@ -76,16 +76,16 @@ def plan_for_least_memory(
         fixed: as in `make_plan`.
     """
     best = make_plan(model, hardware, planner, fixed)
-    slower = hardware.with_host_overhead(CAUTION)
-    prediction, cautious = (simulate(model, machine, best) for machine in (hardware, slower))
+    slow_host = hardware.with_host_overhead(CAUTION)
+    prediction, cautious = (simulate(model, machine, best) for machine in (hardware, slow_host))
     limits = (1 + SLACK) * prediction.step_seconds, (1 + SLACK) * cautious.step_seconds
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
     while high - low > max(1, CLOSE_BYTES * high):
         budget = (low + high) // 2
-        plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, fixed)
-        prediction, cautious = (simulate(model, machine, plan) for machine in (hardware, slower))
-        quick = prediction.step_seconds <= limits[0] and cautious.step_seconds <= limits[1]
-        if prediction.gpu_peak_bytes <= budget and quick:
+        plan = make_plan(model, replace(slow_host, gpu_bytes=max(1, budget)), planner, fixed)
+        prediction, cautious = (simulate(model, machine, plan) for machine in (hardware, slow_host))
+        fast_enough = prediction.step_seconds <= limits[0] and cautious.step_seconds <= limits[1]
+        if prediction.gpu_peak_bytes <= budget and fast_enough:
             best, high = plan, prediction.gpu_peak_bytes
         else:
             low = budget

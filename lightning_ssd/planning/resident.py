@@ -31,7 +31,7 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
     if model.shares_gradients and plan.clip == "off" and weights["ssd"] + states["ssd"]:
         # A part may have several gradients, which share less memory.
         gradients["host"] = shared_gradient_bytes(profile.gradient_bytes for profile in offloaded)
-    else:  # each has memory of its own: all of them wait for the norm, or no step waits for a drive
+    else:  # each has memory of its own, because all wait for the norm, or because no step waits for a drive
         gradients["host"] = sum(profile.gradient_bytes for profile in offloaded)
     if model.micro_batches > 1:  # their sums, whose memory stays allocated from step to step
         gradients["host"] += FP32_BYTES * sum(profile.parameters for profile in offloaded)
@@ -54,7 +54,7 @@ def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
 
 
 def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
-    """Returns index and bytes of offloaded weights of the units that have some."""
+    """Returns the units with offloaded weights: index of the unit, and bytes of these weights."""
     nbytes: Counter[int] = Counter()
     for (index, profile), part in zip(model.parts, plan.parts(model), strict=True):
         if part.weights != "gpu" and profile.weight_bytes:
@@ -71,7 +71,7 @@ def param_budget(model: ModelProfile, plan: Plan) -> int:
 
 
 def kept_weights(model: ModelProfile, plan: Plan) -> set[int]:
-    """Returns the units whose weights are kept from forward to backward: the last ones that fit."""
+    """Returns the indices of the units whose weights are kept from forward to backward: the last ones that fit."""
     room = param_budget(model, plan)
     kept = set()
     for index, nbytes in reversed(streamed_weights(model, plan)):

@@ -13,11 +13,11 @@ from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.step_tasks import StepTasks
 
 STEPS = 3
-"""Number of simulated steps: the first begins without earlier work in flight, and the optimizer jobs of a step overlap
-the next forward. One step fewer is enough with several micro-batches per step, or with all states on the GPU."""
+"""Simulated steps. The last one is that of the steady state, because the first begins without work in flight, and the
+optimizer jobs of a step overlap the next forward. `count_steps` says where one step fewer is enough."""
 
 MICRO_BATCHES = 3
-"""Simulated micro-batches of a step that has many: the first, one like all others, and the last."""
+"""Simulated micro-batches of a step that has many: the first, one that stands for all others, and the last."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Prediction:
 
 
 def count_steps(model: ModelProfile, plan: Plan) -> int:
-    """Returns the number of simulated steps."""
+    """Returns the number of simulated steps: one fewer with several micro-batches, or with all states on the GPU."""
     offloads = any(part.states != "gpu" for part in plan.parts(model))
     return STEPS if offloads and model.micro_batches == 1 else STEPS - 1
 
@@ -80,12 +80,11 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     from forward to backward if there is room for them. Swapped tensors are offloaded after the forward of their stage,
     and prefetched in the order in which backward needs them, up to the window's bytes ahead. Gradients are offloaded
     when a unit's backward ends. Then the optimizer job of each part of the unit reads states, steps on the CPU and
-    writes them back; the unit's next forward waits for these jobs only. A deferred job of states in host memory is made
-    in two halves: the next forward waits for the first one, and the copy of the unit's next gradient for the second.
-    Copies slow the jobs down, because they share the bandwidth of host memory. While the window or the staging memory
-    is full, compute and copies wait. The GPU computes only work that the host has launched, and a plan adds to the
-    launch time. Two effects are not simulated: the accumulation of gradients on the CPU, and speculative steps that are
-    rolled back.
+    writes them back; the unit's next forward waits for these jobs only. A deferred job of states in host memory has two
+    halves: the next forward waits for the first one, and the copy of the unit's next gradient for the second. Copies
+    slow the jobs down, because they share the bandwidth of host memory. While the window or the staging memory is full,
+    compute and copies wait. The GPU computes only work that the host has launched, and a plan adds to the launch time.
+    Two effects are not simulated: the accumulation of gradients on the CPU, and speculative steps that are rolled back.
 
     Raises:
         ValueError: the plan does not match the model.
@@ -189,11 +188,11 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
 def replay(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, bandwidths: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Returns (bandwidth, normalised throughput) pairs: Teraio's figure 3.
+    """Returns (bandwidth, throughput) pairs: Teraio's figure 3.
 
-    All transfers run at the given bandwidth in each direction. A throughput of 1 is that of a GPU with room for all,
-    which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may exceed it. 0: the
-    plan does not fit the machine.
+    All transfers run at the given bandwidth in each direction. Throughputs are relative to that of a GPU on which
+    everything fits, which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may
+    exceed 1. 0: the plan does not fit the machine.
 
     Args:
         model: profile of the model.

@@ -8,8 +8,8 @@ from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProf
 from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.types import InputChoice
 
-STAGES = 96
-"""Least number of stages of a forward: with fewer units, each is divided into several stages."""
+MIN_STAGES = 96
+"""A forward with fewer units than this has several stages for each unit, as far as units have so many operators."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Stage:
 
 def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
     """Returns the stages of a forward, with sums of the operators' bytes and seconds by the plan's choices."""
-    pieces = ceil(STAGES / len(model.units))
+    pieces = ceil(MIN_STAGES / len(model.units))
     stages = []
     freed = 0  # casts of weights that backward makes again, unit by unit
     for index, profile in enumerate(model.units):

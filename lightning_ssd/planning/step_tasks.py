@@ -20,27 +20,25 @@ from lightning_ssd.planning.event_simulation import (
     Task,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import ModelProfile, PartProfile
+from lightning_ssd.planning.model import FP32_BYTES, ModelProfile, PartProfile
 from lightning_ssd.planning.plan import PartPlan, Plan
 from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights
 from lightning_ssd.planning.stages import Stage, cut_stages
 from lightning_ssd.types import EVICT_MARGIN
 
-IN_FLIGHT = 2**25
-"""Bytes whose writes are running when backward needs them: only queued writes are cancelled."""
+IN_FLIGHT_BYTES = 2**25
+"""Bytes of the writes that are running when backward needs them: only queued writes are cancelled."""
 
-PIECES = 192
-"""Largest number of transfers to the GPU in a backward with fewer stages than this."""
-
-FULL_WIDTH = 4
-"""Bytes of a compute weight that is its own master weight."""
+MAX_TRANSFERS = 192
+"""Most transfers of swapped tensors to the GPU in a backward, or one for each stage if there are more stages."""
 
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
 WEIGHTS_HALF, REST_HALF = 16 / 28, 26 / 28
-"""Time of each half of a job in two halves / time of a job in one piece. They are ratios of the bytes that are read and
-written for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
+"""Time of each half of a job in two halves / time of a job in one piece: ratios of the bytes that are read and written
+for a parameter with a 16-bit weight and gradient, an fp32 master weight and two moments. Both halves read all but the
+weight, 14 bytes; the first one writes the weight, 2 bytes, and the second one the rest, 12 bytes."""
 
 
 class StepTasks:
@@ -74,7 +72,8 @@ class StepTasks:
         ]
         """By unit, the bytes of the weights that are copied to the GPU, and the part that is read from SSDs."""
         self.tasks: list[Task] = []
-        self._step_rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
+        self._cpu_step_rate = hardware.cpu_step_rate
+        self._gpu_memory_bandwidth = hardware.gpu_memory_bandwidth
         self._compute: Task | None = None
         """The last compute task."""
         self._incoming = BoundedFifo(plan.window_bytes)
@@ -91,7 +90,7 @@ class StepTasks:
         self._second_halves: list[list[Task]] = [[] for _ in self.units]
         """By unit, the second halves of the last optimizer jobs."""
         # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
-        self._most_pieces = max(1, PIECES // len(self.stages))
+        self._max_pieces = max(1, MAX_TRANSFERS // len(self.stages))
         self._jobs: list[Task] = []
         """The last task of each job that uses staging memory."""
         self._kept_weights = kept_weights(model, plan)
@@ -118,9 +117,9 @@ class StepTasks:
         return self._compute
 
     def share_host_memory(self, bandwidth: float) -> None:
-        """Lengthens the CPU optimizer's jobs by the time that concurrent copies use the bandwidth of host memory.
+        """Lengthens the CPU optimizer's jobs by the time in which concurrent copies use the bandwidth of host memory.
 
-        If jobs run during the whole step, this is the time of all copies, and less if the step is longer than the jobs.
+        This is the time of all copies if jobs run during the whole step, and less if the step is longer than its jobs.
         """
         last = self.tasks[-1].step
         amounts = [0.0] * len(RESOURCES)
@@ -176,7 +175,7 @@ class StepTasks:
 
     def _shared(self, nbytes: int) -> float:
         """Returns the seconds by which copies of `nbytes` delay compute, because both use the GPU's memory."""
-        return nbytes / self._step_rates[1]
+        return nbytes / self._gpu_memory_bandwidth
 
     def _allocated_bytes(self, weights: int) -> int:
         """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
@@ -253,7 +252,7 @@ class StepTasks:
         to_ssd = 0 if index in self._forwarded else stage.to_ssd - self._staged.get(index, 0)
         nbytes, from_ssds = weights + swapped, from_ssd + to_ssd
         prefetched = None
-        count = min(self._most_pieces, ceil(swapped / stage.largest)) if swapped else 1
+        count = min(self._max_pieces, ceil(swapped / stage.largest)) if swapped else 1
         for piece in range(count if nbytes else 0):
             copied, read, freed, deleted, allocated = (
                 total * (piece + 1) // count - total * piece // count
@@ -293,13 +292,13 @@ class StepTasks:
     def _share_in_halves(self) -> float:
         """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
         stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.steps_on_cpu)
-        jobs = stepped / self._step_rates[0]
+        jobs = stepped / self._cpu_step_rate
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first halves, and no shorter than all halves.
         return min(1.0, backward / (REST_HALF * jobs)) if jobs else 0.0
 
     def _add_jobs(self, step: int, gradients: Sequence[Task | None], backward_start: Task | None) -> None:
-        """Adds the optimizer jobs: on the GPU for resident parts, on the CPU for the others.
+        """Adds the optimizer steps after backward: one task on the GPU for resident parts, jobs for the others.
 
         Args:
             step: index of the step.
@@ -308,11 +307,11 @@ class StepTasks:
         """
         scale_known = self._compute
         between = self._between_seconds()
-        made: Task | None = None
+        resident_step: Task | None = None
         if between:
             self.launch_seconds += between  # an upper bound of the host's time for these steps
-            made = self._add_compute(step, between)
-            made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
+            resident_step = self._add_compute(step, between)
+            resident_step.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
         deferred = self.plan.clip == "deferred"
         order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
         num_in_halves = self._share_in_halves() * len(self.units) if deferred else 0
@@ -326,24 +325,27 @@ class StepTasks:
                     after = (gradients[index], scale_known if waits else None)
                     in_halves = index < num_in_halves and part.in_host
                     self._add_job(step, index, profile, part, after, before, backward_start, in_halves=in_halves)
-                elif made is not None and made not in self._updated[index]:
-                    self._updated[index].append(made)
+                elif resident_step is not None and resident_step not in self._updated[index]:
+                    self._updated[index].append(resident_step)
 
     def _between_seconds(self) -> float:
-        """Returns the GPU seconds between backward and the next forward."""
-        every = [item for parts in self.units for item in parts]
+        """Returns the GPU seconds between backward and the next forward: steps of resident parameters, and idle time.
 
-        def stepping(profiles: Iterable[PartProfile]) -> float:
+        The measured idle time (see `ModelProfile.between_offloaded`) is scaled by the number of offloaded parameters.
+        """
+        placed = [item for parts in self.units for item in parts]
+
+        def step_seconds(profiles: Iterable[PartProfile]) -> float:
             nbytes = sum(profile.resident_bytes + profile.state_bytes_written for profile in profiles)
-            return nbytes / self._step_rates[1]
+            return nbytes / self._gpu_memory_bandwidth
 
         measured, offloaded_then = self.model.between_seconds, self.model.between_offloaded
         if measured is None:
-            return stepping(profile for profile, part in every if not part.offloaded)
+            return step_seconds(profile for profile, part in placed if not part.offloaded)
         if not offloaded_then or not self.model.parameters:
             return measured
-        per_parameter = stepping(profile for profile, _ in every) / self.model.parameters
-        offloaded = sum(profile.parameters for profile, part in every if part.offloaded)
+        per_parameter = step_seconds(profile for profile, _ in placed) / self.model.parameters
+        offloaded = sum(profile.parameters for profile, part in placed if part.offloaded)
         idle = max(0.0, measured - per_parameter * (self.model.parameters - offloaded_then))
         return per_parameter * (self.model.parameters - offloaded) + min(1.0, offloaded / offloaded_then) * idle
 
@@ -381,7 +383,7 @@ class StepTasks:
             begin = (backward_start, *before) if part.step == "cpu" else (*after, *before)
             read = self._task(SSD, profile.state_bytes_read, step, room, *begin)
         # Among ready jobs, that of the first unit is the most urgent for the next forward.
-        seconds = profile.parameters / self._step_rates[0]
+        seconds = profile.parameters / self._cpu_step_rate
         if part.step == "gpu":
             done = self._add_device_step(step, profile, read, *after)
         elif in_halves:
@@ -403,7 +405,7 @@ class StepTasks:
 
         Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.
         """
-        own_masters = profile.weight_bytes >= FULL_WIDTH * profile.parameters
+        own_masters = profile.weight_bytes >= FP32_BYTES * profile.parameters  # fp32 weights are master weights
         weights = profile.weight_bytes if own_masters else 0
         there = profile.state_bytes_read + profile.gradient_bytes + weights
         back = profile.state_bytes_written + profile.weight_bytes
@@ -470,7 +472,7 @@ def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> di
     continue to write while backward needs the last saved tensors.
     """
     left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
-    room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.remat_seconds for stage in stages)
+    room = staging_bytes - IN_FLIGHT_BYTES - ssd_write * sum(stage.backward + stage.remat_seconds for stage in stages)
     left = round(min(left, room))
     staged = {}
     for index in reversed(range(len(stages))):

@@ -1,10 +1,10 @@
 """Teraio's planner: which tensors to migrate in which inactive periods (Algorithm 1), and a search beyond the paper.
 
-The benefit of a migration is the integral over time of the reduction of critical memory pressure (memory beyond the
-GPU's capacity); its cost is the time of its offload and prefetch. The candidate of the best ratio is chosen, its
-transfers are laid on the I/O timeline, and the search repeats until memory fits. If the I/O timeline has no room for
-that, the GPU has to wait: the step is lengthened, and the search continues. Earlier choices remain, so that as many
-transfers as possible fit into the step as it is.
+The benefit of a migration is the reduction of memory pressure (bytes beyond the GPU's capacity), integrated over time;
+its cost is the time of its offload and prefetch. The candidate of the best ratio is chosen, its transfers are placed on
+the I/O timeline, and the search repeats until memory fits. If the I/O timeline has no room for more transfers, the GPU
+has to wait: the step is lengthened, and the search continues. Earlier choices remain, so that as many transfers as
+possible fit into the original step.
 """
 
 from bisect import bisect_right
@@ -39,26 +39,26 @@ SATURATED = 2.0
 MIN_BYTES = 2**20
 """Bytes of the smallest tensor that is migrated."""
 
-CLOSE = 0.75
+CLOSE_ENOUGH = 0.75
 """Share of the best possible ratio at which a candidate is chosen: to find the very best takes many times longer."""
 
-LONGER, LONGEST = 2.0, 256.0
-"""Factor by which the step is lengthened until transfers have room, and the most by which it is in all."""
+LENGTHENING, MAX_LENGTHENING = 2.0, 256.0
+"""Factor by which the step is lengthened each time that transfers have no room, and the largest factor in all."""
 
 STUCK = 0.9
-"""Share of the pressure that remains in a longer step, from which on operators wait for transfers right away."""
+"""If more than this share of the pressure remains after the step was lengthened, operators wait for transfers."""
 
 PRICES = (2.0, 1.0, 0.5)
-"""Seconds of transfers that a second of recomputation has to save, which the search beyond the paper tries."""
+"""Tried prices of a second of recomputation: seconds of transfers that it has to save."""
 
 SHARES = (0.75, 0.5)
-"""Shares of the recomputations at the best price that are tried."""
+"""Tried shares of the recomputations at the best price."""
 
 LESS_IN_FLIGHT = 0.02
-"""Smaller share of the GPU's capacity for prefetches that have begun, which is tried for the best plan."""
+"""A smaller share of the GPU's capacity for prefetches in flight than `IN_FLIGHT`, which is tried for the best plan."""
 
 EXAMINED = 128
-"""Chosen migrations of Teraio's search between two estimates of whether its plan can be the best one."""
+"""Migrations that Teraio's search chooses between two estimates of whether its plan can be the best one."""
 
 MIN_GAIN = 0.002
 """Least gain, as a share of the step, for which a plan is simulated."""
@@ -68,9 +68,9 @@ MIN_GAIN = 0.002
 def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of Teraio's algorithm.
 
-    Tensors migrate to drives, and to host memory where drives are saturated. Transfers that have no room in a step are
-    planned for a longer one, in which operators wait for them; `simulate_migrations` says where. Migrations that others
-    have made unnecessary are removed in the end.
+    Tensors migrate to drives, and to host memory if drives are saturated. Transfers that have no room in a step are
+    planned for a longer one, in which operators wait for them; `simulate_migrations` finds the operators. Migrations
+    that later ones have made unnecessary are removed in the end.
 
     Args:
         profile: lifetimes of all tensors.
@@ -101,10 +101,10 @@ def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes:
 def plan_migrations(
     profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES
 ) -> tuple[MigrationPlan, MigrationPrediction]:
-    """Returns the best plan that also recomputes saved tensors, and steps units on the CPU, and its prediction.
+    """Returns the best plan that may also recompute saved tensors and step units on the CPU, and its prediction.
 
-    The plan of `plan_teraio` is made, too, unless no plan without recomputation and CPU steps can be better, and so is
-    the best plan without drives. So the result is never predicted to be slower than either.
+    The result is never predicted to be slower than the plan of `plan_teraio`, which is made unless bounds show that it
+    can't be better, or than the best plan without drives.
 
     Args:
         profile: as in `plan_teraio`.
@@ -392,20 +392,20 @@ class _Search:
     def find(self, limit: "_Limit | None" = None) -> MigrationPlan | None:
         """Returns the plan of `plan_teraio`, or None as soon as `limit` shows that another one is better."""
         # All bytes beyond the capacity have to leave in a step.
-        least = float(self.pressure.max()) / self.most_out if self.most_out else LONGEST
-        factor, before = min(LONGEST, max(1.0, least)), inf
+        least = float(self.pressure.max()) / self.most_out if self.most_out else MAX_LENGTHENING
+        factor, before = min(MAX_LENGTHENING, max(1.0, least)), inf
         self.io.lengthen(factor)
         while self.choose(in_time=True, limit=limit):
             left = float(self.pressure.sum())
-            if left >= STUCK * before or (left and factor >= LONGEST):
+            if left >= STUCK * before or (left and factor >= MAX_LENGTHENING):
                 # Operators right before or after the use of a tensor need its memory, however long the step is.
                 self.choose(in_time=False)
                 left = 0.0
             if not left:
                 return MigrationPlan(tuple(self.necessary()))
             before = left
-            factor *= LONGER
-            self.io.lengthen(LONGER)
+            factor *= LENGTHENING
+            self.io.lengthen(LENGTHENING)
         return None
 
     def choose(self, *, in_time: bool, limit: "_Limit | None" = None) -> bool:
@@ -430,7 +430,7 @@ class _Search:
             if found is None:
                 continue
             # A ratio only falls as others are chosen: those in the heap are bounds of the present ones.
-            if not heap or found.ratio >= CLOSE * -heap[0][0]:
+            if not heap or found.ratio >= CLOSE_ENOUGH * -heap[0][0]:
                 self._add_migration(number, found, in_time=in_time)
             else:
                 heappush(heap, (-found.ratio, number))

@@ -1,4 +1,4 @@
-"""`TransferBounds`: seconds that a step takes at least, by the bytes that it transfers between any two operators.
+"""`TransferBounds`: lower bounds of a step's seconds, from the bytes that are transferred between any two operators.
 
 The search for a plan makes and simulates no plan whose bound shows that it can't be the best one.
 """
@@ -13,10 +13,10 @@ from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import ByteChanges, Bytes, Direction, GPUStep, MigrationMachine, MigrationPlan
 
 PARTS = 96
-"""Parts of a step, between whose begins transfers are added up."""
+"""Parts of a step. Intervals, in which transfers are summed, begin and end with parts."""
 
 ANY, IN_HOST, ON_SSD, NOWHERE = range(4)
-"""Tier of a tensor in a period, beside GPU memory: either one; host memory; drives; neither one."""
+"""Tiers in which a tensor may be in a period: host memory or drives; host memory; drives; only GPU memory."""
 
 Integers = NDArray[np.int64]
 
@@ -24,8 +24,8 @@ Integers = NDArray[np.int64]
 class TransferBounds:
     """Bounds for one profile and machine.
 
-    The step is divided into intervals, from the begin of an operator to the begin of another one, for the largest sum
-    of their bounds.
+    An interval lasts from the begin of an operator to the begin of another one, and no shorter than its transfers. The
+    bound of a step is the largest sum of such bounds over all divisions of the step into intervals.
 
     Args:
         profile: lifetimes of all tensors.

@@ -14,14 +14,14 @@ from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
 MAX_PLANS = 6
-"""Limit of the plans that are made, each for less memory: the lifetimes lack the memory that prefetching needs."""
+"""Most plans that are made, each for less GPU memory, because the lifetimes do not include what prefetching needs."""
 
 
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
-    """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
+    """Returns Teraio's plan: tensors with the best ratio of benefit and cost migrate, and nothing is recomputed.
 
-    A part of a unit is kept on the GPU unless its weights or states migrate. A migrating part is stepped by the CPU, or
-    by the GPU, as in Teraio, if that is faster for the parts in host memory, or for all.
+    A part of a unit is kept on the GPU unless its weights or states migrate. Migrating parts are stepped by the CPU, or
+    by the GPU, as in Teraio, if that is faster: those in host memory, or all.
 
     Args:
         model: profile of the model.
@@ -42,17 +42,17 @@ def _add_plans(
     hardware: HardwareProfile,
     fixed: FixedPlacement | None,
 ) -> None:
-    """Adds excess bytes, step seconds and a number of each plan in which the tensors of `planned` migrate.
+    """Adds plans in which the tensors of `planned` migrate, each with its excess bytes, step seconds and number.
 
     Args:
         plans: receives the plans.
         model: profile by which they are simulated.
-        planned: that profile, or the same one with units placed as a whole: migrations of
-            its larger tensors may fit better.
+        planned: that profile, or the same one with units placed as a whole: migrations of its larger tensors may fit
+            better.
         hardware: as in `plan_units`.
         fixed: as in `plan_units`.
     """
-    steps = _Steps(planned, hardware, fixed)
+    steps = _StepLifetimes(planned, hardware, fixed)
     lifetimes = steps.profile()
     machine = _machine(hardware, fixed)
     for tried in range(MAX_PLANS):
@@ -81,10 +81,11 @@ def _machine(hardware: HardwareProfile, fixed: FixedPlacement | None) -> Migrati
     return machine
 
 
-class _Steps:
-    """The operators and tensors of a step of one micro-batch, in which each unit is stepped on the GPU.
+class _StepLifetimes:
+    """The operators and tensors of a step of one micro-batch, in which the GPU steps each unit.
 
-    With a fixed placement, states on the GPU are always there, and those of other units while their unit runs.
+    With a fixed placement, states on the GPU are there during the whole step, and those of other units while their unit
+    runs.
     """
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> None:
