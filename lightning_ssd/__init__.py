@@ -1,8 +1,8 @@
-"""Training with activations, weights and optimizer states on SSD and in host memory, for PyTorch Lightning.
+"""Offloads activations, weights and optimizer states of Lightning trainings to host memory and SSDs.
 
-torch imports this package when it starts (see `_autoload`), so nothing heavy is imported here: the public
-classes are imported when they are first used. Importing the package registers its strategies, for programs
-that run with `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, which turns the automatic registration off.
+`import torch` imports this package (see `_autoload`), so nothing heavy is imported here: the public classes are
+imported when they are first used. Importing the package also registers its strategies, for programs that run
+with `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, which disables the import by torch.
 """
 
 from importlib import import_module

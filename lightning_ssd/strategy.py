@@ -3,11 +3,11 @@
 Lightning calls, in a `fit`: `setup_environment`; `load_checkpoint` and `load_model_state_dict`, if `ckpt_path` is
 given; `setup`, which calls `model_to_device`; `on_train_start`; for each micro-batch `training_step` and `backward`,
 within `optimizer_step` if optimization is automatic and a step follows; and `teardown`. The sections of the class have
-this order. Two objects of a training do the work: the activation offloader (`offloader`) and, if model states are
-offloaded, the model states (`model_states`).
+this order. Two objects do the work of a training: `offloader`, the activation offloader, and `model_states`, if model
+states are offloaded.
 
-The file is large because the contract is one class: the documentation of its arguments, which the help of every command
-shows, and an override for each event of a Trainer, which calls the folder that does the work.
+The file is large because the contract is one class: it documents the arguments, which the help of every command shows,
+and overrides a method for each event of a Trainer, which calls the folder that does the work.
 """
 
 import contextlib
@@ -107,17 +107,18 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     Offloading activations never changes their bytes: losses, gradients and weights are equal, bit for bit, to those of
     the same training without it. With offloaded states on a CPU device, every optimizer of `torch.optim` gives the same
-    bits as plain Lightning, with all its settings. On a GPU, the last digits of a step are those of torch's fused CPU
-    kernels. Optimizers of `torch.optim`, and classes given to `lightning_ssd.register_optimizer`, step unit by unit.
-    Other classes may couple parameters, and step when backward has ended.
+    bits as plain Lightning, with all its settings. On a GPU, offloaded states are stepped with the rounding of torch's
+    fused CPU kernels, so that the last digits differ. Optimizers of `torch.optim`, and classes given to
+    `lightning_ssd.register_optimizer`, step unit by unit. Other classes may couple parameters, and step when backward
+    has ended.
 
-    Under `bf16-mixed` and `16-mixed`, offloaded weights of matrix products are on the device in 16 bits, as autocast
-    would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are summed in
-    16 bits by compiled code, and by torch before 2.10. Offloaded weights in bf16, under `bf16-true` all of them,
-    compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, where changes below a 256th of a
-    weight are lost.)
+    Under `bf16-mixed` and `16-mixed`, offloaded weights of matrix products are in 16 bits on the device, as autocast
+    would cast them; code outside of their forward reads fp32 values. If one forward uses such a weight several times,
+    its gradients are summed in 16 bits by compiled code, and by torch before 2.10. Offloaded bf16 weights (under
+    `bf16-true`, all) compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, which loses changes
+    of less than a 256th of a weight.)
 
-    When a training starts, one log line says which tensors are offloaded to which tier, and why the others are not. The
+    When a training starts, one log line says which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
     `callbacks=[OffloadMonitor(progress_bar=False)]`.
 
@@ -131,10 +132,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     Args:
         path: directory for scratch files, or several, one for each SSD, over which data are striped. Default: the
             Trainer's `default_root_dir`. Scratch files are in a subdirectory, which is removed when training ends.
-        tier: tiers of offloaded activations: `"ssd"` (host memory and SSDs), or `"host"` (host memory only).
-        offload: activations of each micro-batch to offload. `"auto"`: those that the GPU has no room for, by the memory
-            that is measured in the first two or three steps. If all fit, they are kept and saved-tensor hooks are
-            disabled. Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
+        tier: tiers of offloaded activations, and of model states with `states="auto"`: `"ssd"` (host memory and SSDs),
+            or `"host"` (host memory only).
+        offload: activations of each micro-batch to offload. `"auto"`: those that do not fit on the GPU, according to
+            the memory of the first two or three steps. If all fit, they are kept and saved-tensor hooks are disabled.
+            Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
             kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
             Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the
             first micro-batches runs out of memory, it is run again with all saved tensors offloaded, and then with
@@ -157,8 +159,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         staging_memory: bytes of pinned memory through which activations are transferred to and from the SSDs.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
             GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
-            Saved tensors, prefetched weights, and master weights and optimizer states that the GPU steps are then
-            transferred between the GPU and the SSDs; all others are staged in host memory, where the CPU uses them.
+            GPUDirect Storage transfers saved tensors, prefetched weights, and master weights and optimizer states that
+            the GPU steps; all others are staged in host memory, where the CPU uses them.
         checksum: hash written bytes and compare the hashes at reads, on the I/O threads: a flipped bit or a lost write
             raises an error before the value is used. Transfers pass through host memory then. `False`: no comparison,
             and kvikio may transfer directly between the GPU and the SSDs.
@@ -171,10 +173,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             GPU memory that this process may use, or 74 % with fp32 weights and automatic optimization, because they can
             be offloaded later if activations need the room. Unless `states="gpu"`, `configure_model` and
             `Trainer.init_module` build models on the CPU.
-        gpu_memory: budget of device memory for weights, and for gradients and optimizer states of units, or parts of
-            them, that are kept on the device, unless `states="gpu"`: `"20GiB"`, or `"50%"` of the memory that this
-            process may use (on a CPU, of the free memory). Units in use are on the device even if they exceed it.
-            `"auto"`: a tenth of that memory, 1 GiB on a CPU. A limit by
+        gpu_memory: budget of device memory for model states, unless `states="gpu"`: for prefetched weights, and for
+            weights, gradients and optimizer states of units, or parts of them, that are kept on the device. `"20GiB"`,
+            or `"50%"` of the memory that this process may use (on a CPU, of the free memory). Units in use are on the
+            device even if they exceed it. `"auto"`: a tenth of that memory, 1 GiB on a CPU. A limit by
             `torch.cuda.set_per_process_memory_fraction` must be set before training starts.
         units: class names of the modules whose parameters are prefetched and stepped together. `None`: the repeated
             blocks of the model.
@@ -184,12 +186,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         state_format: `"fp32"`: 16-bit weights besides fp32 master weights. `"split"`: the bf16 weights are the upper
             half of their master weights, which saves 2 bytes per parameter; the master weights are exact, but ties are
             rounded away from zero in the bf16 weights.
-        clip: time of optimizer steps whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once
-            the norm is known, overlapped with the next forward, in the order in which forward needs the weights.
-            `"speculative"`: during backward, unclipped, into a second copy of the states; if gradients had to be
-            clipped, these steps are rolled back and made again. The copy is allocated with the first such step (for
-            states on SSDs, at the start). `"auto"`: speculative while few steps are clipped and there is memory for the
-            copy, which is freed when many steps are clipped.
+        clip: when to step if gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the norm is
+            known, overlapped with the next forward, in the order in which forward needs the weights. `"speculative"`:
+            during backward, unclipped, into a second copy of the states; if gradients had to be clipped, these steps
+            are rolled back and made again. The copy is allocated with the first such step (for states on SSDs, at the
+            start). `"auto"`: speculative while few steps are clipped and there is memory for the copy, which is freed
+            when many steps are clipped.
         recover: resume after the last committed step if training was killed or has failed, when the same script is run
             again. Weights, optimizer states and the position in the data are restored bit for bit, without a
             checkpoint. All offloaded states are on SSDs then, in two versions, in a subdirectory of `path` that is kept
@@ -200,15 +202,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         checkpoints: format of checkpoints, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
             `"sharded"`: a directory of safetensors. Both are written and read in the memory of a few units, and
             training resumes from either. `lightning-ssd export` makes a plain folder of weights of both.
-        compile: compile the blocks of the model, those of `units`, with `torch.compile` while it trains, except blocks
-            that are compiled already. This changes the last digits of results, as your own `block.compile()` does.
+        compile: compile the blocks of the model (see `units`) with `torch.compile` while it trains, except blocks that
+            are compiled already. This changes the last digits of results, as your own `block.compile()` does.
         accelerator: as in Lightning's strategies.
         parallel_devices: the one device.
         checkpoint_io: as in Lightning's strategies.
         precision_plugin: plugin of the Trainer's `precision`.
 
     Raises:
-        ValueError: an argument is out of range; the message names it and the remedy.
+        TypeError, ValueError: an argument has a wrong type or is out of range; the message names it and the remedy.
     """
 
     strategy_name = "ssd_offload"
@@ -343,8 +345,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if devices > 1:
             raise ValueError(
                 f"`{self.strategy_name}` trains on one device, and the Trainer was given {devices}. "
-                "Set `devices=1` and `num_nodes=1`; or, for activation offload on several, take `strategy='ddp'` or "
-                "`'fsdp'` with `callbacks=[lightning_ssd.ActivationOffload()]`."
+                "Set `devices=1` and `num_nodes=1`; or, to offload activations on several devices, use "
+                "`strategy='ddp'` or `'fsdp'` with `callbacks=[lightning_ssd.ActivationOffload()]`."
             )
         super().setup_environment()
         if self.root_device.type == "cuda":
@@ -926,6 +928,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().optimizer_state(optimizer)
 
     def _lazily(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which state dicts have offloaded tensors as lazy ones, without reading them."""
         return contextlib.nullcontext() if self.model_states is None else self.model_states.state_dicts.lazy.making()
 
     @override
