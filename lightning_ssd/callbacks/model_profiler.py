@@ -19,14 +19,14 @@ class ModelProfiler(StepProfiling):
     """Measures a few training steps, and writes a profile of the model for `lightning-ssd plan --profile FILE`.
 
     The profile has the forward and backward time of every unit and, for every tensor that autograd saves ("operator"),
-    its bytes, the time and FLOPs to compute it, and whether it can be recomputed. One micro-batch is traced operation
-    by operation, and is slower. The steps after it are timed without synchronizing the host. The results of the
-    training do not change.
+    its bytes, the time and FLOPs to compute it, and whether it can be recomputed. These times are of one micro-batch,
+    which is traced operation by operation, and is slower. Later steps are timed without synchronizing the host: the
+    host's launches, and the time between micro-batches. The results of the training do not change.
 
     Args:
         path: JSON file to write after the measured steps.
         warm_up: steps before the measured ones; a micro-batch of the last of them is traced.
-        steps: measured steps; times are means over them.
+        steps: later steps that are timed.
         lifetimes: JSON file for `lightning-ssd profile --profile FILE` and `lightning-ssd plan RECIPE --replay
             --lifetimes FILE`: when each weight, gradient, optimizer state, saved tensor and transient of the traced
             step is used by which operator of forward, backward and optimizer step. All of them are on the GPU in that

@@ -137,6 +137,7 @@ class OffloadMonitor(pl.Callback):
                 self._shown["ssd_years"] = metrics["ssd_years"]
 
     def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
+        """Returns the drives' own wear counters; empty: they were read less than `WEAR_INTERVAL` ago, or can't be."""
         states = find_model_states(trainer)
         on_ssds = "ssd" in offloader.tiers or (states is not None and states.ssd_bytes)
         if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
@@ -154,6 +155,7 @@ class OffloadMonitor(pl.Callback):
         return metrics
 
     def _metrics(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
+        """Returns the metrics since the last call, without those of `_drives`."""
         totals = self._offloaders.add(offloader, _totals(offloader))
         if states is not None and states.staging is not None and (io := states.io_stats()) is not None:
             of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
@@ -162,21 +164,22 @@ class OffloadMonitor(pl.Callback):
         delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
         self._last = totals
         metrics = {name: value for name, value in delta.items() if not name.endswith("_busy_s")}
-        for lane in ("copy_out", "copy_in", "ssd_write", "ssd_read"):
-            moved = metrics.pop(f"{lane}_busy_bytes", 0.0)
-            if seconds := delta.get(f"{lane}_busy_s"):
-                metrics[f"{lane}_bytes_per_s"] = moved / seconds
-        return metrics | _levels(offloader) | self._wear(totals)
+        for direction in ("copy_out", "copy_in", "ssd_write", "ssd_read"):
+            moved = metrics.pop(f"{direction}_busy_bytes", 0.0)
+            if seconds := delta.get(f"{direction}_busy_s"):
+                metrics[f"{direction}_bytes_per_s"] = moved / seconds
+        return metrics | _peaks(offloader) | self._written(totals)
 
-    def _wear(self, totals: dict[str, float]) -> dict[str, float]:
+    def _written(self, totals: dict[str, float]) -> dict[str, float]:
+        """Returns the bytes written to SSDs since training started, and the life of the drives at this rate."""
         written = totals.get("ssd_write_busy_bytes", 0.0) + totals.get("states_ssd_bytes_written", 0.0)
         if not written:
             return {}
         seconds = perf_counter() - self._begun
-        wear = {"ssd_bytes_written": written, "ssd_bytes_written_per_day": bytes_per_day(written, seconds)}
+        metrics = {"ssd_bytes_written": written, "ssd_bytes_written_per_day": bytes_per_day(written, seconds)}
         if self._endurance is not None:
-            wear["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR
-        return wear
+            metrics["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR
+        return metrics
 
 
 class _Counts:
@@ -212,8 +215,8 @@ def _totals(offloader: ActivationOffloader) -> dict[str, float]:
         "store_stall_s": stats.store_stall,
         "load_stall_s": stats.load_stall,
     }
-    for lane, busy in zip(("copy_out", "copy_in"), offloader.copies.busy(), strict=True):
-        totals |= {f"{lane}_busy_bytes": busy.amount, f"{lane}_busy_s": busy.seconds}
+    for direction, busy in zip(("copy_out", "copy_in"), offloader.copies.busy(), strict=True):
+        totals |= {f"{direction}_busy_bytes": busy.amount, f"{direction}_busy_s": busy.seconds}
     for name, tier in offloader.tiers.items():
         totals |= {f"{name}_bytes_out": tier.bytes_out, f"{name}_bytes_in": tier.bytes_in}
     if (io := offloader.io_stats()) is not None:
@@ -226,9 +229,9 @@ def _totals(offloader: ActivationOffloader) -> dict[str, float]:
     return totals
 
 
-def _levels(offloader: ActivationOffloader) -> dict[str, float]:
+def _peaks(offloader: ActivationOffloader) -> dict[str, float]:
     """Returns peaks, which are logged as they are, not as differences."""
-    levels: dict[str, float] = {"peak_pinned_bytes": offloader.peak_pinned_bytes()}
+    peaks: dict[str, float] = {"peak_pinned_bytes": offloader.peak_pinned_bytes()}
     if (memory := allocator_memory(offloader.device)) is not None:
-        levels["peak_device_bytes"] = memory.peak()
-    return levels
+        peaks["peak_device_bytes"] = memory.peak()
+    return peaks

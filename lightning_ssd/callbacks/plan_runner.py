@@ -189,12 +189,12 @@ class PlanRunner:
         chosen = [one for part in parts for _, one in part.parameters]
         if not self._states.step_on_device(chosen):
             log.warning(
-                "The GPU has no memory for the optimizer steps of %d parts of units that the plan has it make: "
-                "the present processors make them, and the prediction is wrong by that.",
+                "The GPU has no memory for the optimizer steps of %d parts of units that the plan assigns to it: "
+                "processors do not change, so that steps may take longer than predicted.",
                 len(parts),
             )
 
-    def leave(self, *, in_step: bool) -> None:
+    def deactivate(self, *, in_step: bool) -> None:
         """Called before steps under another rule; `in_step`: the present step has begun, and is not measured."""
         if in_step:
             self._timer.skip()
@@ -202,8 +202,8 @@ class PlanRunner:
             self._timer.end()
         self._peak_bytes = self._gpu_peak()
 
-    def enter(self) -> None:
-        """Puts the plan in force again, after `leave`. Its measured steps still count."""
+    def reactivate(self) -> None:
+        """Puts the plan in force again, after `deactivate`. Its measured steps still count."""
         assert self.plan is not None and self._policy is not None
         self._offloader.run(self._policy)
         self._set_window(self.plan.window_bytes)

@@ -11,7 +11,7 @@ __all__ = ["PlannedShape", "PlannedShapes", "UnplannedBatches"]
 MAX_UNPLANNED = 4
 """Micro-batches without a plan before another one is made. It doubles with each plan."""
 
-LOOSE = 8
+LOOSELY_PLANNED = 8
 """Micro-batches under a plan for much larger batches that count as one without a plan."""
 
 StateT = TypeVar("StateT")
@@ -24,13 +24,13 @@ class PlannedShape(Generic[StateT]):
     Attributes:
         shape: shape of the recorded batch; `None`: unknown.
         trained: whether each parameter required gradients.
-        level: bytes that were allocated before the recorded step.
+        allocated_bytes: bytes that were allocated before the recorded step.
         state: the plan.
     """
 
     shape: BatchShape | None
     trained: tuple[bool, ...]
-    level: int
+    allocated_bytes: int
     state: StateT
 
     def covers(self, shape: BatchShape | None) -> bool:
@@ -41,8 +41,8 @@ class PlannedShape(Generic[StateT]):
 class PlannedShapes(Generic[StateT]):
     """Finds the plan of a micro-batch: that of its shape, or that of the smallest shape that is no smaller.
 
-    A plan is not found for a micro-batch that may need more memory than the recorded one: if its batch is larger, if
-    other parameters are trained, or if more bytes were allocated before its step.
+    A micro-batch has no plan if it may need more memory than the recorded one: if its batch is larger, if other
+    parameters are trained, or if more bytes were allocated before its step.
 
     Args:
         meter: the device's allocator.
@@ -50,24 +50,24 @@ class PlannedShapes(Generic[StateT]):
 
     #: Most plans. The least recently used one is removed.
     COUNT = 8
-    #: Growth of allocated bytes / limit, up to which steps begin like the recorded one.
+    #: Largest growth of allocated bytes / limit of memory, with which a plan still applies.
     GROWTH = 0.01
-    #: Bytes of a batch / bytes of the planned one, below which the batch is planned itself, although the plan fits.
+    #: Bytes of a batch / bytes of the planned one, below which the batch gets a plan of its own.
     CLOSE_ENOUGH = 0.8
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self._meter = meter
-        self._level = 0
+        self._allocated_bytes = 0
         """Bytes that were allocated before the present step; 0: not compared."""
         self._plans: list[PlannedShape[StateT]] = []
 
     def begin_step(self, *, compare_bytes: bool) -> None:
         """Called when a step begins; `compare_bytes` is False if steps begin with any number of allocated bytes."""
-        self._level = self._meter.allocated() if compare_bytes else 0
+        self._allocated_bytes = self._meter.allocated() if compare_bytes else 0
 
     def make(self, shape: BatchShape | None, trained: tuple[bool, ...], state: StateT) -> PlannedShape[StateT]:
         """Returns a plan for the present micro-batch, which is recorded. `find` does not find it before `add`."""
-        return PlannedShape(shape, trained, self._level, state)
+        return PlannedShape(shape, trained, self._allocated_bytes, state)
 
     def add(self, planned: PlannedShape[StateT]) -> list[PlannedShape[StateT]]:
         """Adds a plan in place of one of the same shape; returns the plans that were removed."""
@@ -83,8 +83,10 @@ class PlannedShapes(Generic[StateT]):
 
     def find(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> PlannedShape[StateT] | None:
         """Returns the plan of the present micro-batch; `None`: there is none."""
-        most = self._level - self.GROWTH * self._meter.limit()
-        fitting = [one for one in self._plans if one.covers(shape) and one.trained == trained and one.level >= most]
+        least = self._allocated_bytes - self.GROWTH * self._meter.limit()
+        fitting = [
+            one for one in self._plans if one.covers(shape) and one.trained == trained and one.allocated_bytes >= least
+        ]
         if not fitting:
             return None
         found = min(fitting, key=lambda one: (one.shape != shape, one.shape.nbytes if one.shape is not None else 0))
@@ -119,8 +121,8 @@ class UnplannedBatches:
             planned: whether it has a plan, which is one for much larger batches.
         """
         self._batches.add(shape)
-        self._count += 1 / LOOSE if planned else 1
-        # A larger batch may be one of a kind: it is not waited for without end.
+        self._count += 1 / LOOSELY_PLANNED if planned else 1
+        # The largest batch may not occur again: a smaller one is planned when twice as many have been counted.
         large = self._batches.is_large(shape) or self._count > 2 * self._patience
         return self._count > self._patience and large
 

@@ -35,21 +35,23 @@ class RegionPlanner:
     together when its backward begins. `plan_storages` chooses keep, host or SSD for each of them.
 
     First, one micro-batch is recorded, with all storages offloaded. Then rules are tried (`RegionSearch`): steps
-    without a plan are timed, and steps under the plan. If the plan is predicted to stall the training, code is compiled
-    again with lower values of `activation_memory_budget`, so that it saves less and recomputes the rest, recorded,
-    planned and timed, as long as `Recompilation` finds a value that may make steps faster: at last one between the
-    fastest and the next higher one. The fastest trial is applied.
+    without a plan are timed, and steps under the plan. If the plan stalls the training, code is compiled again with
+    lower values of `activation_memory_budget`, so that it saves less and recomputes the rest, and is recorded, planned
+    and timed again, as long as `Recompilation` finds a value that may make steps faster. The last one is between the
+    fastest and the next higher value. The fastest trial is applied.
 
-    It is stored in the `PlanCache`. A later training with the same key records a micro-batch, too, but has only one
-    trial: code is compiled with the stored `activation_memory_budget`, and the stored plan is applied, if compiled code
-    saves the same storages. If they differ or steps are not as fast as then, the search begins as without the cache.
+    The fastest rule is stored in the `PlanCache`. A later training with the same key records a micro-batch, too, but
+    has only one trial: code is compiled with the stored `activation_memory_budget`, and the stored plan is applied, if
+    compiled code saves the same storages. If they differ, or steps are not as fast as then, the search begins as
+    without the cache.
 
-    That is done for a large batch. A micro-batch follows the plan of its shape, or that of the smallest planned shape
-    that is no smaller, and its memory is compared with that of such micro-batches alone. If there is none, it is
-    treated as before the plan: those that are not within an earlier one offload all storages. If there are many of
-    them, a micro-batch of their shape is recorded, planned and timed, too, with the same `activation_memory_budget`.
+    The first search is for a large batch. A micro-batch follows the plan of its shape, or that of the smallest planned
+    shape that is no smaller, and its memory is compared only with that of other micro-batches under this plan. Without
+    such a shape, it is treated as before the plan: a larger one than all before offloads all storages. If there are
+    many of them, a micro-batch of their shape is recorded, planned and timed, too, with the same
+    `activation_memory_budget`.
 
-    Steps are timed under the fastest rule, too. If they drift, their shape is planned again.
+    Later steps are timed, too. If they drift, their shape is planned again.
 
     All methods are called on the training thread, outside of forward and backward; none waits for the device.
 
@@ -57,14 +59,14 @@ class RegionPlanner:
         offloader: activation offloader of the training.
         guard: compares micro-batches without a plan; its limit is that of bytes that may be kept on the device.
         batches: batches of the whole training.
-        schedulers: callbacks that set the window, which does not grow any more once a micro-batch was recorded.
+        schedulers: callbacks that set the window, which is fixed when a micro-batch is recorded.
         recompiles: whether code may be compiled again with another `activation_memory_budget`.
         make_key: returns the key of a plan in the cache, given the recorded storages, the shape of their batch, and the
             `activation_memory_budget` of their code.
         found: the fastest rules that this training has found, by their keys, to which this one adds its own.
         spent_seconds: seconds in which this training has compiled code again before.
-        refines: whether model states are in their final tiers; until then, the search leaves out what makes steps
-            faster by little.
+        refines: whether model states are in their final tiers; until then, the search leaves out trials with little
+            gain.
 
     Attributes:
         recompilation: the values of `activation_memory_budget` to try.

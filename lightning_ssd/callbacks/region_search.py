@@ -21,11 +21,11 @@ from lightning_ssd.planning import SavedTimeline, StoragePlan
 from lightning_ssd.sizes import format_bytes
 
 MAX_STALL = 0.1
-"""Share of micro-batches for which those of a plan may wait for transfers so that a plan which offloads less is tried:
-where they wait longer, code that saves less is faster."""
+"""Share of micro-batches that may be stalls under a plan for one that offloads less to be tried: with more stalls, code
+that saves less is faster."""
 
-LESS = 0.95
-"""Offloaded bytes / those of a plan before, below which a plan is tried."""
+MAX_OFFLOADED = 0.95
+"""Offloaded bytes / those of the plan before, below which a plan that offloads less is tried."""
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 class RegionSearch:
     """Finds the fastest rule for the micro-batches of one shape, after another one was searched for another shape.
 
-    Its first trial has no plan, and the second one a plan of the recorded storages. If that stalls the training,
-    further ones have plans of code that saves less (`Recompilation`), which needs a compilation and another record
-    before each. A plan that offloads more than the measured peak of its steps requires is followed by the trial of one
-    that offloads less. If the cache has the rule of an earlier training, there is one trial, under that rule, unless
-    its steps are not as fast as they were then.
+    The first trial has no plan, and the second one a plan of the recorded storages. If that stalls the training,
+    further trials have plans of code that saves less (`Recompilation`): each of them needs a compilation and another
+    recorded micro-batch. A plan that offloads more than the measured peak of its steps requires is followed by one that
+    offloads less. If the cache has the rule of an earlier training, that rule is the only trial, unless its steps are
+    slower or faster than they were then.
 
-    Plans that offload less, and values of `activation_memory_budget` between others, make steps faster by little. They
-    are left out as long as model states may be moved, after which rules are searched anew: `resume` tries them then.
+    Plans that offload less, and intermediate values of `activation_memory_budget`, have little gain. They are left out
+    as long as model states may be moved, after which the search begins again; `resume` tries them when tiers are final.
 
-    `begin`, `end_trial`, `resume` and `decide` put the next trial in force, and return it. If its `memory_budget` is
-    another one than compiled code has, the caller has code compiled again; if the search is not `decided` then, the
+    `begin`, `end_trial`, `resume` and `decide` put the next trial in force, and return it. If its `memory_budget`
+    differs from that of compiled code, the caller has code compiled again; if the search is not `decided` then, the
     caller has a micro-batch recorded, and calls `begin` again.
 
     All methods are called on the training thread, between two steps.
@@ -57,7 +57,7 @@ class RegionSearch:
             `activation_memory_budget` of their code.
         found: the fastest rules that this training has found before, by their keys; those found here are added. They
             are known again when model states are moved back, whether or not there is a cache.
-        refines: whether the trials that make steps faster by little are made, too.
+        refines: whether the trials with little gain are made, too.
 
     Attributes:
         progress: progress of the shape.
@@ -211,7 +211,7 @@ class RegionSearch:
         ):
             spare = self._planner.spare_bytes(plan, progress)
             smaller = self._planner.plan(progress, spare)
-            if smaller.offloaded_bytes < LESS * plan.offloaded_bytes:
+            if smaller.offloaded_bytes < MAX_OFFLOADED * plan.offloaded_bytes:
                 return self._try(smaller, spare)
         if not self.is_first:
             return None

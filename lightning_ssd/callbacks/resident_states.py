@@ -21,9 +21,9 @@ TIMED_STEPS = 3
 single steps."""
 
 LEAST_SAVED = (0.1, 0.4)
-"""Shares of its saved bytes for which compiled code is expected to need memory where `activation_memory_budget` is
-lowered, and saved tensors are copied out while it computes: a Llama of 0.85B saved 0.39 of them with a budget of 0.5,
-at 4 % more time, and 0.27 with 0.3, at 7 % more (one H200). Offloaded states of as many bytes cost more time."""
+"""Tried shares of its saved bytes for which compiled code needs memory if `activation_memory_budget` is lowered and
+saved tensors are offloaded: a Llama of 0.85B saved 0.39 of them with a budget of 0.5, at 4 % more time, and 0.27 with
+0.3, at 7 % more (one H200). Offloading as many bytes of states costs more time."""
 
 Phase = Literal["timing", "trying", "decided"]
 
@@ -40,9 +40,9 @@ class ResidentStates:
 
     If saved tensors have no room, a `RegionPlanner` plans them before steps are timed, and anew after each move.
 
-    Timed are steps whose micro-batches have the shape of the first timed one, while no plan for saved tensors is being
-    made. All methods are called on the training thread, outside of forward and backward; none but `end_step` waits for
-    the device, when it moves states.
+    Only steps whose micro-batches have the shape of the first timed one are timed, and only while no plan for saved
+    tensors is being made. All methods are called on the training thread, outside of forward and backward; only
+    `end_step` waits for the device, when it moves states.
 
     Args:
         strategy: the strategy of the training, whose states may be moved.

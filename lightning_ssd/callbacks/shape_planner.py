@@ -32,7 +32,7 @@ class ShapePlanner(SwapPlanner):
         batches: batches of the training before there is a planner, and of the whole training later.
     """
 
-    _logs_metrics = False  # the user has added no planner, and gets no columns of it
+    _logs_metrics = False  # the user has added no planner, and expects no metrics of one
 
     def __init__(self, meter: AllocatorMeter, batches: SeenBatches) -> None:
         super().__init__(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
@@ -144,7 +144,7 @@ class ShapePlanner(SwapPlanner):
     def _offload_all(self) -> None:
         """Offloads all saved tensors, until another plan is in force."""
         if self.runner is not None:
-            self.runner.leave(in_step=not self._at_boundary)
+            self.runner.deactivate(in_step=not self._at_boundary)
         self._planned = None
         self._progress = replace(self._progress, runner=None, comparison=None)  # `planned.state` keeps them
         offload_all(self._offloader)
@@ -153,7 +153,7 @@ class ShapePlanner(SwapPlanner):
         self._planned, self._progress = planned, planned.state
         assert self.runner is not None
         self._profiler = self.runner.profiler
-        self.runner.enter()
+        self.runner.reactivate()
 
     def _close(self, planned: PlannedShape[PlanProgress]) -> None:
         if planned is not self._planned and planned.state.runner is not None:

@@ -91,7 +91,7 @@ def test_alternating_shapes_have_a_plan_each(
 ) -> None:
     shapes = [LARGE, SMALL] * 28
     memory = Memory(by_rows(torch.Size([*LARGE, 32])) + 30_000, by_rows)
-    monkeypatch.setattr(planned_shapes, "LOOSE", 1)
+    monkeypatch.setattr(planned_shapes, "LOOSELY_PLANNED", 1)
     plain, _ = train(backend, "auto", tmp_path, shapes=shapes)
     with caplog.at_level("INFO"):
         numbers, see = fit(memory, shapes, tmp_path, monkeypatch, backend=backend)

@@ -98,7 +98,7 @@ def test_a_larger_last_batch_of_an_epoch_has_a_plan(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_shapes, "LOOSE", 2)
+    monkeypatch.setattr(planned_shapes, "LOOSELY_PLANNED", 2)
     see = fit_short([*[LARGE] * 16, *[SMALL] * 22, LARGE, SMALL], monkeypatch)
     assert see.modes[16:24] == ["PlanMode"] * 8 and len(set(see.plans[15:24])) == 1
     assert see.modes.count("TraceMode") == 2 and len(set(see.plans[-2:])) == 2
