@@ -15,16 +15,17 @@ from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore, Slab
 
-PRODUCT = 8192
+MATRIX_SIZE = 8192
 """Rows and columns of the matrices that a GPU multiplies; a CPU multiplies matrices of an eighth of this size."""
 
-COPIED = 2**28
+COPY_BYTES = 2**28
 """Bytes of a copy."""
 
-STEPPED = 2**26
+STEP_PARAMETERS = 2**26
 """Parameters of a timed optimizer step: more than the processor's caches hold."""
 
 REPEATS = 5
+"""Measured calls, after one that warms up."""
 
 
 def measure_machine(path: Path | None) -> HardwareProfile:
@@ -52,12 +53,12 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         [torch.cuda.current_device()] if cuda else []
     ):  # a measurement during a training must not change its random numbers
         flops = _products(device)
-        stepping = adam_step(STEPPED)
-        step = _seconds(torch.device("cpu"), stepping)
+        run_step = adam_step(STEP_PARAMETERS)
+        step_seconds = _seconds(torch.device("cpu"), run_step)
         # Twice as many copies as fit into the time of a step, because copies slow the step down.
-        count = ceil(2 * (REPEATS + 1) * step * max(copy_in, copy_out) / COPIED)
-        beside = _beside_copies(device, count, stepping) if cuda else step
-    slower = 1 - step / beside
+        count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / COPY_BYTES)
+        seconds_with_copies = _beside_copies(device, count, run_step) if cuda else step_seconds
+    slowdown = 1 - step_seconds / seconds_with_copies
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         gpu_flops=flops,
@@ -69,13 +70,13 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         ssd_read=read,
         ssd_write=write,
         ssd_mixed=mixed_bandwidth(read, write),
-        cpu_step_rate=STEPPED / step,
+        cpu_step_rate=STEP_PARAMETERS / step_seconds,
         gpu_bytes=usable_gpu_memory(device) if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
         host_overhead=measure_host_overhead(device),
         # The copy bandwidth at which, by extrapolation, no memory bandwidth would remain for the optimizer.
-        host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slower if slower > 0 else None,
+        host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slowdown if slowdown > 0 else None,
     )
 
 
@@ -85,7 +86,7 @@ def mixed_bandwidth(read: float, write: float) -> float:
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Returns the minimum seconds of `REPEATS` calls of `run`, after a warm-up call."""
+    """Returns the minimum seconds of `REPEATS` + 1 calls of `run`, the first of which warms up."""
     least = float("inf")
     for _ in range(REPEATS + 1):
         if device.type == "cuda":
@@ -100,16 +101,16 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 def _products(device: torch.device) -> float:
     """Returns the FLOP/s of a matrix product in the device's usual training dtype."""
-    size, dtype = (PRODUCT, torch.bfloat16) if device.type == "cuda" else (PRODUCT // 8, torch.float32)
+    size, dtype = (MATRIX_SIZE, torch.bfloat16) if device.type == "cuda" else (MATRIX_SIZE // 8, torch.float32)
     one = torch.randn(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _seconds(device, lambda: one @ one)
 
 
 def _bandwidth(device: torch.device) -> float:
     """Returns the bandwidth of the device's memory, bytes read and written per second."""
-    values = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    values = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     other = torch.empty_like(values)
-    return 2 * COPIED / _seconds(device, lambda: other.copy_(values))
+    return 2 * COPY_BYTES / _seconds(device, lambda: other.copy_(values))
 
 
 def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) -> float:
@@ -117,8 +118,8 @@ def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) ->
 
     The result is infinity if the copies end before the first call of `run` does.
     """
-    slabs = [Slab(COPIED, pin=True) for _ in range(2)]
-    others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
+    slabs = [Slab(COPY_BYTES, pin=True) for _ in range(2)]
+    others = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     for _ in range(count):
         _copy_both_ways([slab.tensor for slab in slabs], others, streams)
@@ -146,9 +147,9 @@ def _copy_both_ways(hosts: Sequence[Tensor], others: Sequence[Tensor], streams: 
 def _copies(device: torch.device) -> tuple[float, float, float]:
     """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use."""
     pin = device.type == "cuda"
-    slabs = [Slab(COPIED, pin=pin) for _ in range(2)]
+    slabs = [Slab(COPY_BYTES, pin=pin) for _ in range(2)]
     hosts = [slab.tensor for slab in slabs]
-    others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
+    others = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def into(target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -156,9 +157,9 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
     def both() -> None:
         _copy_both_ways(hosts, others, [torch.cuda.Stream(), torch.cuda.Stream()])
 
-    alone_in = COPIED / _seconds(device, lambda: into(others[0], hosts[0]))
-    alone_out = COPIED / _seconds(device, lambda: into(hosts[1], others[1]))
-    at_once = COPIED / _seconds(device, both) if pin else min(alone_in, alone_out) / 2
+    alone_in = COPY_BYTES / _seconds(device, lambda: into(others[0], hosts[0]))
+    alone_out = COPY_BYTES / _seconds(device, lambda: into(hosts[1], others[1]))
+    at_once = COPY_BYTES / _seconds(device, both) if pin else min(alone_in, alone_out) / 2
     for slab in slabs:
         slab.close()
     return alone_in, alone_out, at_once

@@ -45,7 +45,7 @@ from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
-QUEUE = 128
+LAUNCH_QUEUE = 128
 """Operations that surely fit into a GPU's launch queue, together with the copies of their saved tensors."""
 
 
@@ -105,14 +105,15 @@ class Profiler(Uncopied):
         """Begin and end of the spans between timed micro-batches."""
         self._ended: Any = None
         """End of the last timed micro-batch, while none runs."""
-        self._begun = self._ahead = 0
-        """Timed steps after the first one; and those of them that the host began before the device ended the last one.
-        """
+        self._num_steps = self._num_ahead = 0
+        """Timed steps after the first one, and those of them that the host began before the device ended the step
+        before."""
         self._launches: dict[UnitCall, list[float]] = defaultdict(list)
         """Host seconds from each call of a unit to the next call, without the time that offloading took."""
         self._launching: tuple[UnitCall, float] | None = None
         """The unit call whose operations the host launches, and the time of its begin."""
-        self._entered: Counter[int] = Counter()
+        self._num_calls: Counter[int] = Counter()
+        """Calls of each unit, by index, in the present timed forward."""
         self._handles: list[RemovableHandle] = []
 
     # ---- one micro-batch, operation by operation ----
@@ -248,15 +249,16 @@ class Profiler(Uncopied):
     def begin_timing(self) -> None:
         """Times the following steps, and resets the peaks of device memory."""
         if self._memory is not None:
-            dropped = {
+            without_grad = {
                 one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
             }
-            self.resting_bytes = self._memory.allocated() + sum(one.numel() * one.element_size() for one in dropped)
+            gradient_bytes = sum(one.numel() * one.element_size() for one in without_grad)
+            self.resting_bytes = self._memory.allocated() + gradient_bytes
         self._pop_peak()
         self.peak_bytes = self.between_bytes = 0
         self._between.clear()
         self._ended = None
-        self._begun = self._ahead = 0
+        self._num_steps = self._num_ahead = 0
         self._launches.clear()
         for index, unit in enumerate(self.units):
             for module in filter(takes_hooks, unit.modules):
@@ -266,10 +268,10 @@ class Profiler(Uncopied):
     def begin_forward(self, *, of_step: bool) -> None:
         """Called when a timed micro-batch begins; `of_step` is True for the first one of a step."""
         if self._ended is not None and of_step:
-            self._begun += 1
-            self._ahead += self._clock.elapsed(self._ended, self._ended) is None
+            self._num_steps += 1
+            self._num_ahead += self._clock.elapsed(self._ended, self._ended) is None
         self.pause()
-        self._entered.clear()
+        self._num_calls.clear()
         self._begin_launches(UnitCall(0, 0))
 
     def end_backward(self) -> None:
@@ -297,8 +299,8 @@ class Profiler(Uncopied):
     def _launch_hook(self, index: int) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, args: object) -> None:
             if self._launching is not None:  # not in a backward that recomputes the forward
-                self._begin_launches(UnitCall(index, self._entered[index]))
-                self._entered[index] += 1
+                self._begin_launches(UnitCall(index, self._num_calls[index]))
+                self._num_calls[index] += 1
 
         return begin
 
@@ -407,11 +409,11 @@ class Profiler(Uncopied):
             between,
             offloaded,
             param_budget_bytes=None if self._states is None else self._states.weight_room_bytes,
-            synchronizes=2 * self._ahead <= self._begun,
+            synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
         )
 
-    def _launch_seconds(self, costs: HostOverhead) -> Mapping[UnitCall, float]:
+    def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
         """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan."""
         counts = Counter(operation.unit_call for operation in self.graph.operations)
         num_saved = Counter(item.unit_call for item in self.saved)
@@ -420,8 +422,8 @@ class Profiler(Uncopied):
         issued = 0
         for unit_call, count in counts.items():
             measured = min(self._launches.get(unit_call, [0.0]))
-            seconds[unit_call] = measured - min(measured / 2, num_saved[unit_call] * costs.pack)
-            if issued < QUEUE:
+            seconds[unit_call] = measured - min(measured / 2, num_saved[unit_call] * overhead.pack)
+            if issued < LAUNCH_QUEUE:
                 per_operation.append(seconds[unit_call] / count)
             issued += count
         # In a call with more time per operation than the first calls, the host waited for weights or the launch queue.

@@ -40,17 +40,17 @@ from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.storage_tags import BUFFER
 from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
-HEAD_START = 0.5
-"""Seconds of work that a GPU executes before timed operations, which lowers its clock to the sustained rate."""
+HEAD_START_SECONDS = 0.5
+"""Work that is queued on a GPU before timed operations: it lowers the GPU's clock to the rate that it can sustain."""
 
-LEAD = 0.05
-"""Seconds of such work after the host has waited for the GPU, when the queue is empty but the clock rate sustained."""
+REFILL_SECONDS = 0.05
+"""Work that is queued when the host has waited for the GPU: the queue is empty then, and the clock is low already."""
 
-MOST_LEADS = 32
-"""Largest number of such pieces of work in a forward, or in a backward."""
+MAX_REFILLS = 32
+"""Most refills of the queue in a forward, and in a backward."""
 
-PRODUCT = 4096
-"""Rows and columns of the matrices that are multiplied as that work."""
+MATRIX_SIZE = 4096
+"""Rows and columns of the matrices whose products are that work."""
 
 
 class TraceMode(UnitDispatchMode):
@@ -79,9 +79,9 @@ class TraceMode(UnitDispatchMode):
         self._device = device
         self._clock = make_clock(device)
         self._spans: list[tuple[Any, Any] | None] = []
-        self._last: Any = None
-        """The end of the last work that was given to the device."""
-        self._leads = 0
+        self._last_end: Any = None
+        """End of the last work that was queued on the device, on its clock."""
+        self._refills_left = 0
         self._backward = _BackwardMode(self)
         self._backward_spans: list[tuple[UnitCall, Any, Any]] = []
         self._backward_of: UnitCall | None = None
@@ -97,7 +97,7 @@ class TraceMode(UnitDispatchMode):
         self._casts: list[tuple[UnitCall, weakref.ref[torch.UntypedStorage], int]] = []
         """Casts of weights by autocast: the call that has made them, and their bytes. Autograd alone keeps them alive,
         if it has saved them."""
-        self._where: list[str] = []
+        self._module_names: list[str] = []
         for modules in units:
             for unit in modules:
                 for name, module in unit.named_modules():
@@ -114,9 +114,9 @@ class TraceMode(UnitDispatchMode):
         self._random_states.clear()
         self._readers.clear()
         self._casts.clear()
-        self._where.clear()
-        self._get_ahead(HEAD_START)
-        self._leads = MOST_LEADS
+        self._module_names.clear()
+        self._queue_work(HEAD_START_SECONDS)
+        self._refills_left = MAX_REFILLS
         return super().__enter__()
 
     def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
@@ -152,8 +152,8 @@ class TraceMode(UnitDispatchMode):
                 self.graph.cast_bytes[unit_call] = self.graph.cast_bytes.get(unit_call, 0) + nbytes
         if self._lifetimes is not None:
             self._lifetimes.phase = "backward"
-        self._get_ahead(HEAD_START)
-        self._leads = MOST_LEADS
+        self._queue_work(HEAD_START_SECONDS)
+        self._refills_left = MAX_REFILLS
         self._backward.__enter__()  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
@@ -161,14 +161,18 @@ class TraceMode(UnitDispatchMode):
         self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.graph.transients.close()
 
-    def _stay_ahead(self) -> None:
-        """Called before an operation: gives the GPU work if its queue is empty, as after an `item()`."""
-        if self._device.type == "cuda" and self._leads and self._clock.elapsed(self._last, self._last) is not None:
-            self._leads -= 1
-            self._get_ahead(LEAD)
+    def _refill_queue(self) -> None:
+        """Called before an operation: queues work if the GPU's queue is empty, as after an `item()`."""
+        if (
+            self._device.type == "cuda"
+            and self._refills_left
+            and self._clock.elapsed(self._last_end, self._last_end) is not None
+        ):
+            self._refills_left -= 1
+            self._queue_work(REFILL_SECONDS)
 
-    def _get_ahead(self, lead: float) -> None:
-        """Gives a GPU work for `lead` seconds, so that the host launches ahead and launch times are not measured.
+    def _queue_work(self, seconds: float) -> None:
+        """Queues work of some seconds on a GPU, so that the host launches ahead and launch times are not measured.
 
         The work consists of matrix products, not of a wait: an idle GPU would begin at a higher clock rate than it can
         sustain in training.
@@ -176,7 +180,7 @@ class TraceMode(UnitDispatchMode):
         if self._device.type != "cuda":
             return
         with torch.no_grad(), torch._C._DisableAutocast():
-            values = torch.arange(PRODUCT, dtype=torch.float32, device=self._device).sin().half()
+            values = torch.arange(MATRIX_SIZE, dtype=torch.float32, device=self._device).sin().half()
             matrix = torch.outer(values, values)
             result = torch.empty_like(matrix)
             torch.mm(matrix, matrix, out=result)
@@ -184,20 +188,20 @@ class TraceMode(UnitDispatchMode):
             torch.mm(matrix, matrix, out=result)
             end = self._clock.now()
             torch.cuda.synchronize(self._device)
-            seconds = self._clock.elapsed(start, end)
-            for _ in range(int(lead / seconds) if seconds else 0):
+            product_seconds = self._clock.elapsed(start, end)
+            for _ in range(int(seconds / product_seconds) if product_seconds else 0):
                 torch.mm(matrix, matrix, out=result)
-        self._last = self._clock.now()
+        self._last_end = self._clock.now()
 
-    def time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
+    def run_timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
         """Runs an operation. Returns its result, and its begin and end (None for a view, which takes no time)."""
-        if _only_shows(func):
+        if _returns_view(func):
             return func(*args, **kwargs), None
-        self._stay_ahead()
+        self._refill_queue()
         start = self._clock.now()
         result = func(*args, **kwargs)
-        self._last = self._clock.now()
-        return result, (start, self._last)
+        self._last_end = self._clock.now()
+        return result, (start, self._last_end)
 
     def unit_called(
         self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -222,9 +226,9 @@ class TraceMode(UnitDispatchMode):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].outlives_call = True
 
-    def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""
-        result, span = self.time(func, args, kwargs)
+        result, span = self.run_timed(func, args, kwargs)
         unit_call = self._backward_of
         assert unit_call is not None
         if span is not None:
@@ -257,7 +261,7 @@ class TraceMode(UnitDispatchMode):
                 buffer = self.graph.buffers[number]
                 buffer.mutated, buffer.last_change = True, index
             self._must_run_once(self._readers.get(storage, ()))
-        result, span = self.time(func, args, kwargs)
+        result, span = self.run_timed(func, args, kwargs)
         self._spans.append(span)
         if span is not None and self._lifetimes is not None:
             self._lifetimes.ran(func, (args, kwargs), result, span, index)
@@ -274,7 +278,7 @@ class TraceMode(UnitDispatchMode):
                 if is_cast and not torch.is_autocast_cache_enabled():
                     self._casts.append((self.unit_call, weakref.ref(storage), storage.nbytes()))
         flops = count_flops(func, args, kwargs, result)
-        where = self._where[-1] if self._where else ""
+        where = self._module_names[-1] if self._module_names else ""
         self.graph.operations.append(
             Operation(
                 func,
@@ -289,10 +293,12 @@ class TraceMode(UnitDispatchMode):
         return result
 
     def _must_run_once(self, unit_calls: Iterable[UnitCall]) -> None:
+        """Excludes calls from checkpointing: their forward can't be run again."""
         for unit_call in unit_calls:
             self.graph.arguments.pop(unit_call, None)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
+        """Returns the number of a storage's buffer in the graph; one that is not known gets a buffer."""
         number = self._known(storage)
         if number is None:
             self.graph.buffers.append(Buffer(storage.nbytes()))
@@ -301,17 +307,18 @@ class TraceMode(UnitDispatchMode):
         return number
 
     def _known(self, storage: torch.UntypedStorage) -> int | None:
+        """Returns the number of a storage's buffer in the graph; None: it has none."""
         graph, number = getattr(storage, BUFFER, (None, None))
         return number if graph is self.graph else None
 
     def _track_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         def before(module: nn.Module, args: object) -> None:
             if self._entered and not in_backward():
-                self._where.append(name)
+                self._module_names.append(name)
 
         def after(module: nn.Module, args: object, output: object) -> None:
-            if self._entered and not in_backward() and self._where:
-                self._where.pop()
+            if self._entered and not in_backward() and self._module_names:
+                self._module_names.pop()
 
         yield module.register_forward_pre_hook(ModuleHook(before))
         yield module.register_forward_hook(ModuleHook(after), always_call=True)
@@ -339,7 +346,7 @@ class OptimizerTrace(TorchDispatchMode):
             return NotImplemented
         if func.namespace in ("prim", "profiler"):
             return func(*args, **(kwargs or {}))
-        result, span = self._trace.time(func, args, kwargs or {})
+        result, span = self._trace.run_timed(func, args, kwargs or {})
         if span is not None:
             self._lifetimes.ran(func, (args, kwargs), result, span)
         return result
@@ -360,11 +367,11 @@ class _BackwardMode(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         with outer_autocast() if calls_operators(func) else contextlib.nullcontext():
-            return self._recorder.time_backward(func, args, kwargs or {})
+            return self._recorder.run_backward(func, args, kwargs or {})
 
 
 @functools.cache
-def _only_shows(func: Any) -> bool:
+def _returns_view(func: Any) -> bool:
     """Returns True if an operation only returns views. Composite ones, not decomposed in inference mode, may copy."""
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return func.is_view and not composite

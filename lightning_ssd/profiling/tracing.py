@@ -6,6 +6,7 @@ shapes and no values, and is recorded by the `TraceMode` that also profiles real
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -31,19 +32,19 @@ from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode, count_flops
 
-FEW, MANY = 2**12, 2**24
-"""Most elements of a tensor whose real values are computed: `FEW` for floats, `MANY` for factory functions."""
+MAX_FLOATS, MAX_CREATED = 2**12, 2**24
+"""Most elements of a tensor whose real values are computed: of floats, and of the result of a factory function."""
 
 __all__ = ["TracingError", "fake_tensors", "trace"]
 
 
 class TracingError(ValueError):
-    """The `training_step` depends on values, or an operator's output shape can't be inferred."""
+    """The control flow of `training_step` depends on values, or an operator's output shape can't be inferred."""
 
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Builds and runs modules of its body without memory. Scalars such as `loss.item()` are unknown there."""
+    """Yields a mode under which modules are built and run without memory. Scalars (`loss.item()`) are unknown there."""
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode:
         FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]  # torch's own copies the bytes, of which there are none
@@ -94,18 +95,18 @@ def trace(
     """
     recorder = _Tracer([unit.modules for unit in units], hardware, lifetimes)
 
-    def pack(tensor: Tensor) -> "Tensor | _Saved":
+    def pack(tensor: Tensor) -> "Tensor | _SavedHandle":
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         if storage is None or storage.nbytes() < min_bytes or is_weight(tensor, storage):
             return tensor
         saved = recorder.saved_storages.get(storage._cdata)
         if saved is None:
-            saved = recorder.saved_storages[storage._cdata] = _Saved()
+            saved = recorder.saved_storages[storage._cdata] = _SavedStorage()
             recorder.on_saved(storage, saved)  # type: ignore[arg-type]  # it needs the identity alone
-        return _View(tensor, saved)  # type: ignore[return-value]
+        return _SavedHandle(tensor, saved)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, _View):
+        if isinstance(packed, _SavedHandle):
             recorder.on_unpacked(packed.saved)  # type: ignore[arg-type]
             return packed.tensor
         return packed  # type: ignore[no-any-return]
@@ -148,16 +149,16 @@ def trace(
     return recorder.graph
 
 
-class _Saved:
-    """The identity of a storage that autograd saves."""
+class _SavedStorage:
+    """Stands for a storage that autograd saves, by its identity."""
 
 
-class _View:
-    """A saved tensor, and the identity of its storage."""
+@dataclass(frozen=True)
+class _SavedHandle:
+    """A saved tensor, and its storage."""
 
-    def __init__(self, tensor: Tensor, saved: _Saved) -> None:
-        self.tensor = tensor
-        self.saved = saved
+    tensor: Tensor
+    saved: _SavedStorage
 
 
 class _Tracer(TraceMode):
@@ -168,14 +169,14 @@ class _Tracer(TraceMode):
     ) -> None:
         super().__init__(units, torch.device("cpu"), lifetimes)
         self._hardware = hardware
-        self.saved_storages: dict[int, _Saved] = {}
+        self.saved_storages: dict[int, _SavedStorage] = {}
         self.last_operator: Any = None
         self._values = WeakTensorKeyDictionary()
         """Real values of tensors that depend only on integers of the batch: user code may read such values."""
 
     def give_value(self, tensor: Tensor, value: Tensor) -> None:
         """Sets the real values of a tensor of integers or of few floats, from which other values are computed."""
-        if value.numel() <= FEW or not (value.is_floating_point() or value.is_complex()):
+        if value.numel() <= MAX_FLOATS or not (value.is_floating_point() or value.is_complex()):
             self._values[tensor] = value
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -202,17 +203,17 @@ class _Tracer(TraceMode):
             return None
         if not computable or func.namespace != "aten" or "empty" in func._schema.name:
             return None
-        if not given and prod(args[0] if args and isinstance(args[0], list | tuple) else ()) > MANY:
+        if not given and prod(args[0] if args and isinstance(args[0], list | tuple) else ()) > MAX_CREATED:
             return None
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
             args, kwargs = tree_map_only(Tensor, lambda value: self._values[value], (args, kwargs))
             return func(*args, **kwargs)
 
-    def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs) if func.namespace == "prim" else super().time_backward(func, args, kwargs)
+    def run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs) if func.namespace == "prim" else super().run_backward(func, args, kwargs)
 
-    def time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
-        result, span = super().time(func, args, kwargs)
+    def run_timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
+        result, span = super().run_timed(func, args, kwargs)
         if span is None:
             return result, None
         moved = sum(value.nbytes for value in (*tensors_of((args, kwargs)), *tensors_of(result)))

@@ -16,5 +16,5 @@ def measure_few_bytes(replace: Callable[[Any, str, int], None] = setattr) -> Non
     """
     replace(calibration, "_MAX_BYTES", 2**20)
     replace(config, "_MEASURED_BYTES", 2**20)
-    replace(machine, "COPIED", 2**22)
-    replace(machine, "STEPPED", 2**20)
+    replace(machine, "COPY_BYTES", 2**22)
+    replace(machine, "STEP_PARAMETERS", 2**20)
