@@ -81,6 +81,7 @@ class Templates:
         return ids, predicted
 
     def _by_prefixes(self, messages: Sequence[Mapping[str, str]], source: str) -> Sample:
+        """Returns the tokens of a chat whose template marks none: those that each assistant's message adds."""
         ids = self._render(messages, begun=False)
         predicted = [False] * len(ids)
         for index, message in enumerate(messages):
@@ -117,7 +118,7 @@ def read_samples(path: Path, templates: Templates) -> Iterator[tuple[str, Sample
 
 
 def library_samples(templates: Templates, most: int) -> Iterator[tuple[str, Sample]]:
-    """Yields, as chats, `most` functions of Python's standard library: asked for by signature and docstring."""
+    """Yields `most` functions of Python's standard library as chats: the prompt is a signature and docstring."""
     for number, (source, messages) in enumerate(islice(_library_functions(), most)):
         yield source, templates.encode({"messages": messages}, f"{source}#{number}")
 

@@ -35,8 +35,8 @@ class CompletionDataModule(RecipeDataModule):
     rows in training depends on `seed` and the epoch only.
 
     Args:
-        path: A `.jsonl` file; each line has `messages` (of `role` and `content`), or `prompt` and `completion`. None
-            takes functions of Python's standard library, asked for by their signatures and docstrings.
+        path: A `.jsonl` file; each line has `messages` (of `role` and `content`), or `prompt` and `completion`. None:
+            functions of Python's standard library, whose prompts are their signatures and docstrings.
         tokenizer: Folder with a Hugging Face tokenizer. None takes that of the model's folder.
         block_size: Tokens in a row. Answers are cut there, with a warning; a prompt must be shorter.
         packing: Puts several samples into a row. Else each has a row of its own, which is padded.

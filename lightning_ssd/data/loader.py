@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 class EpochSampler(DistributedSampler[tuple[int, int]]):
     """A `DistributedSampler` whose keys are `(epoch, index)`.
 
-    A data set that makes a new sample of the same text in each epoch needs the epoch. In the key it reaches the
-    processes that prepare batches, whenever they were started.
+    A data set that makes a new sample of the same text in each epoch needs the epoch. As a part of the key, it reaches
+    the processes that prepare batches, also those that were started in an earlier epoch.
     """
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -28,8 +28,10 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     numbers, the epoch and its yielded batches, however far the workers have prefetched.
     """
 
-    _batches = 0  # handed out in this epoch
-    _resume_from: dict[str, Any] | None = None  # until the next epoch starts
+    _batches = 0
+    """Batches that were yielded in this epoch."""
+    _resume_from: dict[str, Any] | None = None
+    """State of a checkpoint, until the next epoch starts."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         """Yields the batches of an epoch, or the remaining ones of a resumed epoch.
@@ -64,9 +66,8 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         """Continues from `state`, a result of `state_dict`, when the next epoch starts."""
         self._resume_from = state
 
-    # Lightning's `overfit_batches` replaces the sampler by one without epoch and seed.
-
     def _epoch(self) -> int:
+        # Lightning's `overfit_batches` replaces the sampler by one without epoch and seed.
         return getattr(self.sampler, "epoch", 0)
 
     def _order(self) -> dict[str, int | None]:

@@ -38,9 +38,9 @@ class SpanCorruptionDataModule(TextDataModule):
 
     A batch is `{"input_ids": ids, "labels": labels}`, int64 (batch_size, block_size) and (batch_size, targets). In
     `input_ids` a sentinel stands for each span that was left out; `labels` is each sentinel followed by its span. Both
-    end with the separator of documents. As in T5, a sample has so much text that `input_ids` has `block_size` tokens:
-    `span_lengths(512, 0.15, 3.0)` is 568 tokens of text, 512 of the encoder and 114 of the decoder, and nothing is
-    padded. The spans depend on `seed`, the epoch and the sample only, so that a resumed run repeats them; held-out
+    end with the separator of documents. As in T5, a sample has so much text that `input_ids` has `block_size` tokens,
+    and nothing is padded: with `block_size=512`, 568 tokens of text make 512 of the encoder and 114 of the decoder. The
+    spans depend on `seed`, the epoch and the sample only, so that a resumed run repeats them; held-out
     blocks have the same spans in every validation.
 
     Sentinels are the ids from 257 on where bytes are tokens, else the tokenizer's `<extra_id_0>`, `<extra_id_1>`, ...

@@ -1,4 +1,4 @@
-"""Tokenizer: bytes to token ids, either as they are or through a local Hugging Face tokenizer."""
+"""Tokenizers: text to token ids, which are its bytes or those of a local Hugging Face tokenizer."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,9 +59,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte is a token, and 256 separates documents. Takes any file, text or not.
+    """Every byte is a token, and 256 separates documents. Any file can be read, text or not.
 
-    A mask or sentinels have the ids from 257 on, and `vocab_size` counts them once they were asked for.
+    A mask or sentinels have the ids from 257 on, and `vocab_size` includes them after `mask` or `sentinels` was called.
     """
 
     separator = 256
