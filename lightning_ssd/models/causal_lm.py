@@ -49,10 +49,10 @@ class CausalLM(RecipeModule):
         pretrained: Local folder that a model was saved to with `save_pretrained`. None, without `config`: a tiny Llama
             with random weights, which is made in the user's cache directory.
         config: Instead of a folder, the `model_type` and sizes of a model with random weights.
-        draw_late: Draws random weights of `config` a unit at a time, in their offload tiers, instead of all in RAM
-            first. They differ from the weights without offload.
-        chunked_loss: Computes the loss in chunks of tokens, so that logits are never whole, in training and validation.
-            The numbers differ in the last digits.
+        draw_late: Draws random weights of `config` one unit at a time, when the strategy places them in their tiers,
+            instead of all in RAM first. They differ from the weights without offloading.
+        chunked_loss: Computes the loss of training and validation in chunks of tokens, without all logits in memory.
+            The last digits differ.
         gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
         lr: Highest learning rate. None: 1e-5 for a folder, 3e-3 for random weights.
         betas: Betas of AdamW.
@@ -122,7 +122,7 @@ class CausalLM(RecipeModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Checks that the data fits the model, where the data module says its needs.
+        """Checks that the data fits the model, where the data module states its sizes.
 
         Raises:
             ValueError: If the data has more token ids, or longer sequences, than the model.

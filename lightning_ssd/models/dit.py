@@ -18,6 +18,7 @@ from lightning_ssd.sizes import check_least, check_probability
 
 TIMESTEPS = 1000
 """Steps from an image to noise in training."""
+
 NO_LABEL = -1
 """Label of an image without class."""
 
@@ -26,11 +27,11 @@ class DiT(RecipeModule):
     """The diffusion transformer of Peebles and Xie (2023), with adaLN-zero blocks.
 
     A batch is `{"images": (batch, in_channels, image_size, image_size), "labels": int64 (batch,)}`; a label of -1
-    stands for no class. The loss is the mean squared error of the predicted noise. The variance is DDPM's. The
+    stands for no class. The loss is the mean squared error of the predicted noise. The variance is fixed to DDPM's; the
     published model learns it, so that its last projection has twice as many outputs.
 
     The noise, timesteps and dropped labels of a micro-batch depend on `noise_seed`, on the number of images seen
-    before it and on the device's rank alone. So a run that resumes from a checkpoint draws the same ones as an
+    before it and on the device's rank only. So a run that resumes from a checkpoint draws the same ones as an
     uninterrupted run, and the global random number generators are not used.
 
     Args:
@@ -53,7 +54,7 @@ class DiT(RecipeModule):
         warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
 
     Raises:
-        ValueError: If sizes are less than 1 or do not divide each other, or the probability is none.
+        ValueError: If sizes are less than 1 or do not divide each other, or `label_dropout` is no probability.
         ModuleNotFoundError: If the extra `images` is not installed.
     """
 
@@ -249,7 +250,7 @@ class _Network(nn.Module):
 
     def forward(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
         dtype = next(self.parameters()).dtype
-        # Row 0 of the table is for no label, so that labels beyond the classes are beyond the table.
+        # Row 0 of the table is that of NO_LABEL, so that labels beyond the classes are out of range.
         embedded = self.embedding(timesteps, labels - NO_LABEL, hidden_dtype=dtype)
         noise: Tensor = self.transformer(images.to(dtype), timestep=embedded, return_dict=False)[0]
         return noise

@@ -1,4 +1,4 @@
-"""The RecipeModule of language models: token ids in, logits out, a model class of `transformers`."""
+"""The RecipeModule of language models: it trains a model class of `transformers`, from token ids to logits."""
 
 from abc import abstractmethod
 from collections.abc import Mapping

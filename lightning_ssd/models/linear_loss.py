@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head in chunks of tokens, so that the logits are never whole."""
+"""Cross entropy of a linear head in chunks of tokens, without the logits of all tokens in memory."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, i
     """Returns the mean cross entropy, fp32, of `head(hidden)`, in the memory of a chunk's logits.
 
     If torch has `torch.nn.functional.linear_cross_entropy` (2.13) and autocast is off, that function computes the loss:
-    it keeps the input alone, and recomputes the logits in backward. Otherwise each chunk is computed in a checkpoint.
+    it saves only the input, and recomputes the logits in backward. Otherwise each chunk is checkpointed.
 
     Args:
         hidden: Input of the head, (tokens, width).
         head: Output layer.
         targets: Class of each token, int64 (tokens,).
-        ignored: Target of tokens that do not count.
+        ignored: Target of tokens that are not predicted.
     """
     classes = head.weight.shape[0]
     tokens = max(1, min(len(targets), CHUNK_BYTES // (4 * classes)))

@@ -16,8 +16,8 @@ from lightning_ssd.sizes import check_least, check_probability
 
 __all__ = ["LoRACausalLM"]
 
-_ELSEWHERE = "offloaded_adapters"
-"""Key of a checkpoint: names of the adapters that its state dict lacks, as the strategy keeps them."""
+_OFFLOADED = "offloaded_adapters"
+"""Key of a checkpoint: names of the adapters that are not in its state dict, because the strategy stores them."""
 
 
 class LoRACausalLM(CausalLM):
@@ -31,11 +31,11 @@ class LoRACausalLM(CausalLM):
         pretrained: Folder of the base, as in `CausalLM`.
         config: Sizes of a base with random weights, as in `CausalLM`. Checkpoints then have the base, too.
         rank: Rank of the adapters.
-        alpha: Scale of the adapters, times `rank`.
+        alpha: The adapters are scaled by `alpha / rank`.
         adapter_dropout: Probability of dropout before each adapter.
         targets: Names of the modules with adapters, or "all-linear": all linear layers but the head. None: "all-linear"
-            for a folder. For random weights the head has adapters, too, unless it shares its weight with the
-            embedding: a random head that is frozen predicts random tokens.
+            for a folder; for random weights also the head, unless it shares its weight with the embedding, because a
+            frozen random head predicts random tokens.
         draw_late: As in `CausalLM`.
         chunked_loss: As in `CausalLM`.
         gradient_checkpointing: As in `CausalLM`.
@@ -92,10 +92,10 @@ class LoRACausalLM(CausalLM):
         return model.get_base_model()
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
-        """Returns `model`, frozen, with adapters, which are on the CPU whatever the device of the model.
+        """Returns `model`, frozen, with adapters, which are on the CPU, whatever the device of `model`.
 
         Raises:
-            ValueError: modules that `targets` names can't have adapters.
+            ValueError: If modules that `targets` names can't have adapters.
         """
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
@@ -142,7 +142,7 @@ class LoRACausalLM(CausalLM):
         """Saves the count of tokens, and of the weights those that are trained."""
         super().on_save_checkpoint(checkpoint)
         # A record of `recover=True` has no offloaded weights in its state dict: the strategy keeps them.
-        checkpoint[_ELSEWHERE] = sorted(self._trained_names() - checkpoint["state_dict"].keys())
+        checkpoint[_OFFLOADED] = sorted(self._trained_names() - checkpoint["state_dict"].keys())
         if not self.strict_loading:
             trained = self._trained_names()
             checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
@@ -155,7 +155,7 @@ class LoRACausalLM(CausalLM):
             ValueError: If the checkpoint lacks an adapter.
         """
         super().on_load_checkpoint(checkpoint)
-        held = {*checkpoint["state_dict"], *checkpoint.get(_ELSEWHERE, ())}
+        held = {*checkpoint["state_dict"], *checkpoint.get(_OFFLOADED, ())}
         if missing := sorted(self._trained_names() - held):
             raise ValueError(
                 f"the checkpoint has no weights for {len(missing)} adapters, {missing[0]!r} among them: resume with"

@@ -1,4 +1,4 @@
-"""Checks of sizes that would fail in the first step or make an empty model: of a configuration, of data for a model."""
+"""Checks the sizes of a model and of its data, before wrong ones fail in the first step or make an empty model."""
 
 from typing import Any
 

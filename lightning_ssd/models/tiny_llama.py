@@ -20,7 +20,7 @@ __all__ = ["cached_tiny_llama", "make_tiny_llama"]
 log = logging.getLogger(__name__)
 
 VOCABULARY = 2048
-"""Token ids, special tokens among them."""
+"""Number of token ids, with special tokens."""
 
 _END, _PAD, _UNKNOWN, _START, _STOP = "<|end|>", "<|pad|>", "<|unknown|>", "<|start|>", "<|stop|>"
 _TOKENIZER_BYTES = 2_000_000  # text that the tokenizer is trained on
