@@ -352,7 +352,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Runs the cases, writes each result to `--out`, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="FAMILY:HIDDENxLAYERS[,OPTION...]")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--steps", type=int, default=8, help="steps whose median counts (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a case (default: %(default)s)")

@@ -38,7 +38,7 @@ def deepspeed(numel: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=int, default=200)
+    parser.add_argument("--millions", type=int, default=200, help="millions of parameters")
     numel = parser.parse_args().millions * 10**6 // 64 * 64
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
     print(f"  ours, whole masters   {rate(numel, adam_step(numel)) / 1e9:.2f}")

@@ -309,12 +309,12 @@ def lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float
 def parse(given: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of a command line, with the sizes of the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", choices=FAMILIES, default="llama")
-    parser.add_argument("--modes", nargs="+", default=MODES)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--model", choices=FAMILIES, default="llama", help="family of the model")
+    parser.add_argument("--modes", nargs="+", default=MODES, help="see above")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings of each mode")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a training")
+    parser.add_argument("--warm-up", type=int, default=20, help="least steps before the measured ones")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: that of the model")
     parser.add_argument("--gpu", type=float, help="GiB of the GPU that may be used")

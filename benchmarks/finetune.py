@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--path", default=".", help="directory on the SSD")
-    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="see above")
     parser.add_argument("--offload", default="auto", help="`offload=` of the strategy")
     parser.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours"], help="of `long`")
     parser.add_argument("--shortest", type=int, default=FIRST_LENGTH, help="tokens of the first sequence of `long`")

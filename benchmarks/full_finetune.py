@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--path", default=".", help="directory on the SSD")
-    parser.add_argument("--model", choices=list(SHAPES), default="gpt")
+    parser.add_argument("--model", choices=list(SHAPES), default="gpt", help="family of the model")
     parser.add_argument("--cases", nargs="+", help="MODE:HIDDENxLAYERS[,OPTION...] (default: see SHAPES)")
     parser.add_argument("--clipping", metavar="HIDDENxLAYERS", help="the cases without clipping, and with it, instead")
     parser.add_argument("--draw", metavar="PNG", help="draw the results in `--out`, and run nothing")

@@ -44,8 +44,8 @@ def small_gpt(device: torch.device) -> GPT2LMHeadModel:
 def main() -> None:
     """Prints a table: microseconds per saved tensor, by the treatment of the large ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the model")
+    parser.add_argument("--rounds", type=int, default=30, help="measured passes of each case")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     model: Any = small_gpt(device)

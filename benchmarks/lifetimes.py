@@ -66,8 +66,8 @@ MACHINES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="models to trace")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the results")
     parser.add_argument("--tflops", type=positive, default=51.0, help="TFLOP/s of products (default: %(default)s)")
     parser.add_argument("--gpu", type=positive, default=94.0, help="GB of GPU memory (default: %(default)s)")
     args = parser.parse_args()

@@ -61,11 +61,13 @@ def row(name: str, result: dict[str, Any], anchor: float | None) -> str:
 def main() -> None:
     """Measures, prints the table, and writes all results to `--out` after each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.3, 0.7, 0.1])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=[0.5, 0.3, 0.7, 0.1], help="values of `activation_memory_budget`"
+    )
     parser.add_argument("--limited", action="store_true", help="only cases with a budget or a limit")
-    parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--case-seconds", type=float, default=120)
+    parser.add_argument("--seconds", type=float, default=500, help="no case begins later than that")
+    parser.add_argument("--case-seconds", type=float, default=120, help="time limit of a case")
     parser.add_argument("others", nargs="*", help="arguments of `benchmarks.default`, after `--`")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds

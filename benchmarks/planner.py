@@ -271,7 +271,7 @@ def _profiles(result: dict[str, Any]) -> tuple[ModelProfile, HardwareProfile]:
 def main() -> None:
     """Measures, or reports earlier measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", default=SETTINGS)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, help="see above")
     parser.add_argument("--steps", type=int, default=6, help="whose median counts")
     parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
     parser.add_argument("--out", default="planner.json", help="JSON file of the results")

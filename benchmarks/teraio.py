@@ -281,9 +281,9 @@ def _predicted(comparison: dict[str, Any], name: str, form: str) -> str:
 def main() -> None:
     """Runs the cases, writes each result to `--out`, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1.2b", "3b"])
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["32"])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["1.2b", "3b"], help="sizes of the Llama")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["32"], help="see above")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="see above")
     parser.add_argument("--leave", type=float, default=0.4, help="share of the bytes that must leave the GPU")
     parser.add_argument("--gpu", type=float, help="GiB of the capped GPU, instead of `--leave`")
     parser.add_argument("--limit", type=float, default=120, help="seconds of a case (default: %(default)s)")
