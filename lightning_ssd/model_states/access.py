@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_ssd.activations import in_backward
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
 from lightning_ssd.model_states.operands import (
@@ -58,6 +59,7 @@ from lightning_ssd.model_states.parameter import (
     not_followed,
     offloaded_in,
     ordinary,
+    recomputed_with,
 )
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory, check_shareable, same_stride
@@ -409,7 +411,7 @@ class Access:
             if source.flat.mixed and _rounds(tensor, matmul):
                 if computing and tensor.requires_grad:
                     self.grad_dtype.note_use(tensor)
-                return tensor
+                return recomputed_with(tensor) if in_backward() else tensor
             if computing and tensor.requires_grad:
                 if not source.flat.mixed and source.flat.memory(source.index) is None:
                     return tensor
@@ -477,7 +479,7 @@ class Access:
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
         bases = dict(self._bases)
         for key, tensor in found.items():
-            if values[key] is tensor:
+            if values[key] is tensor or isinstance(tensor, OffloadedParameter):
                 bases.setdefault(id(tensor.source), _own_memory(tensor))
 
         views = {key: tensor for key, tensor in found.items() if isinstance(tensor, OffloadedView)}

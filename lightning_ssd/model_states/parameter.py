@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, offloaded_weights, storage_of
+from lightning_ssd.activations import (
+    SavedWeight,
+    check_version,
+    in_backward,
+    mark_offloaded,
+    offloaded_weights,
+    storage_of,
+)
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.shared_memory import over
 from lightning_ssd.model_states.torch_functions import KINDS, Kind, kind_of
@@ -110,6 +117,8 @@ class _RunsOperators:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, args, kwargs):
+                    if in_backward():
+                        args, kwargs = recomputed_with((args, kwargs or {}))
                     result = func(*args, **(kwargs or {}))
                     return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
                 return access_of(args, kwargs).run(kind, func, args, kwargs or {})
@@ -502,6 +511,25 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False
     return True
+
+
+def recomputed_with(arguments: Any) -> Any:
+    """Returns arguments of an operator in backward, with views of the memory in place of frozen parameters.
+
+    The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them:
+    detached ones in place of those that require a gradient, and others themselves. A view keeps the memory, which a
+    parameter loses when it is evicted for the next unit that is recomputed.
+
+    Args:
+        arguments: a tree of arguments.
+    """
+    if type(arguments) is OffloadedParameter:
+        return arguments if arguments.requires_grad else arguments.detach()
+    if type(arguments) is tuple or type(arguments) is list:
+        return type(arguments)(map(recomputed_with, arguments))
+    if type(arguments) is dict:
+        return {name: recomputed_with(value) for name, value in arguments.items()}
+    return arguments
 
 
 def not_followed(name: str) -> RuntimeError:

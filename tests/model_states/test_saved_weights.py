@@ -146,6 +146,34 @@ def test_views_in_the_forward_of_their_own_module(tmp_path: Path, reentrant: boo
     compare(tmp_path, Model, "host", precision=precision)
 
 
+def _outside(modules: Any, x: Tensor) -> Tensor:
+    """Uses weights outside of the forwards of their modules."""
+    weights = [module.weight for module in modules if isinstance(module, nn.Linear)]
+    for weight in weights:
+        x = F.linear(x @ weight, weight).tanh()
+    return x
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("call", [lambda modules, x: modules(x), _outside], ids=["forwards", "outside of forwards"])
+def test_checkpoints_of_several_frozen_units(tmp_path: Path, call: Any, precision: str) -> None:
+    """Each unit that is recomputed evicts the one before it, whose weights backward needs, too."""
+
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__(optimizer=torch.optim.AdamW, lr=0.01)
+            convolution = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(2, 1, 1))
+            normalized = [nn.LayerNorm(8), nn.Linear(8, 8), nn.PReLU(), nn.BatchNorm1d(8), nn.Linear(8, 8)]
+            self.frozen = nn.Sequential(convolution, nn.Flatten(), *normalized).requires_grad_(False)
+            self.use = call  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return checkpoint(self.use, self.frozen, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    compare(tmp_path, Model, "host", precision=precision)
+
+
 def test_a_saved_view_whose_weights_are_changed_is_refused(tmp_path: Path) -> None:
     class Changes(Heads):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
