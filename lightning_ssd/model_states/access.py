@@ -41,7 +41,6 @@ from lightning_ssd.model_states.operands import (
     move_offset,
     offset_in,
     plain_dtype,
-    references_saved,
     running_statistics,
     substitute,
     written_argument,
@@ -62,6 +61,7 @@ from lightning_ssd.model_states.parameter import (
     recomputed_with,
 )
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.references import references_saved
 from lightning_ssd.model_states.shared_memory import SharedMemory, check_shareable, same_stride
 from lightning_ssd.model_states.sources import Replaced, Source, Weights
 from lightning_ssd.model_states.staged import StagedFlats

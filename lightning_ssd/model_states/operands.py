@@ -1,19 +1,16 @@
 """Arguments and results of operators on offloaded tensors, for `access`.
 
-Trees of tensors, the memory that tensors share, the arguments that a function writes, and the tensors that autograd
-saves while it runs.
+Trees of tensors, the memory that tensors share, and the arguments that a function writes.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
-from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedTensor, offloaded_in, saves_references
+from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedTensor, offloaded_in
 
 
 def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -164,22 +161,3 @@ def export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[st
     if hasattr(exported, "setflags"):
         exported.setflags(write=False)
     return exported
-
-
-def references_saved() -> contextlib.AbstractContextManager[object]:
-    """Makes autograd save references to weights, unless hooks of the training do so already."""
-    return contextlib.nullcontext() if saves_references() else saved_tensors_hooks(_pack, _unpack)
-
-
-def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":
-    if tensor.layout is torch.strided and (weights := offloaded_weights(tensor.untyped_storage())) is not None:
-        return weights.save(tensor)
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
-
-
-def _unpack(saved: "SavedWeight | tuple[Tensor, int]") -> Tensor:
-    if isinstance(saved, SavedWeight):
-        return saved.load()
-    tensor, version = saved
-    check_version(tensor, version, tensor.dtype, tensor.size())
-    return tensor

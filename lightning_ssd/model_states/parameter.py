@@ -26,6 +26,7 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
+from lightning_ssd.model_states.references import references_saved, saves_references
 from lightning_ssd.model_states.shared_memory import over
 from lightning_ssd.model_states.torch_functions import KINDS, Kind, kind_of
 
@@ -119,7 +120,8 @@ class _RunsOperators:
                 if _runs_on_memory(kind, args, kwargs):
                     if in_backward():
                         args, kwargs = recomputed_with((args, kwargs or {}))
-                    result = func(*args, **(kwargs or {}))
+                    with references_saved():
+                        result = func(*args, **(kwargs or {}))
                     return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
                 return access_of(args, kwargs).run(kind, func, args, kwargs or {})
             except RuntimeError as error:
@@ -574,8 +576,3 @@ _APPLY = cast(MethodType, torch.autograd.Function.apply).__func__.__code__
 
 _FRAMES = 32
 """Python calls between an autograd function and an operator that it runs, at most."""
-
-
-def saves_references() -> bool:
-    """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -174,6 +174,41 @@ def test_checkpoints_of_several_frozen_units(tmp_path: Path, call: Any, precisio
     compare(tmp_path, Model, "host", precision=precision)
 
 
+PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "itself": (lambda tensor: tensor, lambda packed: packed),
+    "in a tuple": (lambda tensor: (tensor.device, tensor), lambda packed: packed[1].to(packed[0])),
+    "an alias": (lambda tensor: tensor.detach(), lambda packed: packed),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("packed", list(PACKED))
+def test_pack_hooks_of_user_code_that_return_weights(
+    tmp_path: Path, packed: str, trained: bool, precision: str
+) -> None:
+    """They see all saved tensors, as in plain training."""
+    pack, unpack = PACKED[packed]
+
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__(optimizer=torch.optim.AdamW, lr=0.01)
+            multiplied = Own(lambda x, weight: x * weight[0])
+            parts = [nn.Linear(8, 8), nn.PReLU(), nn.BatchNorm1d(8), multiplied, nn.LayerNorm(8)]
+            self.parts = nn.Sequential(*parts).requires_grad_(trained)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def record(tensor: Tensor) -> Any:
+                self.seen.append(list(tensor.shape))
+                return pack(tensor)
+
+            x = super().forward(x)
+            with torch.autograd.graph.saved_tensors_hooks(record, unpack):
+                return self.parts(x @ self.parts[0].weight) * self.parts[4].weight  # type: ignore[no-any-return]
+
+    compare(tmp_path, Model, "host", precision=precision)
+
+
 def test_a_saved_view_whose_weights_are_changed_is_refused(tmp_path: Path) -> None:
     class Changes(Heads):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

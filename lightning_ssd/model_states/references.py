@@ -1,0 +1,75 @@
+"""References that autograd saves in place of offloaded weights while an operator on them runs."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
+
+
+def saves_references() -> bool:
+    """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def references_saved() -> contextlib.AbstractContextManager[object]:
+    """Makes autograd save references to weights, unless hooks of the training do so already.
+
+    A pack hook of user code may return the weight itself, or a container or a view of it, whose memory is freed when
+    the weight is evicted. Within such hooks a reference takes its place, and the unpack hook is given loaded weights.
+    """
+    if not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return saved_tensors_hooks(_pack, _unpack)
+    module = getattr(hooks[0], "__module__", None) or ""
+    if module == _CHECKPOINT or module.startswith(_PACKAGE):
+        return contextlib.nullcontext()
+    pack, unpack = hooks
+
+    def pack_for_user(tensor: Tensor) -> Any:
+        packed = pack(tensor)
+        if not any(isinstance(leaf, Tensor) and _weights_of(leaf) is not None for leaf in tree_leaves(packed)):
+            return packed
+        return tree_map_only(Tensor, _reference, packed)
+
+    def unpack_for_user(packed: Any) -> Tensor:
+        loaded: Tensor = unpack(tree_map_only(SavedWeight, lambda reference: reference.load(), packed))
+        return loaded
+
+    return saved_tensors_hooks(pack_for_user, unpack_for_user)
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+"""Its pack hooks keep no weight that may be evicted."""
+
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+def _weights_of(tensor: Tensor) -> Any:
+    return offloaded_weights(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _reference(tensor: Tensor) -> "SavedWeight | Tensor":
+    weights = _weights_of(tensor)
+    return tensor if weights is None else weights.save(tensor)
+
+
+def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":
+    reference = _reference(tensor)
+    if isinstance(reference, SavedWeight):
+        return reference
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+
+def _unpack(saved: "SavedWeight | tuple[Tensor, int]") -> Tensor:
+    if isinstance(saved, SavedWeight):
+        return saved.load()
+    tensor, version = saved
+    check_version(tensor, version, tensor.dtype, tensor.size())
+    return tensor
