@@ -67,6 +67,10 @@ class ParamPrefetcher:
         """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
         self._recomputed: set[int] = set()
         """Units whose weights operators outside of their forwards have used in this micro-batch's backward."""
+        self._outside: set[int] = set()
+        """Units whose weights such operators have used before backward, so that a gradient of them arrives."""
+        self._unrecorded: set[int] = set()
+        """Units with a forward that autograd did not record, as that of a reentrant checkpoint."""
         self._nodes: dict[int, _RunningNode] = {}
         """The autograd node that each thread in backward runs."""
         self._retired: set[FlatParameter] = set()
@@ -85,7 +89,8 @@ class ParamPrefetcher:
                 self._expected[self._kind] = self._uses
             self._kind = kind
             self._forwards = [0] * len(self._units)
-            self._recomputed.clear()
+            for units in (self._recomputed, self._outside, self._unrecorded):
+                units.clear()
             self._nodes.clear()
             self._uses = []
             self._cursor = 0
@@ -104,6 +109,8 @@ class ParamPrefetcher:
                 for flat in self._units[unit]:
                     self._pull(flat)
                 self._forwards[unit] += torch._C._current_graph_task_id() == -1
+                if not torch.is_grad_enabled():
+                    self._unrecorded.add(unit)
                 self._use(unit)
             except BaseException:
                 self.post_forward(unit)
@@ -138,8 +145,8 @@ class ParamPrefetcher:
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
                     if record:
-                        if torch._C._current_graph_task_id() != -1:
-                            self._recomputed.add(unit)
+                        in_backward = torch._C._current_graph_task_id() != -1
+                        (self._recomputed if in_backward else self._outside).add(unit)
                         self._use(unit)
                     else:
                         self._make_resident(unit)
@@ -152,10 +159,13 @@ class ParamPrefetcher:
     def has_one_gradient(self, flat: FlatParameter) -> bool:
         """Returns whether autograd accumulates one gradient of each weight of `flat`, as far as is known in backward.
 
-        A unit has had one forward then, and no reentrant checkpoint has used its weights elsewhere.
+        A unit has had one forward then, no reentrant checkpoint has used its weights elsewhere, and its forward is not
+        that of a reentrant checkpoint if its weights are used outside of it, too, as in a penalty of all weights.
         """
         unit = self._unit_of[flat]
-        return self._forwards[unit] == 1 and unit not in self._recomputed
+        if unit in self._recomputed or (unit in self._unrecorded and unit in self._outside):
+            return False
+        return self._forwards[unit] == 1
 
     def unshard(self, flat: FlatParameter) -> None:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.

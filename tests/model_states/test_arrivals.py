@@ -50,8 +50,22 @@ class TiedModule(BlocksModel):
         return output
 
 
+class Penalized(BlocksModel):
+    """The weights of blocks under reentrant checkpointing are also in the loss, whose gradient arrives first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * torch.stack([parameter.abs().sum() for parameter in self.parameters()]).sum()
+
+
 @pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("module", [Repeated, Tied, TiedModule])
+@pytest.mark.parametrize("module", [Repeated, Tied, TiedModule, Penalized])
 def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str, module: Any) -> None:
     compare(tmp_path, module, states)
 
