@@ -34,11 +34,15 @@ def hook_step(
 
     Returns:
         The handles of the hooks before and after `step`.
+
+    `step` raises ValueError if it is given an argument other than a closure, which steps of offloaded parameters would
+    not know.
     """
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stepping is not optimizer:  # Lightning's wrapper: once it was copied, torch calls the hooks for it, too
             return None
+        _check_arguments(optimizer, args[1:], kwargs)
         begin(optimizer)
 
         def with_grads(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -61,6 +65,18 @@ def hook_step(
             end(optimizer)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def _check_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    others = [str(value) for index, value in enumerate(args) if value is not None and (index or not callable(value))]
+    others += [f"{name}={value}" for name, value in kwargs.items() if value is not None and name != "closure"]
+    if others:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name}.step was given {', '.join(others)}, but offloaded parameters are stepped unit by unit, without "
+            f"arguments. Set an option of the parameter groups instead, do not register {name}, so that it is stepped "
+            "whole, or set `states='gpu'`."
+        )
 
 
 def keep_last(optimizer: Optimizer, handle: RemovableHandle) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """Options of parameter groups that optimizers and user code change: each step uses those that plain training uses."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,53 @@ def test_an_optimizer_that_counts_in_its_groups(
     expected = train(tmp_path, "auto", model, rows(STEPS))
     for strategy in (offloading(), offloading(min_bytes=100), offloading(overlap="none")):
         assert_same(train(tmp_path, strategy, model, rows(STEPS)), expected)
+
+
+class Scaled(Optimizer):
+    """Plain gradient descent, whose `step` has an argument of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, factor: float | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * (1.0 if factor is None else factor))
+
+
+class Arguments(BlocksModel):
+    """Gives `step` arguments.
+
+    Args:
+        factor: argument of each step.
+    """
+
+    automatic_optimization = False
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__(Scaled)
+        self.factor = factor
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step(factor=self.factor)
+
+
+def test_arguments_of_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of steps of whole optimizers; steps of single parameters know none."""
+    monkeypatch.setattr(user_optimizers, "_REGISTERED", set(user_optimizers._REGISTERED))
+    expected = train(tmp_path, "auto", Arguments(0.5), rows(STEPS))
+    assert_same(train(tmp_path, offloading(), Arguments(0.5), rows(STEPS)), expected)
+    lightning_ssd.register_optimizer(Scaled)
+    for factor in (None, 0.5):
+        with pytest.raises(ValueError, match="Scaled.step was given factor=0.5") if factor else nullcontext():
+            train(tmp_path, offloading(), Arguments(factor), rows(STEPS))
 
 
 class ChangedInBackward(BlocksModel):
