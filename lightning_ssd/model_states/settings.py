@@ -66,7 +66,8 @@ def show(value: Any) -> str:
             return _kind(value)
         if value.numel() == 1:
             return repr(value.item())
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        copy = value.detach().to("cpu", copy=True)  # torch refuses to resize the memory of an array of NumPy
+        content = copy.contiguous().reshape(-1).view(torch.uint8).numpy().data
         return f"{_kind(value)} with checksum {xxhash.xxh3_64_hexdigest(content)}"
     if isinstance(value, list | tuple):
         return ("({})" if isinstance(value, tuple) else "[{}]").format(", ".join(show(item) for item in value))

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd.model_states.settings import Settings, differences, model_settings
@@ -358,3 +358,19 @@ def test_hyperparameters_of_any_type_are_the_scripts(tmp_path: Path) -> None:
         run(tmp_path, model=Hyper, callbacks=[FailAt(2)])
     assert min(run(tmp_path, model=Hyper).losses) == 2
     assert seen == [print]
+
+
+def test_buffers_may_be_resized_in_training(tmp_path: Path) -> None:
+    """Observers of quantization-aware training do so."""
+
+    class Observed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("observed", torch.zeros(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.observed.resize_(3 + batch_idx).fill_(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    plain = outcome(fit("auto", Observed))
+    assert same(outcome(fit(recovering(tmp_path), Observed)), plain)
