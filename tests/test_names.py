@@ -92,7 +92,7 @@ STANDARD = {
     "leaving_parameters": "offloaded_parameters",
     "lend_gradients": "full_grads",
     "lend_weights": "summon_full_params",
-    "let_go": "close_all or release",
+    "let_go": "release",
     "make_copies": "make_copy_engine",
     "make_program": "make_schedule",
     "measure_launches": "measure_host_overhead",

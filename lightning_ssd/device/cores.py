@@ -1,5 +1,6 @@
 """Processor cores that this process may use."""
 
+import contextlib
 import functools
 import math
 import os
@@ -15,20 +16,24 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 def available_cores(quota: Path = QUOTA) -> int:
     """Returns the number of cores that this process may use: by its affinity, and by the quota of its container.
 
+    Quotas of cgroup version 1, and of cgroups within the container, are not read.
+
     Args:
         quota: file with the quota; it need not exist.
     """
     cores = len(os.sched_getaffinity(0))
-    used, period = quota.read_text().split() if quota.exists() else ("max", "1")
-    return cores if used == "max" else max(1, min(cores, math.ceil(int(used) / int(period))))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in place of microseconds
+        used, period = map(int, quota.read_text().split())
+        cores = max(1, min(cores, math.ceil(used / period)))
+    return cores
 
 
 @functools.cache  # so that it costs no Python call in each step
 def kernel_threads(cores: int, most: int) -> int:
     """Returns the number of threads for a kernel that runs beside the thread which launches the GPU's work.
 
-    It leaves one core of 16, but at least one if there are three or more, for that thread and for those that move
-    bytes. If a kernel had a thread on every core, the launching thread would have half of a core, also for some
+    The kernel leaves a sixteenth of the cores to that thread and to those that move bytes, and at least one core if
+    there are three or more. With a thread on every core, the launching thread would have half of a core, also for some
     milliseconds after the kernel, as idle threads of OpenMP spin, and the GPU would wait for it. Kernels that are bound
     by memory traffic lose little.
 

@@ -45,8 +45,8 @@ class GradientOffloader:
     step scheduler decides when a step begins.
 
     Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
-    `backward`; two of them never call at a time. Two callbacks run elsewhere: the accumulation (`_accumulate`) on the
-    worker's thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
+    `backward`; two of them never call at a time. Two callbacks run elsewhere: `run` in `accumulate` on the worker's
+    thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
 
     Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy.
     Host memory: see `Gradient`. A norm is a one-element tensor, on the device for a gradient that was copied, on the
@@ -90,8 +90,9 @@ class GradientOffloader:
         self._recorded = recorded
         self._norms: dict[FlatParameter, dict[nn.Parameter, Tensor]] = {flat: {} for flat in gradients}
         """Norms of the gradients of the next step, before they are unscaled."""
-        self._expected: dict[tuple[FlatParameter, tuple[bool, ...]], int] = {}
-        """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient."""
+        self._expected: dict[tuple[FlatParameter, tuple[bool, ...], bool], int] = {}
+        """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient, and by
+        whether the weights of its unit were used outside of forwards, too."""
         self.ignored: set[nn.Parameter] = set()
         self._in_flight: deque[tuple[Tensor, Mark]] = deque()
         self._in_flight_bytes = 0
@@ -200,8 +201,9 @@ class GradientOffloader:
         # Backward may need the weights of a parameter that was frozen since the forward, until its end.
         if not all(required):
             return False
-        if (flat, required) in self._expected:  # a gradient in several parts is complete at the end of backward only
-            return self._expected[flat, required] == sum(required)
+        expected = self._expected.get((flat, required, self._prefetcher.used_outside(flat)))
+        if expected is not None:  # a gradient in several parts is complete at the end of backward only
+            return expected == sum(required)
         # In the first backward, the end of backward decides; with a shared pool that would be too late.
         return self._pool is not None and self._prefetcher.has_one_gradient(flat)
 
@@ -246,7 +248,7 @@ class GradientOffloader:
         self._release_in_flight()
         for flat, gradient in self._gradients.items():
             if num_arrived := gradient.end_backward():
-                self._expected[flat, _requires_grad(flat)] = num_arrived
+                self._expected[flat, _requires_grad(flat), self._prefetcher.used_outside(flat)] = num_arrived
 
     def _release_in_flight(self) -> None:
         if self._in_flight:  # the copies end in the order in which they were issued

@@ -126,7 +126,7 @@ class ModelStates(Uncopied):
         self.offloaded = offloaded
         self.stores = offloaded.stores
         self.staging = offloaded.staging
-        self.weight_room_bytes = nbytes.device
+        self.param_budget_bytes = nbytes.device
         self._nbytes = nbytes
         self.ssd_bytes = nbytes.ssd
         self.recovered = recovered

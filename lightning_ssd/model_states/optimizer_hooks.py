@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.model_states.gradient_access import GradientAccess
 from lightning_ssd.model_states.user_optimizers import zeroes_otherwise
+from lightning_ssd.sizes import show_argument, show_value
 
 
 def hook_step(
@@ -33,10 +34,8 @@ def hook_step(
         end: called after `step`.
 
     Returns:
-        The handles of the hooks before and after `step`.
-
-    `step` raises ValueError if it is given an argument other than a closure, which steps of offloaded parameters would
-    not know.
+        The handles of the hooks before and after `step`. The first one raises ValueError if `step` is given an argument
+        other than a closure, which steps of offloaded parameters would not know.
     """
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,8 +67,8 @@ def hook_step(
 
 
 def _check_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    others = [str(value) for index, value in enumerate(args) if value is not None and (index or not callable(value))]
-    others += [f"{name}={value}" for name, value in kwargs.items() if value is not None and name != "closure"]
+    others = [show_value(one) for index, one in enumerate(args) if one is not None and (index or not callable(one))]
+    others += [show_argument(name, one) for name, one in kwargs.items() if one is not None and name != "closure"]
     if others:
         name = type(optimizer).__name__
         raise ValueError(

@@ -518,9 +518,9 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
 def recomputed_with(arguments: Any) -> Any:
     """Returns arguments of an operator in backward, with views of the memory in place of frozen parameters.
 
-    The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them:
-    detached ones in place of those that require a gradient, and others themselves. A view keeps the memory, which a
-    parameter loses when it is evicted for the next unit that is recomputed.
+    The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them. They
+    detach those that require a gradient, and keep others as they are. A view keeps the memory, which a parameter loses
+    when it is evicted for the next unit that is recomputed.
 
     Args:
         arguments: a tree of arguments.

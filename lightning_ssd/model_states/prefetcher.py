@@ -156,6 +156,10 @@ class ParamPrefetcher:
                 for flat in held:
                     flat.users -= 1
 
+    def used_outside(self, flat: FlatParameter) -> bool:
+        """Returns whether operators outside of forwards have used weights of the unit of `flat` before backward."""
+        return self._unit_of[flat] in self._outside
+
     def has_one_gradient(self, flat: FlatParameter) -> bool:
         """Returns whether autograd accumulates one gradient of each weight of `flat`, as far as is known in backward.
 

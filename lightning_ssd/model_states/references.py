@@ -23,14 +23,13 @@ def references_saved() -> contextlib.AbstractContextManager[object]:
     the weight is evicted. Within such hooks a reference takes its place, and the unpack hook is given loaded weights.
     """
     if not torch.is_grad_enabled():
-        return contextlib.nullcontext()
+        return _UNCHANGED
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return saved_tensors_hooks(_pack, _unpack)
-    module = getattr(hooks[0], "__module__", None) or ""
-    if module == _CHECKPOINT or module.startswith(_PACKAGE):
-        return contextlib.nullcontext()
     pack, unpack = hooks
+    if (getattr(pack, "__module__", None) or "").startswith(_KEEP_NO_WEIGHTS):
+        return _UNCHANGED
 
     def pack_for_user(tensor: Tensor) -> Any:
         packed = pack(tensor)
@@ -45,10 +44,10 @@ def references_saved() -> contextlib.AbstractContextManager[object]:
     return saved_tensors_hooks(pack_for_user, unpack_for_user)
 
 
-_CHECKPOINT = "torch.utils.checkpoint"
-"""Its pack hooks keep no weight that may be evicted."""
+_UNCHANGED = contextlib.nullcontext()
 
-_PACKAGE = __name__.partition(".")[0] + "."
+_KEEP_NO_WEIGHTS = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
+"""Modules whose pack hooks keep no weight that may be evicted."""
 
 
 def _weights_of(tensor: Tensor) -> Any:

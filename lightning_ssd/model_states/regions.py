@@ -1,4 +1,4 @@
-"""Regions: modules and functions that `torch.compile` has compiled, and the use that their code makes of weights."""
+"""Regions: modules and functions that `torch.compile` has compiled, and how their code uses weights."""
 
 import contextlib
 from collections import Counter

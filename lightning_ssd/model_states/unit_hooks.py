@@ -97,7 +97,7 @@ class UnitHooks:
     def _around_function(
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Iterator[tuple[list[object], dict[str, object]]]:
-        """Does as `_hook_region` around a call of a compiled function that a module holds, and that is given modules.
+        """Makes weights resident around a call of a compiled function that a module holds, and that is given modules.
 
         Parameters among the arguments are replaced by clones. In mixed precision the weights of modules are whole ones,
         in fp32: the function's code is not examined for other uses of 16-bit weights than in products.

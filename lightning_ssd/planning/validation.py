@@ -74,7 +74,8 @@ def from_mapping(record: type[RecordT], values: Any, where: str) -> RecordT:
     for name in values:
         if name not in known:
             raise ValueError(
-                f"{where} has an unknown field `{name:.80}`. Remove it; valid fields are: {', '.join(known)}."
+                f"{where} has an unknown field `{name:.80}`. Remove it, or write the file again if an earlier version "
+                f"wrote it; valid fields are: {', '.join(known)}."
             )
     for name, field in known.items():
         if name not in values and field.default is MISSING:

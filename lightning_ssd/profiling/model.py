@@ -408,7 +408,7 @@ class Profiler(Uncopied):
             clip_norm,
             between,
             offloaded,
-            param_budget_bytes=None if self._states is None else self._states.weight_room_bytes,
+            param_budget_bytes=None if self._states is None else self._states.param_budget_bytes,
             synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
         )

@@ -64,8 +64,24 @@ class Penalized(BlocksModel):
         return loss + 0.01 * torch.stack([parameter.abs().sum() for parameter in self.parameters()]).sum()
 
 
+class PenalizedLater(Penalized):
+    """The loss has no penalty in the first step, when the gradients of a weight are counted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        step = super().training_step if batch_idx else super(Penalized, self).training_step
+        return step(batch, batch_idx)
+
+
+class PenalizedAtTimes(Penalized):
+    """The loss has no penalty in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        step = super(Penalized, self).training_step if batch_idx == 1 else super().training_step
+        return step(batch, batch_idx)
+
+
 @pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("module", [Repeated, Tied, TiedModule, Penalized])
+@pytest.mark.parametrize("module", [Repeated, Tied, TiedModule, Penalized, PenalizedLater, PenalizedAtTimes])
 def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str, module: Any) -> None:
     compare(tmp_path, module, states)
 

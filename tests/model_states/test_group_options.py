@@ -140,7 +140,7 @@ def test_arguments_of_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(train(tmp_path, offloading(), Arguments(0.5), rows(STEPS)), expected)
     lightning_ssd.register_optimizer(Scaled)
     for factor in (None, 0.5):
-        with pytest.raises(ValueError, match="Scaled.step was given factor=0.5") if factor else nullcontext():
+        with pytest.raises(ValueError, match="Scaled.step was given `factor=0.5`") if factor else nullcontext():
             train(tmp_path, offloading(), Arguments(factor), rows(STEPS))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.model_states import adam, compiled
+from lightning_ssd.model_states import adam, adam_c
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput, make_flat_optimizer
@@ -223,7 +223,7 @@ def test_torchs_bits_with_a_tensor_as_learning_rate(cls: Any, flags: dict[str, A
 
 def test_adam_takes_one_pass() -> None:
     """It does with a compiler, and with a torch that is built with MKL, as in the wheels for x86."""
-    if compiled.adam_library() is None or not torch.backends.mkl.is_available():
+    if adam_c.adam_library() is None or not torch.backends.mkl.is_available():
         pytest.skip("no C compiler, or another build of torch")
     assert all(adam.exact_kernel(implementation) for implementation in ("for-loop", "foreach", "fused"))
 
@@ -237,7 +237,7 @@ def test_a_kernel_with_other_bits_is_not_used(
     try:
         with caplog.at_level("WARNING", "lightning_ssd"):
             follow_torch(torch.optim.AdamW, {}, [67], torch.float32, False, True, 1, 1.0, [[True]] * 3)
-        assert compiled.adam_library() is None or "does not give the bits" in caplog.text
+        assert adam_c.adam_library() is None or "does not give the bits" in caplog.text
     finally:
         adam.exact_kernel.cache_clear()
 
@@ -273,11 +273,11 @@ def test_parameters_without_gradient_are_not_changed(tmp_path: Any) -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    compiled.adam_library.cache_clear()
+    adam_c.adam_library.cache_clear()
     with caplog.at_level("INFO", "lightning_ssd"):
-        assert compiled.adam_library() is None
+        assert adam_c.adam_library() is None
     assert "no C compiler" in caplog.text
-    compiled.adam_library.cache_clear()
+    adam_c.adam_library.cache_clear()
 
 
 def test_a_compiler_that_fails(
@@ -288,8 +288,8 @@ def test_a_compiler_that_fails(
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compiled.adam_library.cache_clear()
-    assert compiled.adam_library() is None
+    adam_c.adam_library.cache_clear()
+    assert adam_c.adam_library() is None
     assert "could not compile adam.c" in caplog.text and "broken" in caplog.text
     assert list((tmp_path / "cache" / "lightning_ssd").iterdir()) == []
-    compiled.adam_library.cache_clear()
+    adam_c.adam_library.cache_clear()
