@@ -214,7 +214,7 @@ class Access:
         Views of a recomputation in backward keep their memory, because autograd unpacks them next for kernels that
         need it. Weights may have changed without a call of `run`, if user code calls torch in C++.
         """
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = in_backward()
         for flat in flat_params:
             flat.forwards -= 1
             if flat.forwards:

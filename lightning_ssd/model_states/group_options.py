@@ -54,6 +54,7 @@ class GroupOptions:
         for flat, used in self._submitted.items():
             number = self._groups[flat][1]
             for name, value in options[number].items():
+                # Most values are the same objects, whose comparison costs no Python call here.
                 if used.get(name, used) is not value and (name not in used or not _equal(used[name], value)):
                     raise RuntimeError(
                         f"`{name}` of parameter group {number} of {type(optimizer).__name__} was changed during "

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_ssd import forks
+from lightning_ssd.activations import in_backward
 from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.flat import FlatParameter
@@ -108,7 +109,7 @@ class ParamPrefetcher:
             try:
                 for flat in self._units[unit]:
                     self._pull(flat)
-                self._forwards[unit] += torch._C._current_graph_task_id() == -1
+                self._forwards[unit] += not in_backward()
                 if not torch.is_grad_enabled():
                     self._unrecorded.add(unit)
                 self._use(unit)
@@ -145,8 +146,7 @@ class ParamPrefetcher:
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
                     if record:
-                        in_backward = torch._C._current_graph_task_id() != -1
-                        (self._recomputed if in_backward else self._outside).add(unit)
+                        (self._recomputed if in_backward() else self._outside).add(unit)
                         self._use(unit)
                     else:
                         self._make_resident(unit)
@@ -167,7 +167,7 @@ class ParamPrefetcher:
         that of a reentrant checkpoint if its weights are used outside of it, too, as in a penalty of all weights.
         """
         unit = self._unit_of[flat]
-        if unit in self._recomputed or (unit in self._unrecorded and unit in self._outside):
+        if unit in self._recomputed or (unit in self._unrecorded and self.used_outside(flat)):
             return False
         return self._forwards[unit] == 1
 
