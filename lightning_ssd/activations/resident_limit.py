@@ -22,6 +22,9 @@ class AllocatorMeter(Protocol):
     def reset_peak(self) -> None:
         """Begins a new peak."""
 
+    def retries(self) -> int:
+        """Returns the allocations so far that found no memory before all cached memory was freed."""
+
 
 @dataclass(eq=False)
 class MeasuredPeaks:
@@ -106,7 +109,8 @@ class ResidentLimit:
         self._without_hooks = False
         """Whether that backward had no saved-tensor hooks, so that unexpected saved storages were kept, too."""
         self._withheld = 0.0
-        """Bytes of the meter's limit that are not used, as micro-batches have run out of memory below it."""
+        """Bytes of the meter's limit that are not used: micro-batches have run out of memory below it, or fragments
+        need them."""
         self._room = float("inf")
         """Bytes of saved storages that may still be kept in the present micro-batch."""
         self.room_bytes = float("inf")
@@ -188,7 +192,7 @@ class ResidentLimit:
     def restart(self) -> None:
         """Forgets all micro-batches of no kind, as later ones need other memory: their code was compiled again.
 
-        Bytes that are withheld because micro-batches have run out of memory stay withheld.
+        Bytes that are withheld stay withheld.
         """
         self.measuring = False
         self._peaks = self._common = MeasuredPeaks()
@@ -198,7 +202,11 @@ class ResidentLimit:
     def lower(self) -> None:
         """Called when the present micro-batch has run out of memory, before it is run again and measured."""
         if self.known:
-            self._withheld += self.WITHHELD * self.meter.limit()
+            self.withhold(self.WITHHELD)
+
+    def withhold(self, share: float) -> None:
+        """Leaves a further share of the memory unused, from the next micro-batch on."""
+        self._withheld += share * self.meter.limit()
 
     @property
     def known(self) -> bool:

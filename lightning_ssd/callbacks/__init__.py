@@ -8,7 +8,7 @@ The modules, by subject, in the order in which they are best read:
 - plans of operators: `step_profiling`, `swap_planner` (the phases of a plan), `plan_maker`, `plan_runner`,
   `plan_progress`, `plan_report`, `shape_planner`, `planned_shapes`, `profiling_budget`.
 - plans of compiled code: `region_planner` (events), `region_recording`, `region_search` (trials), `region_progress` (of
-  one shape), `storage_planner`, `recompilation`, `resident_states` (model states).
+  one shape), `storage_planner`, `recompilation`, `fragments`, `resident_states` (model states).
 - plans of earlier trainings: `plan_cache`, `plan_key`, `cached_regions`.
 - times of steps: `step_timer`, `step_drift`.
 - for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, MAX_FRAGMENT_RESERVE
 from lightning_ssd.callbacks.plan_runner import PlanRunner
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
@@ -30,12 +31,6 @@ MIN_LEAVE_GAIN = 0.25
 plan with which they may stay there. It is larger than `MIN_MOVE_GAIN`, because times of states in host memory are
 predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and
 staying was predicted at 0.171 s."""
-
-FRAGMENT_RESERVE_STEP = 0.04
-"""Share of the GPU limit by which the reserve for fragments grows each time."""
-
-MAX_FRAGMENT_RESERVE = 0.2
-"""Largest reserve for fragments / GPU limit."""
 
 
 @dataclass

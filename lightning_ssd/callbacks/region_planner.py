@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, MeasuredPeaks, PartitionerBudget, PlannedExcess
 from lightning_ssd.callbacks.cached_regions import CachedRegions
+from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, FragmentCheck
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
@@ -51,7 +52,7 @@ class RegionPlanner:
     many of them, a micro-batch of their shape is recorded, planned and timed, too, with the same
     `activation_memory_budget`.
 
-    Later steps are timed, too. If they drift, their shape is planned again.
+    Later steps are timed, too. If they drift, or if fragments of memory delay them, their shape is planned again.
 
     All methods are called on the training thread, outside of forward and backward; none waits for the device.
 
@@ -105,6 +106,7 @@ class RegionPlanner:
         self._timed: PlannedShape[RegionProgress] | None = None
         """The shape of all micro-batches of the present step, or almost so; `None`: there are several."""
         self._unplanned = UnplannedBatches()
+        self._fragments = FragmentCheck(guard.limit.meter)
         self._num_missed = 0
         """Steps since the last one of the shape that is being planned."""
         self._num_abandoned = 0
@@ -270,7 +272,10 @@ class RegionPlanner:
             elif len(seconds) >= TIMED_STEPS:
                 self._apply(self._search.end_trial(min(seconds)))
         elif self._phase == "decided" and timed is not None:
-            self._check_drift(timed)
+            if self._fragments.end_step():
+                self._reserve_for_fragments(timed)
+            else:
+                self._check_drift(timed)
         self._count_missed()
 
     def refine(self) -> None:
@@ -308,6 +313,7 @@ class RegionPlanner:
     def _apply(self, trial: Trial) -> None:
         """Puts the next trial of the search in force: first its code, of which micro-batches are recorded and timed."""
         self._phase = "decided" if self._search.decided else "timing"
+        self._fragments.restart()
         if trial.memory_budget == self._budget.value:
             return
         self._budget.change(trial.memory_budget)
@@ -321,6 +327,19 @@ class RegionPlanner:
         else:
             self.recompilation.begin()
             self._phase = "compiling"
+
+    def _reserve_for_fragments(self, planned: PlannedShape[RegionProgress]) -> None:
+        """Plans a shape again with less memory, unless its rule offloads all that can be offloaded."""
+        trial = planned.state.applied
+        if trial is not None and trial.plan is not None and not trial.plan.kept_bytes:
+            return
+        self._limit.withhold(FRAGMENT_RESERVE_STEP)
+        pl.utilities.rank_zero_info(
+            "offload='auto': the allocator has freed its cached memory in steps, because fragments of it were too "
+            f"small: planning again with {self._fragments.reserve:.0%} of the GPU's memory reserved for them."
+        )
+        self._planned = planned
+        self._restart(planned.shape, planned.state.key)
 
     def _check_drift(self, planned: PlannedShape[RegionProgress]) -> None:
         """Plans a shape again if its steps have drifted."""

@@ -17,12 +17,13 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.fragments import MAX_FRAGMENT_RESERVE, MAX_RETRY_RATE
 from lightning_ssd.callbacks.obstacles import check_can_plan
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache, warn_unused
 from lightning_ssd.callbacks.plan_key import has_more_memory, plan_key, recorded_forward
-from lightning_ssd.callbacks.plan_maker import MAX_FRAGMENT_RESERVE, PlanMaker
+from lightning_ssd.callbacks.plan_maker import PlanMaker
 from lightning_ssd.callbacks.plan_progress import MAX_CALIBRATIONS, PlanProgress, RecordedBatch, count_trained
 from lightning_ssd.callbacks.plan_report import (
     log_metrics,
@@ -60,9 +61,6 @@ from lightning_ssd.sizes import (
 )
 
 log = logging.getLogger(__name__)
-
-MAX_RETRY_RATE = 0.1
-"""Retried allocations per step (fragments were too small) above which plans reserve more memory for fragments."""
 
 
 class SwapPlanner(StepProfiling):
