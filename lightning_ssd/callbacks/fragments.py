@@ -21,7 +21,8 @@ CHECKED_STEPS = 20
 class FragmentCheck:
     """Counts the allocations of steps under one rule for which the allocator had to free its cached memory.
 
-    Each of them waits for the device and maps memory anew, for some 15 ms in a Llama of 1.21B in 24 GiB (one H100).
+    Each of them waits for the device and maps memory anew, for 12 ms in a Llama of 1.21B in 24 GiB
+    (benchmarks/results/bounds.md).
 
     Args:
         meter: the device's allocator.
