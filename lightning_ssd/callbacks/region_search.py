@@ -37,7 +37,8 @@ class RegionSearch:
     further trials have plans of code that saves less (`Recompilation`): each of them needs a compilation and another
     recorded micro-batch. A plan that offloads more than the measured peak of its steps requires is followed by one that
     offloads less. If the cache has the rule of an earlier training, that rule is the only trial, unless its steps are
-    slower or faster than they were then.
+    slower or faster than they were then. One that this training has found with the same model states on the device is
+    the first trial, unless its steps are slower.
 
     Plans that offload less, and intermediate values of `activation_memory_budget`, have little gain. They are left out
     as long as model states may be moved, after which the search begins again; `resume` tries them when tiers are final.
@@ -276,13 +277,18 @@ class RegionSearch:
         return self._try(plan, spare)
 
     def _check_cached(self, cached: CachedRegions, trial: Trial) -> Trial:
-        """Ends the trial of the plan of an earlier training: applies it for good if steps are as fast as then."""
-        if abs(trial.seconds / cached.seconds - 1) > TOLERANCE:
+        """Ends the trial of a plan that was found before: applies it for good if steps are as fast as then.
+
+        Steps that are faster than those of an earlier training are of a machine with another best plan. Faster ones
+        than before in this training are not: the steps of single trials vary, more so right after states were moved.
+        """
+        of_training = self.progress.key in self._found
+        change = trial.seconds / cached.seconds - 1
+        if change > TOLERANCE or (change < -TOLERANCE and not of_training):
             warn_unused(f"a step takes {trial.seconds:.4f} s, and took {cached.seconds:.4f}")
             return self._search_again()
         self.progress.cached = None
         took = f"a step takes {trial.seconds:.4f} s under its plan"
-        of_training = self.progress.key in self._found
         if of_training:
             text = f"compiled code was planned with model states in these tiers before: {took}."
         else:
