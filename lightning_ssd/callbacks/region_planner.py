@@ -193,10 +193,16 @@ class RegionPlanner:
         self._search.is_first = False
         self._restart(shape)
 
-    def _restart(self, shape: BatchShape | None, key: str = "") -> None:
-        """Has a micro-batch of a shape recorded (`None`: of any), and the fastest rule for it searched."""
+    def _restart(self, shape: BatchShape | None, key: str = "", *, again: bool = False) -> None:
+        """Has a micro-batch of a shape recorded (`None`: of any), and the fastest rule for it searched.
+
+        Args:
+            shape: the shape.
+            key: as for `RegionSearch.restart`.
+            again: as for `RegionSearch.restart`.
+        """
         self._phase = "recording"
-        self._search.restart(key)
+        self._search.restart(key, again=again)
         self._recording.restart(shape)
         self._num_missed = 0
 
@@ -339,7 +345,8 @@ class RegionPlanner:
             f"small: planning again with {self._fragments.reserve:.0%} of the GPU's memory reserved for them."
         )
         self._planned = planned
-        self._restart(planned.shape, planned.state.key)
+        self._search.is_first = False  # the code stays
+        self._restart(planned.shape, planned.state.key, again=True)
 
     def _check_drift(self, planned: PlannedShape[RegionProgress]) -> None:
         """Plans a shape again if its steps have drifted."""

@@ -63,7 +63,7 @@ class RegionSearch:
     Attributes:
         progress: progress of the shape.
         decided: whether the fastest rule is in force.
-        is_first: whether no other shape was planned: `activation_memory_budget` is chosen for the first one.
+        is_first: whether `activation_memory_budget` may be changed: it is chosen in the first search.
     """
 
     def __init__(
@@ -90,13 +90,14 @@ class RegionSearch:
         """Totals of the offloader when the present trial began."""
         self.restart()
 
-    def restart(self, key: str = "") -> None:
+    def restart(self, key: str = "", *, again: bool = False) -> None:
         """Begins the search for a shape, of which a micro-batch is recorded next.
 
         Args:
             key: key under which the rule is stored; "": that of the recorded storages.
+            again: whether the rule that was found under this key is tried first, with the memory that there is now.
         """
-        self.progress = RegionProgress(self._make_timer(), key=key)
+        self.progress = RegionProgress(self._make_timer(), key=key, cached=self._found.get(key) if again else None)
         self.decided = False
 
     def begin_record(self, window_bytes: int) -> RegionProgress:
