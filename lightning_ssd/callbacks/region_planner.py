@@ -193,16 +193,16 @@ class RegionPlanner:
         self._search.is_first = False
         self._restart(shape)
 
-    def _restart(self, shape: BatchShape | None, key: str = "", *, again: bool = False) -> None:
+    def _restart(self, shape: BatchShape | None, key: str = "", *, known: bool = False) -> None:
         """Has a micro-batch of a shape recorded (`None`: of any), and the fastest rule for it searched.
 
         Args:
             shape: the shape.
             key: as for `RegionSearch.restart`.
-            again: as for `RegionSearch.restart`.
+            known: as for `RegionSearch.restart`.
         """
         self._phase = "recording"
-        self._search.restart(key, again=again)
+        self._search.restart(key, known=known)
         self._recording.restart(shape)
         self._num_missed = 0
 
@@ -346,7 +346,7 @@ class RegionPlanner:
         )
         self._planned = planned
         self._search.is_first = False  # the code stays
-        self._restart(planned.shape, planned.state.key, again=True)
+        self._restart(planned.shape, planned.state.key, known=True)
 
     def _check_drift(self, planned: PlannedShape[RegionProgress]) -> None:
         """Plans a shape again if its steps have drifted."""

@@ -90,14 +90,14 @@ class RegionSearch:
         """Totals of the offloader when the present trial began."""
         self.restart()
 
-    def restart(self, key: str = "", *, again: bool = False) -> None:
+    def restart(self, key: str = "", *, known: bool = False) -> None:
         """Begins the search for a shape, of which a micro-batch is recorded next.
 
         Args:
             key: key under which the rule is stored; "": that of the recorded storages.
-            again: whether the rule that was found under this key is tried first, with the memory that there is now.
+            known: whether the rule that was found under this key is tried first, with the memory that there is now.
         """
-        self.progress = RegionProgress(self._make_timer(), key=key, cached=self._found.get(key) if again else None)
+        self.progress = RegionProgress(self._make_timer(), key=key, cached=self._found.get(key) if known else None)
         self.decided = False
 
     def begin_record(self, window_bytes: int) -> RegionProgress:
