@@ -67,6 +67,8 @@ class ModelRestorer:
             if hand_over:
                 self._hand_over(flat, kept=False)
             store.free_host_memory()
+        if hand_over:
+            self._sort_states()
         notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
         if ahead:
             notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
@@ -83,6 +85,19 @@ class ModelRestorer:
         """
         for flat in self._stores:
             self._hand_over(flat, kept=kept)
+        self._sort_states()
+
+    def _sort_states(self) -> None:
+        """Gives each `optimizer.state` the order of the parameter groups, in which state dicts list the states.
+
+        States of parameters on the device were in it before those of offloaded parameters. Keys that are no parameters
+        are last.
+        """
+        for optimizer in self._offloaded.optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            positions = {parameter: position for position, parameter in enumerate(parameters)}
+            for key in sorted(optimizer.state, key=lambda key: positions.get(key, len(positions))):
+                optimizer.state[key] = optimizer.state.pop(key)
 
     def _hand_over(self, flat: FlatParameter, *, kept: bool) -> None:
         """Moves the states of one flat parameter, which is not staged or stepped."""

@@ -177,6 +177,15 @@ def test_states_have_the_order_of_plain_lightning(tmp_path: Path, strategy: Call
     assert_same(saved["mine"], saved["plain"])
 
 
+@pytest.mark.parametrize("strategy", [lambda: offloading(min_bytes=300), some_stay], ids=["small stay", "units stay"])
+def test_states_have_the_order_of_plain_lightning_after_fit(tmp_path: Path, strategy: Callable[[], Any]) -> None:
+    orders = []
+    for make in (lambda: "auto", strategy):
+        trained_model = train(tmp_path, make(), Model(MAKERS["AdamW"]), max_epochs=1)
+        orders.append(list(trained_model.trainer.optimizers[0].state_dict()["state"]))
+    assert orders[1] == orders[0]
+
+
 class SavesAtEnd(pl.Callback):
     def __init__(self, file: Path) -> None:
         self.file = file
