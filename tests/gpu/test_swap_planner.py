@@ -121,10 +121,7 @@ def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
         print(states, gpu_memory, predicted, measured, swaps.comparison.predicted.step_seconds,
               swaps.comparison.step_seconds)  # fmt: skip
         assert measured == pytest.approx(predicted, rel=0.1)
-    # Not compared with "auto": if the CPU bounds the step, as with other tests in parallel, both may be equal. If the
-    # launches bound it, each offloaded tensor makes it longer, so that all are kept.
-    if swaps.comparison.predicted.bound == "launch":
-        return
+    # Not compared with "auto": if the CPU bounds the step, as with other tests in parallel, both may be equal.
     assert swaps.profile is not None and swaps.hardware is not None
     placement = FixedPlacement.of(swaps.profile, swaps.comparison.plan)  # the plan in force may be a later one
     kept = simulate(swaps.profile, swaps.hardware, default_plan(swaps.profile, placement, {}, 0))
