@@ -29,8 +29,6 @@ class FragmentCheck:
     """
 
     def __init__(self, meter: AllocatorMeter) -> None:
-        self.reserve = 0.0
-        """Share of the limit that is reserved for fragments."""
         self._meter = meter
         self.restart()
 
@@ -40,7 +38,7 @@ class FragmentCheck:
         self._retries = 0
 
     def end_step(self) -> bool:
-        """Called when a step has ended; returns whether more memory has to be reserved, which `reserve` then has."""
+        """Called when a step has ended; returns whether many of the last steps have retried allocations."""
         self._num_steps += 1
         if self._num_steps == 0:
             self._retries = self._meter.retries()
@@ -48,7 +46,4 @@ class FragmentCheck:
             return False
         retries = self._meter.retries() - self._retries
         self._num_steps, self._retries = 0, self._retries + retries
-        if retries <= MAX_RETRY_RATE * CHECKED_STEPS or self.reserve >= MAX_FRAGMENT_RESERVE:
-            return False
-        self.reserve += FRAGMENT_RESERVE_STEP
-        return True
+        return retries > MAX_RETRY_RATE * CHECKED_STEPS

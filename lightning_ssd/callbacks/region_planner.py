@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, MeasuredPeaks, PartitionerBudget, PlannedExcess
 from lightning_ssd.callbacks.cached_regions import CachedRegions
-from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, FragmentCheck
+from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, MAX_FRAGMENT_RESERVE, FragmentCheck
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes, UnplannedBatches
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
@@ -107,6 +107,8 @@ class RegionPlanner:
         """The shape of all micro-batches of the present step, or almost so; `None`: there are several."""
         self._unplanned = UnplannedBatches()
         self._fragments = FragmentCheck(guard.limit.meter)
+        self._fragment_reserve = 0.0
+        """Share of the limit that is withheld for fragments."""
         self._num_missed = 0
         """Steps since the last one of the shape that is being planned."""
         self._num_abandoned = 0
@@ -337,12 +339,14 @@ class RegionPlanner:
     def _reserve_for_fragments(self, planned: PlannedShape[RegionProgress]) -> None:
         """Plans a shape again with less memory, unless its rule offloads all that can be offloaded."""
         trial = planned.state.applied
-        if trial is not None and trial.plan is not None and not trial.plan.kept_bytes:
+        offloads_all = trial is not None and trial.plan is not None and not trial.plan.kept_bytes
+        if offloads_all or self._fragment_reserve >= MAX_FRAGMENT_RESERVE:
             return
+        self._fragment_reserve += FRAGMENT_RESERVE_STEP
         self._limit.withhold(FRAGMENT_RESERVE_STEP)
         pl.utilities.rank_zero_info(
             "offload='auto': the allocator has freed its cached memory in steps, because fragments of it were too "
-            f"small: planning again with {self._fragments.reserve:.0%} of the GPU's memory reserved for them."
+            f"small: planning again with {self._fragment_reserve:.0%} of the GPU's memory reserved for them."
         )
         self._planned = planned
         self._search.is_first = False  # the code stays

@@ -21,6 +21,7 @@ from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer
 from lightning_ssd.model_states.settings import describe
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.storage import DetachedBlobs
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,7 @@ class ModelRestorer:
         are last.
         """
         for optimizer in self._offloaded.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            positions = {parameter: position for position, parameter in enumerate(parameters)}
+            positions: dict[Any, int] = {item: position for position, item in enumerate(parameters_of(optimizer))}
             for key in sorted(optimizer.state, key=lambda key: positions.get(key, len(positions))):
                 optimizer.state[key] = optimizer.state.pop(key)
 
