@@ -69,7 +69,7 @@ class Shape:
     Attributes:
         hidden: width.
         layers: number of blocks.
-        batch: samples of a micro-batch in full precision; in bf16 there are twice as many.
+        batch: samples of a micro-batch in full precision.
         tokens: tokens of a sample.
         vocabulary: token ids.
     """
@@ -82,6 +82,9 @@ class Shape:
 
 
 SHAPES = {"1.2b": Shape(2048, 24, 3), "3b": Shape(3072, 28, 3), "tiny": Shape(128, 3, 2, 32, 512)}
+
+BF16_BATCH = {"1.2b": 6, "3b": 5, "tiny": 4}
+"""Samples of a micro-batch in bf16: twice as many as in full precision, or as many as fit in 80 GB without a cap."""
 
 
 class Llama(pl.LightningModule):
@@ -301,7 +304,7 @@ def main() -> None:
         for precision in arguments.precisions:
             shape = asdict(SHAPES[model])
             if precision == "bf16":
-                shape["batch"] *= 2
+                shape["batch"] = BF16_BATCH[model]
             for mode in arguments.cases:
                 name = f"Llama {model} {precision} {mode}"
                 gpu = arguments.gpu and arguments.gpu * 2**30
