@@ -555,10 +555,15 @@ class ModelStates(Uncopied):
         """Makes every offloaded parameter a whole fp32 tensor on the CPU, its master weights.
 
         Changes count. Nested calls have no effect.
+
+        Raises:
+            RuntimeError: a step has begun in a backward that runs, or that has failed.
         """
         if self._summoned:
             yield
             return
+        for flat in self.stores:
+            self._prefetcher.check(flat)
         self._staged.pull_all()
         self._staged.unstage()
         self.drain()

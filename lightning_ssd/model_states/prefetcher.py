@@ -192,11 +192,16 @@ class ParamPrefetcher:
             self._use(unit)
 
     def check(self, flat: FlatParameter) -> None:
-        """Raises RuntimeError if the step of `flat` has begun: its weights are not those of the forward."""
+        """Raises RuntimeError if the step of `flat` has begun: its weights are not those of the forward.
+
+        That is so from the step's begin in a backward to the end of the optimizer's step, or to the end of training if
+        an error has ended the backward.
+        """
         if flat in self._retired:
             raise RuntimeError(
-                f"the weights of {flat.name} are used after their gradient was complete and their step had begun, in "
-                "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
+                f"the weights or optimizer states of {flat.name} are used after their gradient was complete and their "
+                "step had begun, in the same backward: by a hook, after an error (as in `on_exception`), or where no "
+                "gradient flows (detached). Set `overlap='none'`."
             )
 
     def check_process(self) -> None:

@@ -555,10 +555,10 @@ class StepScheduler:
         """Returns when the submitted step of `flat` is committed or skipped, and its values are stored.
 
         Raises:
-            RuntimeError: the step waits for the end of the backward that runs.
+            RuntimeError: the step has begun in a backward whose other steps have not: user code would read values that
+                plain training does not have then.
         """
-        if self._is_submitted(flat) and not self._decision.scale.done():
-            self._prefetcher.check(flat)
+        self._prefetcher.check(flat)
         with self._waiting():
             self._stores[flat].drain()
 
