@@ -21,7 +21,8 @@ class ModelProfiler(StepProfiling):
     The profile has the forward and backward time of every unit and, for every tensor that autograd saves ("operator"),
     its bytes, the time and FLOPs to compute it, and whether it can be recomputed. These times are of one micro-batch,
     which is traced operation by operation, and is slower. Later steps are timed without synchronizing the host: the
-    host's launches, and the time between micro-batches. The results of the training do not change.
+    host's launches, and the time between micro-batches. The results of the training do not change. If several processes
+    train, the files are those of the first one.
 
     Args:
         path: JSON file to write after the measured steps.
@@ -30,7 +31,8 @@ class ModelProfiler(StepProfiling):
         lifetimes: JSON file for `lightning-ssd profile --profile FILE` and `lightning-ssd plan RECIPE --replay
             --lifetimes FILE`: when each weight, gradient, optimizer state, saved tensor and transient of the traced
             step is used by which operator of forward, backward and optimizer step. All of them are on the GPU in that
-            step, which must have room for them. None: no such file.
+            step, which must have room for them. Collectives are operators, too, and sharded tensors have the bytes of
+            their shard. None: no such file.
 
     Raises:
         ValueError: an argument is out of range, or a file can't be written; or lifetimes are wanted of a training that
@@ -62,6 +64,8 @@ class ModelProfiler(StepProfiling):
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         self._done = True
+        if not trainer.is_global_zero:
+            return
         profile.to_json(self._path)
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
         if self._lifetimes is not None:

@@ -70,6 +70,7 @@ class LifetimeRecorder:
 
     def register(self, tensor: Tensor, kind: TensorClass, name: str, unit: str = "") -> None:
         """Sets the class of a tensor, which exists before the step unless an operator has allocated it."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a `DTensor`, whose operators are recorded with its shard
         if tensor.layout is torch.strided:
             lifetime = self._lifetimes[self._number(tensor.untyped_storage(), name, allocated=False)]
             if lifetime.kind is None:

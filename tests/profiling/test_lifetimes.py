@@ -20,7 +20,7 @@ from lightning_ssd.profiling.tracing import fake_tensors, trace
 from tests.support.models import Model
 from tests.support.parity import SharedStorages, TinyGPT
 from tests.support.plans import MACHINE
-from tests.support.trainings import train
+from tests.support.trainings import run_script, train
 
 TOKENS = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
 TEXTS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
@@ -152,6 +152,61 @@ def test_the_first_step_can_be_measured(tmp_path: Path) -> None:
     profile, _ = measured(*MODELS[0], tmp_path, warm_up=1)
     states = [one for one in profile.tensors if one.kind == "optimizer state"]
     assert states and all(one.is_global for one in states)
+
+
+_DISTRIBUTED = """
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from lightning_ssd import ActivationOffload, ModelProfiler
+from tests.support.trainings import SmallModel, batches, make_trainer
+
+root = Path({root!r})
+
+
+class Sharded(SmallModel):
+    def configure_model(self):
+        for layer in self.net:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+def train(name, kind, strategy):
+    profiler = ModelProfiler(root / f"{{name}}-profile.json", 1, 1, lifetimes=root / f"{{name}}.json")
+    callbacks = [ActivationOffload(root), profiler]
+    make_trainer(root, strategy, devices=2, max_epochs=2, callbacks=callbacks).fit(kind(), batches())
+
+
+train("ddp", SmallModel, pl.strategies.DDPStrategy())
+train("fsdp", Sharded, pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+"""
+
+
+def test_collectives_of_two_processes_are_uses(tmp_path: Path) -> None:
+    """Under FSDP2, weights, gradients and optimizer states have the bytes of their shard."""
+    script = tmp_path / "script.py"
+    script.write_text(_DISTRIBUTED.format(root=str(tmp_path)))
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr[-5000:]
+    replicated, sharded = (LifetimeProfile.from_json(tmp_path / f"{name}.json") for name in ("ddp", "fsdp"))
+
+    def users(profile: LifetimeProfile, kind: str) -> list[set[str]]:
+        return [{profile.operators[use].name for use in one.uses} for one in profile.tensors if one.kind == kind]
+
+    def nbytes(profile: LifetimeProfile, kind: str) -> int:
+        return sum(one.nbytes for one in profile.tensors if one.kind == kind and one.nbytes > 4)
+
+    buffers = users(replicated, "communication buffer") + users(replicated, "gradient")
+    assert any("c10d::allreduce_" in names for names in buffers)
+    weights = users(sharded, "weight")
+    assert weights and all("fsdp::all_gather_copy_in" in names for names in weights)
+    gradients = users(sharded, "gradient")
+    assert gradients and all("c10d::_reduce_scatter_base_" in names for names in gradients)
+    assert any("c10d::_allgather_base_" in names for names in users(sharded, "communication buffer"))
+    for kind in ("weight", "gradient", "optimizer state"):
+        assert 2 * nbytes(sharded, kind) == pytest.approx(nbytes(replicated, kind), rel=0.01)
 
 
 def test_the_command_reads_measured_lifetimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
