@@ -447,7 +447,8 @@ class SwapPlanner(StepProfiling):
             plan.save(self._save)
         log.info("plan from step %d on:\n%s", self._step, plan.describe())
         assert runner.prediction is not None
-        pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(runner.profile, plan, runner.prediction))
+        summary = render_summary(runner.profile, runner.hardware, plan, runner.prediction)
+        pl.utilities.rank_zero_info(f"SwapPlanner: {summary}")
 
     def _move_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan) -> bool:
         """Moves model states to their tiers in `plan` and restarts profiling; returns False if that is not allowed."""

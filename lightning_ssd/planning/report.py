@@ -243,7 +243,7 @@ def render_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def render_summary(model: ModelProfile, plan: Plan, prediction: Prediction) -> str:
+def render_summary(model: ModelProfile, hardware: HardwareProfile, plan: Plan, prediction: Prediction) -> str:
     """Returns a plan and its prediction in two lines. Unlike a report it takes little time: no other plans are made."""
     placed, coefficient = _bytes_by_tier(model, plan)
     shares = {
@@ -255,12 +255,21 @@ def render_summary(model: ModelProfile, plan: Plan, prediction: Prediction) -> s
     where = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in shares.items() if nbytes)
     if count := sum(unit.checkpoint for unit in plan.units.values()):
         where += f" by checkpointing {count} of {len(plan.units)} units"
+    peaks = (
+        _peak(prediction.gpu_peak_bytes, hardware.gpu_bytes, "the device"),
+        _peak(prediction.host_peak_bytes, hardware.host_bytes, "host memory"),
+    )
     return (
         f"saved tensors of a micro-batch: {where or 'none is large'} (swap coefficient {coefficient:.2f}).\n"
         f"  A step should take {format_seconds(prediction.step_seconds)}, bound by {prediction.bound}; "
-        f"{format_bytes(prediction.gpu_peak_bytes)} of the device, {format_bytes(prediction.host_peak_bytes)} of host "
-        "memory."
+        f"{', '.join(peaks)}."
     )
+
+
+def _peak(nbytes: int, budget: int, memory: str) -> str:
+    """Returns a peak as text, with the budget that it exceeds, if it does."""
+    peak = f"{format_bytes(nbytes)} of {memory}"
+    return peak if nbytes <= budget else f"{peak} (which exceeds the budget of {format_bytes(budget)})"
 
 
 def render_what_ifs(what_ifs: Sequence[tuple[str, float]]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ssd.planning import make_plan, make_report, render_report, render_what_ifs, simulate
+from lightning_ssd.planning import make_plan, make_report, render_report, render_summary, render_what_ifs, simulate
 from lightning_ssd.planning.holistic import min_memory_plan
 from lightning_ssd.planning.report import breakeven_tokens, find_what_ifs, largest_samples
 from lightning_ssd.planning.stages import cut_stages
@@ -48,6 +48,15 @@ def test_plans_and_budgets_that_do_not_fit() -> None:
     assert not report.fits
     assert report.excess_bytes == report.prediction.gpu_peak_bytes - SMALL.gpu_bytes
     assert "does not fit" in render_report(report)
+
+
+@pytest.mark.parametrize(("planner", "exceeds"), [("ssdtrain", True), ("holistic", False)])
+def test_a_summary_names_an_exceeded_budget(planner: str, exceeds: bool) -> None:
+    """A training may be planned whose model states alone exceed the budget of the GPU."""
+    plan = make_plan(GPT, SMALL, planner)
+    summary = render_summary(GPT, SMALL, plan, simulate(GPT, SMALL, plan))
+    assert ("of the device (which exceeds the budget of 12.00 GiB)" in summary) == exceeds
+    assert "host memory (which" not in summary
 
 
 def test_largest_samples() -> None:
