@@ -23,6 +23,9 @@ PAPER_BANDWIDTH = 6.5e9
 SMALL, LARGE = 10 * 10**6, 10**9
 """Smallest and largest bytes of the tensors that most of the paper's statements describe."""
 
+SHORTEST = 1e-9
+"""Seconds of the shortest inactive period that is drawn: shorter ones are rounding errors of sums of seconds."""
+
 BINS = 200
 """Intervals of a step in which the bandwidth of migrations is averaged."""
 
@@ -49,9 +52,14 @@ def migratable_share(lifetimes: LifetimeProfile, bandwidth: float = PAPER_BANDWI
         lifetimes: the profile.
         bandwidth: bytes/s of the migration to a drive.
     """
-    sizes = [(lifetimes.tensors[period.tensor].nbytes, period.seconds) for period in lifetimes.periods]
-    of_size = [(nbytes, seconds) for nbytes, seconds in sizes if SMALL <= nbytes <= LARGE]
+    of_size = _characterised(lifetimes)
     return sum(seconds > nbytes / bandwidth for nbytes, seconds in of_size) / len(of_size) if of_size else 0.0
+
+
+def _characterised(lifetimes: LifetimeProfile) -> list[tuple[int, float]]:
+    """Returns bytes and seconds of the inactive periods of tensors of 10 MB to 1 GB."""
+    sizes = ((lifetimes.tensors[period.tensor].nbytes, period.seconds) for period in lifetimes.periods)
+    return [(nbytes, seconds) for nbytes, seconds in sizes if SMALL <= nbytes <= LARGE]
 
 
 def median_period(lifetimes: LifetimeProfile) -> float:
@@ -63,14 +71,19 @@ def median_period(lifetimes: LifetimeProfile) -> float:
 def describe_lifetimes(lifetimes: LifetimeProfile, hardware: HardwareProfile) -> str:
     """Returns a summary of the profile, with the quantities of the paper's statements."""
     mean, most = active_share(lifetimes, hardware.gpu_bytes)
+    periods = "no tensor of 10 MB to 1 GB has one"
+    if _characterised(lifetimes):
+        periods = (
+            f"of tensors of 10 MB to 1 GB, {migratable_share(lifetimes):.0%} are longer than a migration at "
+            f"{PAPER_BANDWIDTH / 1e9:g} GB/s, {migratable_share(lifetimes, hardware.ssd_write):.0%} than one to this "
+            f"machine's drives; median {format_seconds(median_period(lifetimes))} of tensors of 10 MB or more"
+        )
     return "\n".join(
         [
             lifetimes.describe(),
-            f"active tensors         {mean:.1%} of {format_bytes(hardware.gpu_bytes)} on average over operators, "
+            f"active tensors         {mean:.2%} of {format_bytes(hardware.gpu_bytes)} on average over operators, "
             f"{most:.1%} at most",
-            f"inactive periods       of tensors of 10 MB to 1 GB, {migratable_share(lifetimes):.0%} are longer than a "
-            f"migration at {PAPER_BANDWIDTH / 1e9:g} GB/s, {migratable_share(lifetimes, hardware.ssd_write):.0%} than "
-            f"one to this machine's drives; median {format_seconds(median_period(lifetimes))}",
+            f"inactive periods       {periods}",
         ]
     )
 
@@ -123,11 +136,11 @@ def draw_inactive(axes: Any, lifetimes: LifetimeProfile, hardware: HardwareProfi
         of_kind = [
             (period.seconds, lifetimes.tensors[period.tensor].nbytes)
             for period in lifetimes.periods
-            if lifetimes.tensors[period.tensor].kind == kind and period.seconds > 0
+            if lifetimes.tensors[period.tensor].kind == kind and period.seconds >= SHORTEST
         ]
         if of_kind:
             axes.scatter(*zip(*of_kind, strict=True), s=3, color=COLORS[kind], label=kind, linewidths=0)
-    seconds = [1e-6, max(1.0, lifetimes.step_seconds)]
+    seconds = [SHORTEST, max(1.0, lifetimes.step_seconds)]
     lines = {
         f"{PAPER_BANDWIDTH / 1e9:g} GB/s": (PAPER_BANDWIDTH, "-"),
         f"PCIe, {hardware.copy_out / 1e9:.0f} GB/s": (hardware.copy_out, "--"),

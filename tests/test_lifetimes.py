@@ -1,12 +1,13 @@
 """`lightning-ssd profile`: the lifetimes of a step's tensors are those of the model, traced without memory."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_ssd import cli, dry_run
-from lightning_ssd.lifetime_report import active_share, migratable_share
+from lightning_ssd.lifetime_report import active_share, describe_lifetimes, migratable_share
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile
 from lightning_ssd.recipe import read_recipe
 
@@ -101,12 +102,19 @@ def test_the_command_prints_a_summary_and_draws(tmp_path: Path, capsys: pytest.C
     recipe = str(ROOT / "recipes/gpt.yaml")
     assert cli.main(["profile", recipe, "--machine", MACHINE, "--batch", BATCH, "--out", "out"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"active tensors +\d+\.\d% of", printed) and "inactive periods" in printed
+    assert re.search(r"active tensors +\d+\.\d\d% of", printed) and "inactive periods" in printed
     for name in ("active.png", "inactive.png", "memory.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     loaded = LifetimeProfile.from_json(tmp_path / "out" / "lifetimes.json")
     mean, most = active_share(loaded, H100.gpu_bytes)
     assert 0 < mean < most < 1 and 0 <= migratable_share(loaded) <= 1
+
+
+def test_the_summary_describes_tensors_of_the_papers_sizes_if_there_are_any(gpt: LifetimeProfile) -> None:
+    assert "no tensor of 10 MB to 1 GB has one" in describe_lifetimes(gpt, H100)
+    large = replace(gpt, tensors=tuple(replace(one, nbytes=1000 * one.nbytes) for one in gpt.tensors))
+    described = describe_lifetimes(large, H100)
+    assert re.search(r"of tensors of 10 MB to 1 GB, \d+% are longer than a migration at 6.5 GB/s", described)
 
 
 def test_a_missing_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
