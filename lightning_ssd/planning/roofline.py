@@ -109,11 +109,11 @@ class Prices:
             FileNotFoundError: there is no such file.
             ValueError: the file is invalid; the message names the file and the field.
         """
-        where = f"the prices {path}"
+        where = f"the price file {path}"
         try:
             content = yaml.safe_load(read_text(path, where))
         except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError(f"{where} are not YAML: {error}") from error
+            raise ValueError(f"{where} is not YAML: {error}") from error
         return from_mapping(cls, as_mapping(content, where), where)
 
     def of(self, gpus: int, host_gb: float, ssds: int) -> float:
@@ -135,7 +135,7 @@ def cost_table(profile: LifetimeProfile, machine: MigrationMachine, prices: Pric
     rows = [
         ("drives", prices.of(1, 0.0, len(machine.drives)), teraio_throughput(profile, replace(machine, host_bytes=0))),
         ("drives and host memory", prices.of(1, host, len(machine.drives)), teraio_throughput(profile, machine)),
-        (f"{gpus} GPUs", prices.of(gpus, 0.0, 0), float(gpus)),
+        (f"{gpus} GPU{'s' if gpus > 1 else ''}", prices.of(gpus, 0.0, 0), float(gpus)),
     ]
     lines = [f"{'tensors on':<24} {'price':>12} {'throughput':>11} {'price / throughput':>19}"]
     for name, price, throughput in rows:

@@ -99,6 +99,7 @@ def test_the_cost_table_has_prices_from_a_file(tmp_path: Path) -> None:
     printed = cost_table(step(), MACHINE, prices)
     assert "31,200" in printed  # the server, a GPU and a drive
     assert "3 GPUs" in printed and "91,000" in printed  # 80 GB of tensors
+    assert "\n1 GPU  " in cost_table(step(), replace(MACHINE, gpu_bytes=100 * GB), prices)
 
 
 @pytest.mark.parametrize(
