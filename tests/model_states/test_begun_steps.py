@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.access import PLACES, Toy, _frozen, compare, fit
+from tests.support.trainings import package_threads, scratch_directories
 
 BEGUN = "their step had begun, in the same backward.*Set `overlap='none'`"
 
@@ -95,6 +96,8 @@ def test_no_value_of_two_steps_is_read_after_a_backward_has_failed(
     with pytest.raises(RuntimeError, match=BEGUN) as raised:
         fit(tmp_path, module, states, precision=precision, callbacks=[ReadsAfterErrors()])
     assert isinstance(raised.value.__context__, ValueError)
+    module.trainer.strategy.teardown()  # Lightning does not call it if `on_exception` raises
+    assert not package_threads() and not scratch_directories(tmp_path)
 
 
 @pytest.mark.parametrize("read", READS)
