@@ -7,6 +7,7 @@ __all__ = [
     "CHOICES",
     "CLIP_MODES",
     "EVICT_MARGIN",
+    "GRADIENT_TIERS",
     "INPUT_CHOICES",
     "OFFLOAD_TIERS",
     "PROCESSORS",
@@ -15,6 +16,7 @@ __all__ = [
     "Choice",
     "Clip",
     "ClipMode",
+    "GradientTier",
     "InputChoice",
     "OffloadTierName",
     "Overlap",
@@ -26,7 +28,10 @@ Tier = Literal["gpu", "host", "ssd"]
 """Memory in which weights and optimizer states are stored, the fastest first."""
 
 Processor = Literal["cpu", "gpu"]
-"""Processor that steps a unit whose states are in host memory."""
+"""Processor that steps a unit whose states are not on the GPU."""
+
+GradientTier = Literal["host", "gpu"]
+"""Memory in which gradients wait for a step on the GPU."""
 
 OffloadTierName = Literal["host", "ssd"]
 """Memory to which bytes of the training device are offloaded."""
@@ -49,8 +54,9 @@ Overlap = Literal["none", "naive", "optimized"]
 BackendName = Literal["auto", "posix", "kvikio"]
 """I/O library of the scratch files; "auto" chooses one (`storage/choice.py`)."""
 
-TIERS, PROCESSORS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
-    get_args(kind) for kind in (Tier, Processor, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
+TIERS, PROCESSORS, GRADIENT_TIERS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
+    get_args(kind)
+    for kind in (Tier, Processor, GradientTier, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
 )
 
 EVICT_MARGIN = 0.03

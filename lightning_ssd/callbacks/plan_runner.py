@@ -174,20 +174,24 @@ class PlanRunner:
         self._timer.reset()
 
     def _place_steps(self, plan: Plan) -> None:
-        """Makes the GPU step the parts that the plan names. Without such plans, a trial of shares chooses them."""
+        """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does.
+
+        Without such plans, a trial of shares chooses the parts, and their gradients are offloaded.
+        """
         if self._states is None:
             return
-        parts = [
-            part
+        placed = [
+            (part, plan.units[unit.name].of(part.name))
             for unit in self.profiler.units
             for part in self.profiler.parts_of(unit)
-            if plan.units[unit.name].of(part.name).step == "gpu"
         ]
+        parts = [part for part, placement in placed if placement.step == "gpu"]
+        kept = [part for part, placement in placed if placement.gradients == "gpu"]
         if not (parts or self._steps_planned):
             return
         self._steps_planned = True
-        chosen = [one for part in parts for _, one in part.parameters]
-        if not self._states.step_on_device(chosen):
+        chosen, kept_gradients = ([one for part in each for _, one in part.parameters] for each in (parts, kept))
+        if not self._states.step_on_device(chosen, kept_gradients):
             log.warning(
                 "The GPU has no memory for the optimizer steps of %d parts of units that the plan assigns to it: "
                 "processors do not change, so that steps may take longer than predicted.",

@@ -10,7 +10,8 @@ The modules, by subject, in the order in which they are best read:
 - stores of values: `layout` (arrays in memory), `split` (a format), `state_store`, `buffers`, `state_storage`,
   `budget` (which tier), `staged` (values on the host for user code), `locations` (the location table).
 - weights for a forward: `unit_hooks`, `prefetcher`; `regions` (compiled modules) and `compile` (calls of them).
-- gradients: `gradient_offload`, `gradient`, `grad_dtype`, `grad_scale` (clipping and loss scales).
+- gradients: `gradient_offload`, `gradient`, `waiting_gradient` (on the device until a step), `grad_dtype`, `grad_scale`
+  (clipping and loss scales).
 - optimizer steps: `step_scheduler` (when), `group_options`, `step` (one flat parameter), `step_work`, `step_history`
   (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_share`, `share_trial`,
   `device_stepper`, `piece_transfers` and `adam_cuda` (steps of the GPU).

@@ -65,6 +65,8 @@ class DeviceShare:
         self._drain = drain
         self._prefetches = prefetches
         self._chosen: Collection[FlatParameter] = ()
+        self._kept_gradients: Collection[FlatParameter] = ()
+        """Flat parameters whose gradients stay on the device for the steps that it makes."""
         self._planned = False
         self._prefetched: set[FlatParameter] = set()
         """Flat parameters whose values are prefetched for the running step."""
@@ -76,6 +78,10 @@ class DeviceShare:
     def stepper_of(self, flat: FlatParameter) -> DeviceStepper | None:
         """Returns the stepper if the device steps `flat`. After a failure it steps none."""
         return self.stepper if flat in self._chosen and self.stepper is not None and not self.stepper.failed else None
+
+    def keeps_gradient(self, flat: FlatParameter) -> bool:
+        """Returns whether the gradients of `flat` stay on the device for its step there."""
+        return flat in self._kept_gradients and self.stepper_of(flat) is not None
 
     @property
     def undecided(self) -> bool:
@@ -132,10 +138,17 @@ class DeviceShare:
                     self.close()
                 self._unpin_others()
 
-    def plan(self, chosen: Collection[FlatParameter]) -> bool:
+    def plan(self, chosen: Collection[FlatParameter], kept_gradients: Collection[FlatParameter]) -> bool:
         """Selects the flat parameters that the device steps, as `select` does, in place of a trial of shares.
 
         Called between two steps.
+
+        Args:
+            chosen: the flat parameters.
+            kept_gradients: those whose gradients stay on the device until their step.
+
+        Returns:
+            Whether there is memory for it; if not, nothing changes.
         """
         self._planned = True
         chosen = [flat for flat in self._order if flat in chosen]
@@ -143,6 +156,8 @@ class DeviceShare:
             self._drain()
             self.close()
         selected = self.select(chosen)
+        if selected:
+            self._kept_gradients = kept_gradients
         if self._trial is not None:
             self._drain()
             self._unpin_others()

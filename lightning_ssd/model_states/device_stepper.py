@@ -27,6 +27,7 @@ from lightning_ssd.model_states.piece_transfers import (
     pieces,
 )
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.storage import align_up
 
 _GRADIENT = "gradient"
@@ -41,7 +42,7 @@ class DeviceStep:
         store: the values of the flat parameter.
         flat_optimizer: its optimizer; `steps_on_device`.
         options: options of its parameter group.
-        gradient: its gradient, in host memory, in the dtype of the flat parameter.
+        gradient: its gradient in the dtype of the flat parameter, in host memory or on the device.
         scale: the gradient is multiplied with it.
         limit: largest absolute value of a gradient's element, after that; None: no limit.
         drop_second: whether the second version in host memory is freed before.
@@ -52,7 +53,7 @@ class DeviceStep:
     store: StateStore
     flat_optimizer: FlatOptimizer
     options: Options
-    gradient: Tensor
+    gradient: Tensor | WaitingGradient
     scale: float
     limit: float | None
     drop_second: bool
@@ -214,6 +215,16 @@ class DeviceStepper:
         done.add_done_callback(end)
         self._post(begin).add_done_callback(fail)
         return first, done
+
+    def offload(self, gradient: WaitingGradient) -> "Future[None]":
+        """Copies a gradient to host memory, also after an error; returns a future that is done when it is there."""
+        marks: list[Mark] = []
+
+        def copy() -> None:
+            with self._copies.side_stream():
+                marks.append(gradient.offload(self._copies))
+
+        return then(self._post(copy), lambda _: self._copies.on_d2h(marks[0]))
 
     def close(self) -> None:
         """Ends the thread, fails steps that were not issued, and frees the memory."""
@@ -380,7 +391,12 @@ class DeviceStepper:
         copies, running, step = self._copies, work.step, work.step.step
         piece = work.arriving.popleft()
         elements, own = piece.elements, piece.rows[_GRADIENT]
-        copies.wait(copies.h2d(as_bytes(step.gradient[elements.start : elements.end]), as_bytes(own), piece.copied))
+        if isinstance(step.gradient, WaitingGradient):
+            copies.wait(piece.copied)
+            step.gradient.copy_elements(elements.start, elements.end, own, copies)
+        else:
+            host = step.gradient[elements.start : elements.end]
+            copies.wait(copies.h2d(as_bytes(host), as_bytes(own), piece.copied))
         gradient, scale = own, step.scale
         if step.limit is not None:
             # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.

@@ -1,4 +1,4 @@
-"""The gradient of one flat parameter in host memory: as it was copied from the device, and accumulated in fp32.
+"""The gradient of one flat parameter: as backward has computed it, on the device or in host memory, and summed in fp32.
 
 A parameter's gradient has one of the states of `GradientState`, which are those of `Tensor.grad` in plain training, and
 is in one of these places, besides `assigned`:
@@ -7,6 +7,7 @@ is in one of these places, besides `assigned`:
 |---|---|---|
 | nowhere | NONE | |
 | `host_grad`, as the running backward has copied it | PRESENT | `arrived` |
+| `on_device`, where a step on the device will find it | PRESENT | `arrived` |
 | `accum`, in fp32 | PRESENT | `has_accum`, and `accumulating` of the flat parameter |
 | in use by a step, or kept by it | STEPPED | `retained` of the flat parameter if it is kept; `used` reads it |
 
@@ -14,7 +15,8 @@ Only methods of `Gradient` change states and flags:
 
 | event | method | moves a gradient |
 |---|---|---|
-| backward has accumulated it | `announce`, `arrive` | to `host_grad` |
+| backward has accumulated it | `announce`, `arrive` | to `host_grad`, or `on_device` |
+| it leaves the device after all | `GradientOffloader.offload_kept` | from `on_device` to `host_grad` |
 | a job adds it to those of earlier micro-batches | `accumulate`, and `add` in the job | from `host_grad` to `accum` |
 | a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
 | a step is skipped | `begin_step`, `skip_step` | as if a step had used and kept it |
@@ -36,6 +38,7 @@ from lightning_ssd.device import Mark, ended, finished, then
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.spans import WAIT, span, wait_for
 from lightning_ssd.storage import PinnedPool, Slab
+from lightning_ssd.types import Tier
 
 
 def clip(gradient: Tensor, scale: float | None, limit: float | None) -> None:
@@ -99,10 +102,11 @@ class GradientState(Enum):
 
 
 class Gradient:
-    """The gradient of one flat parameter in host memory.
+    """The gradient of one flat parameter, in host memory, or on the device until a step there.
 
     Life of a parameter's gradient, in the terms of the module's docstring: backward copies it to `host_grad`. If there
-    are several micro-batches, or if user code may read it, it is added to `accum`. A step uses it, and may keep it.
+    are several micro-batches, or if user code may read it, it is added to `accum`. If the device makes its step, it may
+    stay `on_device` until then. A step uses it, and may keep it.
     `zero_grad` drops it. Without `zero_grad`, the next backward adds to it, and the next step uses it again. A gradient
     that user code assigns is in `assigned` until `fold` copies it to `accum`.
 
@@ -121,7 +125,9 @@ class Gradient:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
         accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
         consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
-        arrived: for each parameter, whether `host_grad` has its gradient of the running backward.
+        arrived: for each parameter, whether `host_grad` or `on_device` has its gradient of the running backward.
+        on_device: those of them that are on the device, by parameter index, as `ParamView.flatten` returns them; their
+            memory in `host_grad` is unused.
         num_arrived: gradients that the running backward has accumulated, repeated ones included.
         has_accum: for each parameter, whether `accum` has a gradient of it.
         accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
@@ -146,6 +152,7 @@ class Gradient:
         self.accum: Tensor | None = None
         self.consumed: Future[None] = finished(None)
         self.arrived = [False] * len(flat.param_views)
+        self.on_device: dict[int, Tensor] = {}
         self.num_arrived = 0
         self.has_accum = [False] * len(flat.param_views)
         self.accumulating = False
@@ -176,19 +183,20 @@ class Gradient:
                 self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
         return self.accum
 
-    def held(self, index: int) -> Tensor | None:
-        """Returns the gradient of parameter `index` that is kept between steps; None: there is none.
+    def held(self, index: int) -> tuple[Tensor, Tier] | None:
+        """Returns the gradient of parameter `index` that no step uses at present, and its tier; None: there is none.
 
         The caller has waited for `consumed`.
         """
         item = self._flat.param_views[index]
-        if index in self.assigned:
-            return self.assigned[index]
+        for on_device in (self.assigned, self.on_device):
+            if index in on_device:
+                return on_device[index], "gpu"
         if self.retained and self.states[index] is GradientState.STEPPED:
-            return item.of(self.used())
+            return item.of(self.used()), "host"
         if self.has_accum[index]:
-            return item.of(self.accumulated())
-        return item.of(self.host_grad) if self.arrived[index] else None
+            return item.of(self.accumulated()), "host"
+        return (item.of(self.host_grad), "host") if self.arrived[index] else None
 
     # ---- a backward ----
 
@@ -197,7 +205,7 @@ class Gradient:
         self.is_sum |= self.accumulating or bool(self.assigned) or self.arrived[index]
 
     def arrive(self, index: int) -> None:
-        """Backward has a gradient of parameter `index`, which is copied to `host_grad` from now on."""
+        """Backward has a gradient of parameter `index`, which is in `host_grad`, or `on_device`, from now on."""
         self.states[index] = GradientState.PRESENT
         self.arrived[index] = True
         self.num_arrived += 1
@@ -215,10 +223,15 @@ class Gradient:
         """
         self.num_arrived = 0
         self.arrived = [False] * len(self.arrived)
+        self.on_device.clear()
         self.states = states
 
     def accumulate(self) -> list[bool]:
-        """A job accumulates the copied gradients. Returns `arrived` for it; `set_consumed` is given its future."""
+        """A job accumulates the gradients in `host_grad`, where all are now.
+
+        Returns:
+            `arrived` for the job, whose future is given to `set_consumed`.
+        """
         self.accumulating = True
         arrived, self.arrived = self.arrived, [False] * len(self.arrived)
         return arrived
@@ -267,8 +280,8 @@ class Gradient:
         """A step is about to use all present gradients. It keeps them if `retain` is called.
 
         Returns:
-            For each parameter, whether its gradient is in `host_grad`; None: gradients are in `accum`, and those in
-            `host_grad` are accumulated before the step.
+            For each parameter, whether its gradient is in `host_grad`, or `on_device`; None: gradients are in `accum`,
+            and those in `host_grad` are accumulated before the step.
         """
         self.was_sum, self.is_sum, self.retained = self.is_sum, False, False
         if self.accumulating:
@@ -409,6 +422,7 @@ class Gradient:
         if self.accumulating or any(self.arrived):
             self.consumed.result()
             self.arrived = [False] * len(self.arrived)
+            self.on_device.clear()
             self.has_accum = [False] * len(self.has_accum)
             self.accumulating = False
 

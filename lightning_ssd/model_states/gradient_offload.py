@@ -1,7 +1,8 @@
 """Gradient offloading: from `Tensor.grad` on the device to host memory, accumulation in fp32, norms.
 
 A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward
-continues. Gradients of several micro-batches are summed on the host.
+continues. Gradients of several micro-batches are summed on the host. A gradient whose step the device makes may stay
+there instead, if a plan says so (Teraio places gradients as it does all other tensors).
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradient import Gradient, GradientPool, GradientState
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 
 
 @dataclass
@@ -48,7 +50,8 @@ class GradientOffloader:
     `backward`; two of them never call at a time. Two callbacks run elsewhere: `run` in `accumulate` on the worker's
     thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
 
-    Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy.
+    Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy; or
+    to `Gradient.on_device`, if it stays, until `hand_over_on_device` passes it to a step, or `offload_kept` copies it.
     Host memory: see `Gradient`. A norm is a one-element tensor, on the device for a gradient that was copied, on the
     host for an accumulated one; the norms of a flat parameter belong to its next step, and an accumulation writes to
     the mapping of the step that it was submitted for, which the step reads after `Gradient.consumed`.
@@ -226,14 +229,29 @@ class GradientOffloader:
     def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
         gradient = self._gradients[flat]
-        data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
         # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
         # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
         last = gradient.num_arrived >= len(flat.param_views)
-        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
+        self._copy(gradient, index, flat.param_views[index].flatten(grad.detach()), awaited=last)
+
+    def _copy(self, gradient: Gradient, index: int, values: Tensor, *, awaited: bool) -> None:
+        """Copies the gradient of parameter `index` to the host; `awaited`: as in `CopyEngine.d2h`."""
+        data = values.view(torch.uint8)
+        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=awaited)
         self.keep_alive(data, gradient.mark)
         while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
             self._release_oldest()
+
+    def keep(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Keeps a gradient on the device, for a step there."""
+        self._gradients[flat].on_device[index] = flat.param_views[index].flatten(grad.detach())
+
+    def offload_kept(self, flat: FlatParameter) -> None:
+        """Offloads the gradients of `flat` that were kept on the device: something else than a step there uses them."""
+        gradient = self._gradients[flat]
+        kept, gradient.on_device = gradient.on_device, {}
+        for index, values in kept.items():
+            self._copy(gradient, index, values, awaited=len(kept) == 1)
 
     def keep_alive(self, data: Tensor, mark: Mark) -> None:
         """Keeps device bytes alive until the mark of their copy is reached."""
@@ -348,6 +366,7 @@ class GradientOffloader:
             `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
         """
         self._note_added(flat)
+        self.offload_kept(flat)
         gradient = self._gradients[flat]
         arrived = gradient.accumulate()
         norms = self._norms[flat] if self._decision.needs_norm else None
@@ -396,6 +415,7 @@ class GradientOffloader:
             if gradient.states[index] is not GradientState.PRESENT or item.parameter in norms:
                 continue
             if gradient.arrived[index]:
+                self.offload_kept(flat)
                 self._on_host(gradient).result()
                 copied = item.of(gradient.host_grad).to(self._copies.device)
                 norms[item.parameter] = torch._foreach_norm([copied.float()])[0]
@@ -412,15 +432,31 @@ class GradientOffloader:
     def hand_over(self, flat: FlatParameter) -> "tuple[Future[None], list[bool] | None]":
         """Passes the ownership of a gradient to a step; the caller passes the step's future to `set_consumed`.
 
+        Gradients that were kept on the device are offloaded.
+
         Returns:
             A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in
             `Gradient.host_grad`, or None if the step uses the accumulated gradients.
         """
+        self.offload_kept(flat)
         gradient = self._gradients[flat]
         arrived = gradient.begin_step()
         if arrived is None:
             return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
         return self._on_host(gradient), arrived
+
+    def hand_over_on_device(self, flat: FlatParameter) -> "tuple[WaitingGradient, list[bool]]":
+        """Passes the ownership of a gradient that is on the device as a whole to a step there, as `hand_over` does.
+
+        Returns:
+            The gradient; and for each parameter, whether it has one.
+        """
+        gradient = self._gradients[flat]
+        kept, gradient.on_device = gradient.on_device, {}
+        arrived = gradient.begin_step()
+        assert arrived is not None and len(kept) == len(arrived)
+        values = [kept[index] for index in range(len(kept))]
+        return WaitingGradient(flat, values, self._copies.mark(), gradient.target), arrived
 
     @contextlib.contextmanager
     def as_grads(self) -> Iterator[None]:

@@ -126,8 +126,8 @@ def _offloaded(
         if item.parameter.grad is not None:
             yield _in_memory(row, "gradient", f"{item.name}.grad", item.parameter.grad, "gpu")
         return
-    if (gradient := states.host_gradient(store.flat, index)) is not None:
-        yield _in_memory(row, "gradient", f"{item.name}.grad", gradient, "host")
+    if (held := states.held_gradient(store.flat, index)) is not None:
+        yield _in_memory(row, "gradient", f"{item.name}.grad", *held)
     for key, value in {**in_memory.get(item.parameter, {}), **flat_optimizer.states_in_memory(index)}.items():
         if isinstance(value, Tensor):
             yield _in_memory(row, "optimizer state", f"{item.name}.{key}", value, "host")

@@ -62,6 +62,7 @@ from lightning_ssd.model_states.unit_hooks import UnitHooks
 from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
+from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied
 
 log = logging.getLogger(__name__)
@@ -328,7 +329,10 @@ class ModelStates(Uncopied):
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
             self._prefetcher.retire_for_step(flat)
-        self._gradients.offload(flat, index, grad)
+        if self._steps.keeps_gradient(flat) and flat not in self._grad_dtype.summed_on_host and not flat.shared:
+            self._gradients.keep(flat, index, grad)
+        else:
+            self._gradients.offload(flat, index, grad)
         if complete:
             self._steps.submit(flat)
 
@@ -398,17 +402,27 @@ class ModelStates(Uncopied):
         return self._steps.optimizer is not None
 
     @uninterrupted
-    def step_on_device(self, parameters: Collection[nn.Parameter]) -> bool:
+    def step_on_device(
+        self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter] = ()
+    ) -> bool:
         """Has the device make the optimizer steps of these parameters, and the CPU all others; no trial chooses them.
 
         Called between two steps on the training thread. The steps' bits do not depend on the processor. The device
         steps the flat parameters of `parameters` whose gradients are not accumulated, in host memory or on SSDs, in
         pieces of device memory that belong to this object.
 
+        Args:
+            parameters: the parameters.
+            kept_gradients: those whose gradients stay on the device until the step. Others are offloaded, and copied to
+                the device again, as are all that user code may read before the step.
+
         Returns:
             Whether there is device memory for the pieces; if not, nothing changes.
         """
-        return self._device_share.plan({self._flat_of[one][0] for one in parameters if one in self._flat_of})
+        chosen, kept = (
+            {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
+        )
+        return self._device_share.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless one has begun. Backward then submits steps of complete gradients."""
@@ -610,8 +624,8 @@ class ModelStates(Uncopied):
         """Whether there are gradients that no step has used."""
         return self._gradients.pending
 
-    def host_gradient(self, flat: FlatParameter, index: int) -> Tensor | None:
-        """Returns the gradient of a stepped parameter that is in host memory between two steps, if there is one."""
+    def held_gradient(self, flat: FlatParameter, index: int) -> tuple[Tensor, Tier] | None:
+        """Returns the gradient of a stepped parameter that no step uses at present, and its tier, if there is one."""
         return self._gradients[flat].held(index)
 
     def used_gradients(self) -> dict[nn.Parameter, Tensor | None]:

@@ -20,6 +20,7 @@ from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_work import StepWork, do_together
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.spans import OPTIMIZER, span
 from lightning_ssd.storage import StorageError
 
@@ -54,14 +55,15 @@ class OptimizerStep:
         flat_optimizer: its optimizer.
         options: options of its parameter group.
         gradient: its gradient.
-        arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
-            gradients.
+        arrived: for each parameter, whether `gradient.host_grad` has its gradient, or `waiting`; None: the step uses
+            the accumulated gradients.
         scale: future of the gradient scale; None: the step is skipped.
         limit: largest absolute value of the scaled gradient's elements; None: no limit.
         worker: runs the jobs.
         count: called after each job with the parameters stepped and the seconds that the CPU took.
         priority: priority of the jobs and their reads; the lowest goes first.
         opt_state_priority: priority of the second job of a step in two halves.
+        waiting: the gradient on the device, for `on_device`; None: it is in host memory.
     """
 
     store: StateStore
@@ -75,6 +77,7 @@ class OptimizerStep:
     count: Callable[[int, float], None]
     priority: int
     opt_state_priority: int = 0
+    waiting: WaitingGradient | None = None
 
     def speculative(self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> Submitted:
         """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
@@ -194,12 +197,13 @@ class OptimizerStep:
                 self.store.unstage(values, changed=False)
                 raise
             if not possible:
-                return on_cpu() if read is None else self._make_staged(finished(read), scale)
+                return on_cpu() if read is None else self._make_staged(finished(read), scale, [to_host()])
             return submit(read, scale)
 
         def submit(read: StagedState | None, scale: float) -> "Future[None]":  # as `submit_staged`
+            gradient = self._gradient() if self.waiting is None else self.waiting
             step = DeviceStep(
-                self.store, self.flat_optimizer, self.options, self._gradient(), scale, self.limit, drop_second, read
+                self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second, read
             )
             first, whole = stepper.submit(step, priority=self.priority)
             # Weights in a second version, or on SSDs, are read from the commit on.
@@ -225,11 +229,17 @@ class OptimizerStep:
             log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
             return on_cpu()
 
+        def to_host() -> "Future[None]":
+            skipped = self.scale.result() is None
+            return finished(None) if skipped or self.waiting is None else stepper.offload(self.waiting)
+
         def on_cpu() -> "Future[None]":
             dropped = stepper.drop(self.store.flat)  # its copies read the values that this step overwrites
-            return then(dropped, lambda _: self.deferred([], drop_second=drop_second)[1])
+            return then(dropped, lambda _: self.deferred([to_host()], drop_second=drop_second)[1])
 
         def pass_done(done: "Future[None]") -> None:
+            if self.waiting is not None:
+                self.waiting.release()
             if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there
                 pass_on(done, weights)
 
@@ -262,14 +272,16 @@ class OptimizerStep:
             return self._submit(lambda: self._make_in_memory(scale), [])
         return self._make_staged(self.store.stage(step=True, priority=self.priority), scale)
 
-    def _make_staged(self, staged: "Future[StagedState]", scale: float) -> "Future[None]":
-        """Submits the step of values in staging memory, and its commit."""
+    def _make_staged(
+        self, staged: "Future[StagedState]", scale: float, after: "Sequence[Future[Any]]" = ()
+    ) -> "Future[None]":
+        """Submits the step of values in staging memory, and its commit, for when `after` is done."""
 
         def run() -> Jobs:
             yield from self._make(staged.result(), scale)
             self._end(committed=True)
 
-        return self._submit_on(staged, run, [])
+        return self._submit_on(staged, run, after)
 
     def _submit_on(
         self, staged: "Future[StagedState]", run: Callable[[], Jobs], after: "Sequence[Future[Any]]"

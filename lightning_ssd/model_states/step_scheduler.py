@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
+from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision, is_power_of_two
@@ -37,6 +38,7 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.step import OptimizerStep, Submitted
 from lightning_ssd.model_states.step_history import StepHistory
 from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.spans import wait_for
 
@@ -165,6 +167,15 @@ class StepScheduler:
         """Whether the step of `flat` may be submitted while backward runs."""
         return self._overlap != "none" and not self._gradients.steps_delayed and self._is_stepping(flat)
 
+    def keeps_gradient(self, flat: FlatParameter) -> bool:
+        """Whether a gradient of `flat` stays on the device for its step: a plan says so, and the device may make it."""
+        return (
+            self._device_share.keeps_gradient(flat)
+            and self._overlap == "optimized"
+            and self.overlaps(flat)
+            and not self._gradients[flat].accumulating
+        )
+
     def check_not_submitted(self, flat: FlatParameter, index: int) -> None:
         """Raises RuntimeError if the step of `flat` was submitted without the gradient of parameter `index`."""
         if self._is_submitted(flat):
@@ -204,7 +215,14 @@ class StepScheduler:
         self._staged.unstage()
         self._prefetcher.retire_for_step(flat)
         options = self._options.submit(flat)  # the step owns these
-        on_host, arrived = self._gradients.hand_over(flat)
+        stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
+        waiting: WaitingGradient | None = None
+        arrived: list[bool] | None
+        if stepper is not None and len(gradient.on_device) == len(flat.param_views):
+            waiting, arrived = self._gradients.hand_over_on_device(flat)
+            on_host = finished(None)  # no copy to host memory is waited for
+        else:
+            on_host, arrived = self._gradients.hand_over(flat)
         if arrived is None:
             with self._lock:
                 self._accumulations[flat] = on_host
@@ -236,9 +254,10 @@ class StepScheduler:
             self._priorities[flat],
             # The second part is made when all weights are, and first of the unit whose gradients arrive first.
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
+            waiting=waiting,
         )
         self.history.submit(flat)
-        weights, done = self._begin_step(flat, step, on_host, ready, accumulated=arrived is None, first=first)
+        weights, done = self._begin_step(flat, step, stepper, on_host, ready, first=first)
         gradient.submit_step(done)
         store.announce_step(weights, done)
         with self._lock:
@@ -248,10 +267,10 @@ class StepScheduler:
         self,
         flat: FlatParameter,
         step: OptimizerStep,
+        stepper: DeviceStepper | None,
         on_host: "Future[None]",
         ready: "list[Future[None]]",
         *,
-        accumulated: bool,
         first: bool,
     ) -> Submitted:
         """Begins the step of `flat`: on the device, speculatively, or when the scale is known.
@@ -259,20 +278,19 @@ class StepScheduler:
         Args:
             flat: the flat parameter.
             step: its step.
-            on_host: done when its gradient is in host memory.
+            stepper: makes the step on the device; None: the CPU makes it.
+            on_host: done when its gradient is in host memory, or at once if the gradient waits on the device.
             ready: futures that the step waits for.
-            accumulated: whether the gradient was accumulated in fp32.
             first: whether it is the first submitted one of the optimizer's step.
 
         Returns:
             The futures of the compute weights and of the whole step.
         """
-        speculated = self._decision.speculated
+        speculated, accumulated = self._decision.speculated, step.arrived is None
         # A step that is not committed must not change the values or the gradient.
         revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and not accumulated)
         if self._device_share.undecided and step.can_be_on_device():
             self._device_share.consider(flat)
-        stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
         if stepper is not None and accumulated:  # accumulated gradients are not in page-locked memory
             ready.append(stepper.drop(flat))
             stepper = None

@@ -23,6 +23,7 @@ from lightning_ssd.planning.saved_groups import (
     build_plan,
     default_window,
     host_then_ssd,
+    keep_gradients,
     offloaded_parts,
     saved_groups,
     step_on_gpu,
@@ -373,8 +374,8 @@ class _Search:
     def share_steps(self) -> None:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.
 
-        The fastest plan is tried, and the plan of the best point with room for steps on the GPU, because plans without
-        such steps use all memory.
+        Then gradients of these parts stay on the GPU while the step gets shorter. The fastest plan is tried, and the
+        plan of the best point with room for steps on the GPU, because plans without such steps use all memory.
         """
         plans = [self.fastest.plan]
         if self._best_point is not None:
@@ -383,6 +384,7 @@ class _Search:
         for plan in plans if self.model.micro_batches == 1 else ():
             for in_host in (True, False):
                 plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
+            self._keep_gradients_of(plan)
 
     def _with_room_for_steps(self, point: SearchPoint, unused: tuple[int, int]) -> Plan:
         """Returns the plan of `point` for less GPU memory: the rest is for optimizer steps on the GPU.
@@ -410,16 +412,38 @@ class _Search:
             return plan
         parts = plan.parts(self.model)
         count = sum(parts[index].step == "gpu" for index in among)
-        amount = len(among)
-        best = _score(self.consider(plan), self.hardware)
         # If an infinitely fast CPU would not shorten the step, as with slow drives, steps on the GPU do not, either.
         without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=INFINITE_STEP_RATE), plan)
-        if not count and best[1] <= CLOSE_ENOUGH * without_cpu.step_seconds:
+        if not count and self.consider(plan).step_seconds <= CLOSE_ENOUGH * without_cpu.step_seconds:
             return plan
+        return self._best_count(plan, count, among, step_on_gpu)
+
+    def _keep_gradients_of(self, plan: Plan) -> Plan:
+        """Tries plans in which gradients wait on the GPU for some of its steps, and returns the fastest one."""
+        among = [index for index, part in enumerate(plan.parts(self.model)) if part.step == "gpu"]
+        return self._best_count(plan, 0, among, keep_gradients) if among else plan
+
+    def _best_count(
+        self,
+        plan: Plan,
+        count: int,
+        among: Sequence[int],
+        change: Callable[[ModelProfile, Plan, int, Sequence[int]], Plan],
+    ) -> Plan:
+        """Tries plans in which some of the parts `among` are changed, and returns the fastest one.
+
+        Args:
+            plan: the plan in which `count` of the parts are changed.
+            count: where the search begins.
+            among: parts, by index.
+            change: returns the plan in which a number of the parts are changed.
+        """
+        best = _score(self.consider(plan), self.hardware)
+        amount = len(among)
         while amount:
             for other in (count + amount, count - amount):
                 if 0 <= other <= len(among):
-                    changed = step_on_gpu(self.model, plan, other, among)
+                    changed = change(self.model, plan, other, among)
                     score = _score(self.consider(changed), self.hardware)
                     if score < best:
                         plan, count, best = changed, other, score

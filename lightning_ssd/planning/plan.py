@@ -14,11 +14,13 @@ from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_va
 from lightning_ssd.types import (
     CHOICES,
     CLIP_MODES,
+    GRADIENT_TIERS,
     INPUT_CHOICES,
     PROCESSORS,
     TIERS,
     Choice,
     ClipMode,
+    GradientTier,
     InputChoice,
     Processor,
     Tier,
@@ -35,11 +37,15 @@ class PartPlan:
         step: processor of the optimizer step if weights and states are in host memory or on SSDs. "gpu": they are
             copied to the GPU in pieces, stepped there, and copied back; those on SSDs are read to host memory before,
             and written afterwards. States on the GPU are stepped there in any case.
+        gradients: memory in which gradients wait for that step on the GPU. "host": they are offloaded as soon as
+            backward has computed them, and are copied to the GPU again; "gpu": they stay there. Sums of several
+            micro-batches are in host memory in any case.
     """
 
     weights: Tier
     states: Tier
     step: Processor = "cpu"
+    gradients: GradientTier = "host"
 
     @property
     def offloaded(self) -> bool:
@@ -68,6 +74,7 @@ class UnitPlan:
             SSDs.
         operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
         step: processor of their optimizer steps.
+        gradients: memory in which their gradients wait for a step on the GPU.
         parts: placement of the other parts of the unit, by name.
         checkpoint: whether all saved tensors of the unit's forward but its input are dropped, and the forward is run
             again in backward (activation checkpointing). `input` and `operators` say "keep" then.
@@ -80,15 +87,21 @@ class UnitPlan:
     step: Processor = "cpu"
     parts: Mapping[str, PartPlan] = field(default_factory=dict)
     checkpoint: bool = False
+    gradients: GradientTier = "host"
 
     @property
     def keeps_all(self) -> bool:
         """Whether all saved tensors of the unit are kept on the GPU."""
         return not self.checkpoint and {self.input, *self.operators.values()} == {"keep"}
 
+    @property
+    def placement(self) -> PartPlan:
+        """The placement of the parts that `parts` does not name."""
+        return PartPlan(self.weights, self.states, self.step, self.gradients)
+
     def of(self, part: str) -> PartPlan:
         """Returns the placement of a part."""
-        return self.parts.get(part, PartPlan(self.weights, self.states, self.step))
+        return self.parts.get(part, self.placement)
 
     def placed(self, names: Sequence[str], parts: Sequence[PartPlan]) -> "UnitPlan":
         """Returns this plan with another placement of its parts.
@@ -99,7 +112,14 @@ class UnitPlan:
         """
         ((of_most, _),) = Counter(parts).most_common(1)
         others = {name: part for name, part in zip(names, parts, strict=True) if part != of_most}
-        return replace(self, weights=of_most.weights, states=of_most.states, step=of_most.step, parts=others)
+        return replace(
+            self,
+            weights=of_most.weights,
+            states=of_most.states,
+            step=of_most.step,
+            gradients=of_most.gradients,
+            parts=others,
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +170,7 @@ class Plan:
     def placements(self) -> Iterator[PartPlan]:
         """The placements of units, and of those parts that have one of their own."""
         for unit in self.units.values():
-            yield PartPlan(unit.weights, unit.states, unit.step)
+            yield unit.placement
             yield from unit.parts.values()
 
     def parts(self, model: ModelProfile) -> list[PartPlan]:
@@ -188,7 +208,7 @@ class Plan:
                         f"`{where}.parts.{name}` is not in the model. Remove it, or plan again for this model: parts "
                         "of large units are placed in trainings with `states='auto'`."
                     )
-            _check_placement(where, PartPlan(unit.weights, unit.states, unit.step))
+            _check_placement(where, unit.placement)
             for name, part in unit.parts.items():
                 _check_placement(f"{where}.parts.{name}", part)
             _check_names(f"{where}.operators", list(unit.operators), [item.name for item in profile.operators])
@@ -213,10 +233,10 @@ class Plan:
             "staging_bytes": self.staging_bytes,
             "clip": self.clip,
             "units": {
-                name: _placement(unit)
+                name: _entries(unit.placement)
                 | ({"checkpoint": True} if unit.checkpoint else {})
                 | {"input": unit.input, "operators": dict(unit.operators)}
-                | ({"parts": {part: _placement(one) for part, one in unit.parts.items()}} if unit.parts else {})
+                | ({"parts": {part: _entries(one) for part, one in unit.parts.items()}} if unit.parts else {})
                 for name, unit in self.units.items()
             },
         }
@@ -248,12 +268,12 @@ class Plan:
         for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
             given: dict[str, Any] = {
-                "step": "cpu",
+                **_DEFAULT_ENTRIES,
                 "parts": {},
                 "checkpoint": False,
                 **as_mapping(unit, f"`{where}`"),
             }
-            names = ("weights", "states", "input", "operators", "step", "parts", "checkpoint")
+            names = ("weights", "states", "input", "operators", "step", "gradients", "parts", "checkpoint")
             entry = _exact_fields(given, f"`{where}`", names)
             if not isinstance(entry["checkpoint"], bool):
                 raise ValueError(f"`{where}.checkpoint={show_value(entry['checkpoint'])}` must be true or false.")
@@ -263,8 +283,8 @@ class Plan:
                 check_choice(f"{where}.operators.{operator}", choice, CHOICES)
             parts = {}
             for part, content in as_mapping(entry["parts"], f"`{where}.parts`").items():
-                of_part = {"step": "cpu", **as_mapping(content, f"`{where}.parts.{part}`")}
-                _exact_fields(of_part, f"`{where}.parts.{part}`", ("weights", "states", "step"))
+                of_part = {**_DEFAULT_ENTRIES, **as_mapping(content, f"`{where}.parts.{part}`")}
+                _exact_fields(of_part, f"`{where}.parts.{part}`", ("weights", "states", "step", "gradients"))
                 parts[part] = _checked_placement(of_part, f"{where}.parts.{part}")
             whole = _checked_placement(entry, where)
             units[name] = UnitPlan(
@@ -275,6 +295,7 @@ class Plan:
                 whole.step,
                 parts,
                 entry["checkpoint"],
+                whole.gradients,
             )
         check_choice("clip", fields["clip"], CLIP_MODES)
         try:
@@ -322,9 +343,9 @@ class Plan:
                 if counts[choice]
             )
             detail = "checkpointed: its forward is run again in backward" if unit.checkpoint else detail
-            detail += "; stepped on the GPU" if unit.step == "gpu" else ""
+            detail += f"; {_describe_step(unit.placement)}" if unit.step == "gpu" else ""
             for part, one in unit.parts.items():
-                stepped = ", stepped on the GPU" if one.step == "gpu" else ""
+                stepped = f", {_describe_step(one)}" if one.step == "gpu" else ""
                 detail += f"; {part}: weights {one.weights}, states {one.states}{stepped}"
             lines.append(f"{name:<24} {unit.weights:<8} {unit.states:<8} {unit.input:<6} {detail}")
         return "\n".join(lines)
@@ -350,16 +371,26 @@ def _check_checkpoint(where: str, unit: UnitPlan, before: UnitPlan | None, profi
         )
 
 
-def _placement(part: PartPlan | UnitPlan) -> dict[str, object]:
-    """Returns the entries of a placement in a file."""
-    entries: dict[str, object] = {"weights": part.weights, "states": part.states}
-    return entries | ({"step": part.step} if part.step == "gpu" else {})
+_DEFAULT_ENTRIES: Mapping[str, Any] = {"step": "cpu", "gradients": "host"}
+"""Entries of a placement that a file may omit."""
+
+
+def _entries(part: PartPlan) -> dict[str, object]:
+    """Returns the entries of a placement in a file, without those of `_DEFAULT_ENTRIES`."""
+    entries = {"weights": part.weights, "states": part.states, "step": part.step, "gradients": part.gradients}
+    return {name: value for name, value in entries.items() if value != _DEFAULT_ENTRIES.get(name)}
+
+
+def _describe_step(part: PartPlan) -> str:
+    """Returns the words for a step on the GPU."""
+    return "stepped on the GPU" + (", where gradients stay" if part.gradients == "gpu" else "")
 
 
 def _checked_placement(entry: Mapping[str, Any], where: str) -> PartPlan:
-    for name, values in (("weights", TIERS), ("states", TIERS), ("step", PROCESSORS)):
+    choices = (("weights", TIERS), ("states", TIERS), ("step", PROCESSORS), ("gradients", GRADIENT_TIERS))
+    for name, values in choices:
         check_choice(f"{where}.{name}", entry[name], values)
-    return PartPlan(entry["weights"], entry["states"], entry["step"])
+    return PartPlan(entry["weights"], entry["states"], entry["step"], entry["gradients"])
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
@@ -387,10 +418,16 @@ def _check_placement(where: str, part: PartPlan) -> None:
             "the GPU with both of them, or with neither: change one of the two."
         )
     check_choice(f"{where}.step", part.step, PROCESSORS)
+    check_choice(f"{where}.gradients", part.gradients, GRADIENT_TIERS)
     if part.step == "gpu" and not part.offloaded:
         raise ValueError(
             f"`{where}` has `step: gpu` and states on `gpu`, which the GPU always steps: remove `step`, or place "
             "weights and states on `host` or `ssd`."
+        )
+    if part.gradients == "gpu" and part.step != "gpu":
+        raise ValueError(
+            f"`{where}` has `gradients: gpu` without `step: gpu`. Gradients of states on the GPU stay there in any "
+            "case, and those that the CPU steps leave it: remove `gradients`, or set `step: gpu`."
         )
 
 

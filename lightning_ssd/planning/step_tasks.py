@@ -83,6 +83,14 @@ class StepTasks:
         self._kept_gradients = [
             sum(profile.gradient_bytes for profile, part in parts if part.states == "gpu") for parts in self.units
         ]
+        # Sums of several micro-batches are in host memory.
+        self._waiting_gradients = [
+            sum(profile.gradient_bytes for profile, part in parts if part.gradients == "gpu")
+            if model.micro_batches == 1
+            else 0
+            for parts in self.units
+        ]
+        """By unit, the bytes of the gradients that wait on the GPU for a step of offloaded states there."""
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
         self._updated: list[list[Task]] = [[] for _ in self.units]
@@ -265,7 +273,8 @@ class StepTasks:
             prefetched.host = (0, freed)
             prefetched.ssd = -deleted
             self._incoming.free_after(copied, before)
-        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit]
+        waiting = self._waiting_gradients[unit]
+        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit] - waiting
         room = self._outgoing.allocate(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, prefetched, *room)
@@ -273,7 +282,7 @@ class StepTasks:
         added += stage.rerun_launch + self._overhead.checkpoint * stage.num_rerun_saved
         self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
         released = self._allocated_bytes(self._weights[unit][0]) if stage.first else 0
-        allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
+        allocated = stage.remat_bytes + stage.bwd_workspace + (gradient + waiting if stage.first else 0)
         if first and index == len(self.stages) - 1:
             allocated -= sum(self._kept_gradients)
         if first and stage.first:
@@ -385,7 +394,8 @@ class StepTasks:
         # Among ready jobs, that of the first unit is the most urgent for the next forward.
         seconds = profile.parameters / self._cpu_step_rate
         if part.step == "gpu":
-            done = self._add_device_step(step, profile, read, *after)
+            waiting = part.gradients == "gpu" and self._waiting_gradients[index] > 0
+            done = self._add_device_step(step, profile, read, *after, gradient_waits=waiting)
         elif in_halves:
             first = self._task(CPU, WEIGHTS_HALF * seconds, step, *after, priority=index)
             self._updated[index].append(first)
@@ -400,18 +410,27 @@ class StepTasks:
             self._jobs.append(done)
         self._updated[index].append(done)
 
-    def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None) -> Task:
+    def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None, gradient_waits: bool) -> Task:
         """Adds a step on the GPU of states in host or staging memory; returns the copy at whose end they are back.
 
         Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.
+
+        Args:
+            step: index of the step.
+            profile: the part.
+            after: tasks that have to end before.
+            gradient_waits: whether the gradient is on the GPU; its memory is freed when the states are back.
         """
         own_masters = profile.weight_bytes >= FP32_BYTES * profile.parameters  # fp32 weights are master weights
         weights = profile.weight_bytes if own_masters else 0
-        there = profile.state_bytes_read + profile.gradient_bytes + weights
+        waiting = profile.gradient_bytes if gradient_waits else 0
+        there = profile.state_bytes_read + profile.gradient_bytes - waiting + weights
         back = profile.state_bytes_written + profile.weight_bytes
         copied = self._task(COPY_IN, there, step, *after)
-        stepped = self._task(COMPUTE, self._shared(2 * (there + back)), step, copied)  # copies use its memory, too
-        return self._task(COPY_OUT, back, step, stepped)
+        moved = 2 * (there + back + waiting)  # copies use its memory, too
+        stored = self._task(COPY_OUT, back, step, self._task(COMPUTE, self._shared(moved), step, copied))
+        stored.gpu = (0, waiting)
+        return stored
 
 
 class BoundedFifo:

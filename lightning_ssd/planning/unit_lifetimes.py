@@ -8,8 +8,15 @@ from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, Tens
 from lightning_ssd.planning.migration import Migration, MigrationMachine
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.saved_groups import INPUT, FixedPlacement, build_plan, offloaded_parts, step_on_gpu
-from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.saved_groups import (
+    INPUT,
+    FixedPlacement,
+    build_plan,
+    keep_gradients,
+    offloaded_parts,
+    step_on_gpu,
+)
+from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
@@ -21,7 +28,8 @@ def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlace
     """Returns Teraio's plan: tensors with the best ratio of benefit and cost migrate, and nothing is recomputed.
 
     A part of a unit is kept on the GPU unless its weights or states migrate. Migrating parts are stepped by the CPU, or
-    by the GPU, as in Teraio, if that is faster: those in host memory, or all.
+    by the GPU, as in Teraio, if that is faster: those in host memory, or all. Gradients of the GPU's steps leave the
+    GPU, or stay there if they do not migrate and that is faster.
 
     Args:
         model: profile of the model.
@@ -55,18 +63,27 @@ def _add_plans(
     steps = _StepLifetimes(planned, hardware, fixed)
     lifetimes = steps.profile()
     machine = _machine(hardware, fixed)
-    for tried in range(MAX_PLANS):
-        made = steps.plan(plan_in_time(lifetimes, machine, min_bytes=1).migrations)
-        plan = made if fixed is None else fixed.apply(model, made)
+
+    def consider(plan: Plan) -> Prediction:
         found = simulate(model, hardware, plan)
         plans.append((found.excess_bytes(hardware), found.step_seconds, len(plans), plan))
+        return found
+
+    for tried in range(MAX_PLANS):
+        migrations = plan_in_time(lifetimes, machine, min_bytes=1).migrations
+        made = steps.plan(migrations)
+        plan = made if fixed is None else fixed.apply(model, made)
+        found = consider(plan)
         if model.micro_batches == 1:  # sums of gradients are on the CPU
             for in_host in (True, False):
                 among = offloaded_parts(model, plan, in_host=in_host)
                 if among:
                     plan = step_on_gpu(model, plan, len(among), among)
-                    other = simulate(model, hardware, plan)
-                    plans.append((other.excess_bytes(hardware), other.step_seconds, len(plans), plan))
+                    consider(plan)
+                    migrating = steps.units_of(migrations, "gradient")
+                    staying = [index for index in among if model.parts[index][0] not in migrating]
+                    if staying:
+                        consider(keep_gradients(model, plan, len(staying), staying))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
         if not 0 < less < machine.gpu_bytes:
             break
@@ -143,6 +160,11 @@ class _StepLifetimes:
             for position in (INPUT, *range(len(unit.operators))):
                 saved[index, position] = tiers.get(("saved tensor", index, position), "keep")
         return build_plan(self._model, weights=weights, states=states, saved=saved)
+
+    def units_of(self, migrations: Sequence[Migration], kind: str) -> set[int]:
+        """Returns the indices of the units of which a tensor of the class `kind` migrates."""
+        keys = (self.keys[migration.tensor] for migration in migrations)
+        return {unit for of_tensor, unit, _ in keys if of_tensor == kind}
 
     def _add_unit(
         self,

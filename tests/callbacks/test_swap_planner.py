@@ -25,6 +25,7 @@ from lightning_ssd.callbacks import plan_maker, plan_runner, profiling_budget
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import find_units, step, step_work, units
 from lightning_ssd.model_states.device_stepper import DeviceStepper
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
@@ -989,14 +990,18 @@ def test_plans_choose_the_processor_of_each_units_step(
 def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Parts of one unit are in tiers of their own from the start, and stepped as the file says, bit for bit."""
+    """Parts of one unit are in tiers of their own from the start, and stepped as the file says, bit for bit.
+
+    Their gradients stay on the GPU, or are offloaded, as it says.
+    """
     monkeypatch.setattr(units, "PART_ELEMENTS", 512)
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
-    stepped: set[str] = set()
+    stepped: dict[str, set[bool]] = {}
     submit = DeviceStepper.submit
 
     def noted(stepper: DeviceStepper, step: Any, *, priority: int) -> Any:
-        stepped.update(view.name for view in step.store.flat.param_views)
+        for view in step.store.flat.param_views:
+            stepped.setdefault(view.name, set()).add(isinstance(step.gradient, WaitingGradient))
         return submit(stepper, step, priority=priority)
 
     monkeypatch.setattr(DeviceStepper, "submit", noted)
@@ -1007,7 +1012,8 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
     assert first.plan is not None and first.profile is not None
     generator = random.Random(seed)
     tiers: list[Any] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
-    pairs: list[Any] = [("gpu", "gpu"), *((*pair, step) for pair in tiers for step in ("cpu", "gpu"))]
+    steps = [("cpu", "host"), ("gpu", "host"), ("gpu", "gpu")]
+    pairs: list[Any] = [("gpu", "gpu"), *((*pair, *step) for pair in tiers for step in steps)]
     parts = [PartPlan(*generator.choice(pairs)) for _ in first.profile.parts]
     drawn = draw(first.plan, first.profile, seed).placed(first.profile, parts)
     assert any(unit.parts for unit in drawn.units.values())
@@ -1031,7 +1037,8 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
         for name, _ in part.parameters
     }
     assert placed == {name: (part.weights, part.states) for name, part in planned.items() if part.weights != "gpu"}
-    assert stepped == {name for name, part in planned.items() if part.step == "gpu"}
+    expected = {name: {part.gradients == "gpu"} for name, part in planned.items() if part.step == "gpu"}
+    assert stepped == expected and {True} in expected.values()
 
 
 def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -24,11 +25,13 @@ from lightning_ssd.model_states import build, device_share
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.piece_transfers import pieces
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.step_work import do_together
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.storage import Slab
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
@@ -92,7 +95,10 @@ def test_numbers_are_plain_lightnings(
     accumulate: int,
     clip: Any,
 ) -> None:
-    """Weights, losses and optimizer states, bit for bit; other units are stepped by the device in each step."""
+    """Weights, losses and optimizer states, bit for bit; other units are stepped by the device in each step.
+
+    Gradients of some of them stay on the device.
+    """
     # Without a window of one micro-batch, whose step the device could make.
     how: dict[str, Any] = dict(precision=precision, accumulate_grad_batches=accumulate, limit_train_batches=6)
     if clip is not None:
@@ -102,7 +108,7 @@ def test_numbers_are_plain_lightnings(
     expected = train(tmp_path, "auto" if plain else offloading(overlap="none", **strategy), Model(optimizer), **how)
     shared = Shared(monkeypatch)
     assert_same(train(tmp_path, offloading(states, **strategy), Model(optimizer), **how), expected)
-    assert (shared.steps > 0) == (accumulate == 1)
+    assert (shared.steps > shared.waiting > 0) == (accumulate == 1)
     assert states == "host" or shared.prefetches == 0
 
 
@@ -309,9 +315,10 @@ def test_steps_of_accumulated_gradients_drop_prefetched_values(tmp_path: Path, m
 
 
 class Lost(CPUCopyEngine):
-    """Copies of the device's steps, which fail from a number of calls on."""
+    """Copies of the device's steps, which fail in one direction from a number of calls on."""
 
     calls_left = 0
+    direction = "d2h"
 
     def sibling(self) -> CPUCopyEngine:
         return Failing(self.device)
@@ -320,11 +327,19 @@ class Lost(CPUCopyEngine):
 class Failing(CPUCopyEngine):
     """See `Lost`."""
 
+    def _call(self, direction: str) -> None:
+        if direction == Lost.direction:
+            Lost.calls_left -= 1
+            if Lost.calls_left < 0:
+                raise RuntimeError("the device is lost")
+
     def d2h(self, *arguments: Any, **named: Any) -> Any:
-        Lost.calls_left -= 1
-        if Lost.calls_left < 0:
-            raise RuntimeError("the device is lost")
+        self._call("d2h")
         return super().d2h(*arguments, **named)
+
+    def h2d(self, *arguments: Any, **named: Any) -> Any:
+        self._call("h2d")
+        return super().h2d(*arguments, **named)
 
 
 def test_a_training_whose_copies_fail_ends_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,14 +353,29 @@ def test_a_training_whose_copies_fail_ends_with_the_error(tmp_path: Path, monkey
     assert_nothing_is_left(tmp_path)
 
 
-def test_the_cpu_makes_steps_whose_copies_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No value was overwritten before."""
+@pytest.mark.parametrize(("direction", "kept"), [("d2h", 0.0), ("h2d", 1.0)])
+def test_the_cpu_makes_steps_whose_copies_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, kept: float
+) -> None:
+    """No value was overwritten before. Gradients that have stayed on the device are copied to the host."""
     expected = train(tmp_path, "auto", Model(), gradient_clip_val=0.5)
-    shared = Shared(monkeypatch, share=1.0)
+    shared = Shared(monkeypatch, share=1.0, kept=kept)
     monkeypatch.setattr(build, "make_copy_engine", Lost)
     monkeypatch.setattr(Lost, "calls_left", 0)
+    monkeypatch.setattr(Lost, "direction", direction)
     assert_same(train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5), expected)
-    assert shared.steps > 0 > Lost.calls_left
+    assert shared.steps > 0 > Lost.calls_left and (shared.waiting > 0) == (kept > 0)
+
+
+def test_a_gradient_that_a_lost_device_has_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy to the host succeeds: training ends with the error."""
+    shared = Shared(monkeypatch, share=1.0, kept=1.0)
+    monkeypatch.setattr(build, "make_copy_engine", Lost)
+    monkeypatch.setattr(Lost, "calls_left", 0)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5)
+    assert shared.waiting > 0
+    assert_nothing_is_left(tmp_path)
 
 
 # ---- one step of one flat parameter ----
@@ -378,14 +408,28 @@ def stepped(
     versions: int,
     scale: "Future[float | None] | None" = None,
     tiers: Tiers = ("host", "host"),
+    *,
+    waiting: bool = False,
 ) -> Iterator[Stepped]:
-    """Yields a step of three parameters, which have many pieces, from fp32 weights that `weights_of` returns."""
+    """Yields a step of three parameters, which have many pieces, from fp32 weights that `weights_of` returns.
+
+    `waiting`: the gradient is on the device, and host memory has none.
+    """
     shapes = [(70, 50), (7,), (9000,)]
     parameters = [(str(shape), nn.Parameter(torch.zeros(shape))) for shape in shapes]
     layout = Layout(FlatParameter("flat", parameters, torch.float32, CPU), False, STATES, steps=True, versions=versions)
     with open_store(path, tiers, layout, staging=2**18) as (store, _):
         made = Stepped(store, worker, finished(0.5) if scale is None else scale, arrived=[True] * 3)
+        if waiting:
+            made.step = replace(made.step, waiting=moved_to_device(made.gradient, store.flat))
         yield made
+
+
+def moved_to_device(gradient: Gradient, flat: FlatParameter) -> WaitingGradient:
+    """Returns the gradient in host memory on the device instead."""
+    values = [view.flatten(view.of(gradient.host_grad).clone()) for view in flat.param_views]
+    gradient.host_grad.fill_(float("nan"))
+    return WaitingGradient(flat, values, None, gradient.target)
 
 
 def num_pieces(store: StateStore) -> int:
@@ -406,19 +450,27 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @combinations(
-    "versions, tiers, prefetched",
+    "versions, tiers, prefetched, waiting",
     [1, 2],
     [("host", "host"), ("host", "ssd"), ("ssd", "ssd")],
     [False, True],
+    [False, True],
     quick=[
-        (1, ("host", "host"), False),
-        (2, ("host", "host"), True),
-        (1, ("ssd", "ssd"), False),
+        (1, ("host", "host"), False, False),
+        (1, ("host", "host"), False, True),
+        (2, ("host", "host"), True, False),
+        (1, ("ssd", "ssd"), False, True),
     ],
-    possible=lambda versions, tiers, prefetched: not prefetched or tiers == ("host", "host"),
+    possible=lambda versions, tiers, prefetched, waiting: not prefetched or tiers == ("host", "host"),
 )
 def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
-    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, versions: int, tiers: Tiers, prefetched: bool
+    tmp_path: Path,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    versions: int,
+    tiers: Tiers,
+    prefetched: bool,
+    waiting: bool,
 ) -> None:
     """Or values are lost and can't be read, if some were overwritten in place; then nothing is committed."""
     in_place = versions == 1 and "host" in tiers
@@ -426,7 +478,7 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
     outcomes: list[str] = []
     for fail_at in itertools.count(2):  # the first call orders the memory of the pieces
         stepper = DeviceStepper(HeldCopies())
-        with stepped(tmp_path, worker, versions, tiers=tiers) as made:
+        with stepped(tmp_path, worker, versions, tiers=tiers, waiting=waiting) as made:
             store, copies = made.step.store, copies_of(stepper)
             copies.fail_at = fail_at
             if versions == 2:
@@ -436,7 +488,7 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
             weights, done = made.step.on_device(stepper, [])
             ended(done).result(timeout=60)
             assert stepper.failed == (len(copies.calls) >= fail_at)
-            if in_place and stepper.failed and "d2h" in copies.calls[:-1]:
+            if in_place and stepper.failed and "d2h" in copies.calls[: fail_at - 1]:
                 for future in (weights, done, store.stage()):
                     with pytest.raises(RuntimeError, match="the device is lost"):
                         future.result(timeout=60)
@@ -512,17 +564,50 @@ def test_values_on_ssds_are_written_when_all_copies_have_ended(
             assert same(masters_of(store), before)
 
 
+@pytest.mark.parametrize("waiting", [False, True])
 def test_the_cpu_steps_what_was_read_if_the_device_can_not(
-    tmp_path: Path, worker: Worker, stepper: DeviceStepper
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper, waiting: bool
 ) -> None:
-    """Values on SSDs are read once."""
-    with stepped(tmp_path, worker, 1, tiers=("ssd", "ssd")) as made:
+    """Values on SSDs are read once. A gradient on the device is copied to the host."""
+    with stepped(tmp_path, worker, 1, tiers=("ssd", "ssd"), waiting=waiting) as made:
         store = made.step.store
         read = store.staging.store.stats().bytes_read  # type: ignore[union-attr]
         made.step = replace(made.step, arrived=[True, False, True])
         made.step.on_device(stepper, [])[1].result(timeout=60)
         assert store.staging.store.stats().bytes_read - read < 4 * store.flat.nbytes  # type: ignore[union-attr]
         assert store.steps == 1 and "h2d" not in copies_of(stepper).calls
+        new, all_new = masters_of(store), torchs(store)
+        assert torch.equal(new[0], all_new[0]) and torch.equal(new[2], all_new[2])
+
+
+@pytest.mark.parametrize("end", ["made", "skipped", "failed"])
+def test_a_gradient_on_the_device_belongs_to_the_step_until_it_has_ended(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper, end: str
+) -> None:
+    """It is copied neither to the host nor from there, and its memory is free then."""
+    copies, scale = copies_of(stepper), Future[float | None]()
+    with stepped(tmp_path, worker, 1, scale, waiting=True) as made:
+        store, waiting = made.step.store, made.step.waiting
+        assert waiting is not None
+        memory = [weakref.ref(values) for values in waiting._values]
+        before = weights_of(store.layout)
+        copies.held = []
+        _, done = made.step.on_device(stepper, [])
+        assert all(reference() is not None for reference in memory)
+        if end == "failed":
+            scale.set_exception(RuntimeError("no scale"))
+        else:
+            scale.set_result(0.5 if end == "made" else None)
+        for number in range(2 * num_pieces(store) if end == "made" else 0):
+            copies.until("on_d2h", min(2 * num_pieces(store), number // 2 * 2 + 2 * DeviceStepper.PIECES))
+            assert all(reference() is not None for reference in memory) and not done.done()
+            copies.held[number].set_result(None)
+        ended(done).result(timeout=60)
+        assert (done.exception() is not None) == (end == "failed")
+        assert all(reference() is None for reference in memory)
+        assert same(masters_of(store), torchs(store) if end == "made" else before)
+        pieces_made = num_pieces(store) if end == "made" else 0
+        assert copies.calls.count("h2d") == copies.calls.count("d2h") == 3 * pieces_made  # weights and two states
 
 
 PREFETCHED = 3 * DeviceStepper.PIECES

@@ -58,6 +58,8 @@ def test_a_plan_for_a_model_is_accepted(data: st.DataObject) -> None:
             {"weights": "gpu", "states": "gpu", "parts": {"part1": PartPlan("gpu", "gpu", "gpu")}},
             "`units.unit0.parts.part1` has `step: gpu`",
         ),
+        ({"gradients": "gpu"}, "`units.unit0` has `gradients: gpu` without `step: gpu`"),
+        ({"parts": {"part1": PartPlan("host", "ssd", "gpu", "ssd")}}, "`units.unit0.parts.part1.gradients='ssd'` must"),  # type: ignore[arg-type]
         ({"operators": {"work": "drop"}}, "`units.unit0.operators.work='drop'` must be one of 'keep'"),
     ],
 )

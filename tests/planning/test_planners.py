@@ -134,6 +134,11 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
 
 
+def stepped_on_cpu(plan: Plan) -> Plan:
+    units = {name: replace(unit, step="cpu", gradients="host") for name, unit in plan.units.items()}
+    return replace(plan, units=units)
+
+
 def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
     """Drives are faster than the CPU. If they are slower than it, it steps all units: nothing would be gained."""
     model = make_model(8, forward=0.01, parameters=10**8)
@@ -145,10 +150,34 @@ def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
         plan.check(model)
         units = plan.units.values()
         assert sum(unit.step == "gpu" for unit in units) > 4
-        on_cpu = replace(plan, units={name: replace(unit, step="cpu") for name, unit in plan.units.items()})
+        on_cpu = replace(
+            plan, units={name: replace(unit, step="cpu", gradients="host") for name, unit in plan.units.items()}
+        )
         assert simulate(model, slow, plan).step_seconds < 0.7 * simulate(model, slow, on_cpu).step_seconds
         for other, machine in ((replace(model, micro_batches=2), slow), (model, H100)):
             assert {unit.step for unit in make_plan(other, machine, planner, fixed).units.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("clip_norm", [False, True])
+@pytest.mark.parametrize("planner", ["holistic", "teraio"])
+def test_gradients_stay_on_the_gpu_as_far_as_there_is_memory_for_them(planner: str, clip_norm: bool) -> None:
+    """They wait for steps there, which the link bounds. Not where the CPU steps, nor sums of micro-batches."""
+    model = make_model(8, forward=1e-3, parameters=10**8, clip_norm=clip_norm)
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
+    slow = replace(H100, cpu_step_rate=1e8)
+    staying: list[int] = []
+    for gpu_bytes in (1.2, 1.6, 2.0, 2.4):
+        machine = replace(slow, gpu_bytes=int(gpu_bytes * GB))
+        plan = make_plan(model, machine, planner, fixed)
+        plan.check(model)
+        staying.append(sum(unit.gradients == "gpu" for unit in plan.units.values()))
+        found = simulate(model, machine, plan)
+        gone = replace(plan, units={name: replace(unit, gradients="host") for name, unit in plan.units.items()})
+        assert found.excess_bytes(machine) == 0
+        assert found.step_seconds < (0.99 if staying[-1] else 1.001) * simulate(model, machine, gone).step_seconds
+    assert staying == sorted(staying) and staying[0] == 0 and staying[-1] == 8
+    for other, machine in ((model, replace(H100, cpu_step_rate=1e12)), (replace(model, micro_batches=2), slow)):
+        assert {unit.gradients for unit in make_plan(other, machine, planner, fixed).units.values()} == {"host"}
 
 
 @pytest.mark.parametrize(("saved", "gpu_bytes"), [(10, 14 * GB), (GB, 16 * GB)])
@@ -158,7 +187,9 @@ def test_memory_is_left_for_steps_on_the_gpu(saved: int, gpu_bytes: int) -> None
     machine = replace(H100, gpu_bytes=gpu_bytes)
     found = simulate(model, machine, plan := make_plan(model, machine))
     assert found.excess_bytes(machine) == 0
-    on_cpu = replace(plan, units={name: replace(unit, step="cpu") for name, unit in plan.units.items()})
+    on_cpu = replace(
+        plan, units={name: replace(unit, step="cpu", gradients="host") for name, unit in plan.units.items()}
+    )
     assert found.step_seconds < 0.9 * simulate(model, machine, on_cpu).step_seconds
 
 

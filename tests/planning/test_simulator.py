@@ -475,6 +475,24 @@ def test_a_unit_on_ssds_that_the_gpu_steps_is_read_and_written_as_for_the_cpu(we
     assert simulate(model, slow, plan).step_seconds > 1.3 * simulate(model, slow, on_gpu).step_seconds
 
 
+@pytest.mark.parametrize("clip", ["off", "deferred"])
+def test_gradients_that_wait_on_the_gpu_are_not_copied_and_have_memory_until_their_step(clip: Any) -> None:
+    """All of them at once if the steps wait for the norm; sums of micro-batches are in host memory in any case."""
+    model = make_model(4, forward=1e-3, parameters=10**9, clip_norm=clip == "deferred")
+    plan = replace(plan_of(model, "host", "host", "keep", "keep"), clip=clip)
+    leave = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
+    wait = replace(leave, units={name: replace(unit, gradients="gpu") for name, unit in leave.units.items()})
+    before, after = simulate(model, H100, leave), simulate(model, H100, wait)
+    gradients = 2 * 10**9
+    assert before.copied_bytes - after.copied_bytes == 4 * 2 * gradients  # they leave, and return
+    assert after.step_seconds < 0.95 * before.step_seconds
+    least = resident_bytes(model, wait)[0] + (4 if clip == "deferred" else 2) * gradients
+    assert after.gpu_peak_bytes >= max(least, before.gpu_peak_bytes + gradients)
+    assert after.memory[-1][1] <= after.memory[0][1]  # nothing is left from step to step
+    sums = replace(model, micro_batches=2)
+    assert simulate(sums, H100, wait).copied_bytes == simulate(sums, H100, leave).copied_bytes
+
+
 @pytest.mark.parametrize("clip", ["deferred", "speculative"])
 def test_the_gpu_steps_when_the_norm_is_known(clip: Any) -> None:
     """Also under a plan by which the CPU speculates."""

@@ -1,4 +1,4 @@
-"""Has the device make optimizer steps of flat parameters, chosen at random."""
+"""Has the device make optimizer steps of flat parameters, and keep some of their gradients, chosen at random."""
 
 import random
 from collections.abc import Collection
@@ -7,20 +7,28 @@ from typing import Any
 import pytest
 
 from lightning_ssd.model_states.device_share import DeviceShare
-from lightning_ssd.model_states.device_stepper import DeviceStepper
+from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 
 SMALL_PIECE = 20 * 2048
 """Bytes of the least elements of a piece, with five arrays in fp32."""
 
 
 class Shared:
-    """Has the device make the steps of units that a random generator chooses, anew for each step."""
+    """Has the device make the steps of units that a random generator chooses, anew for each step.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, share: float = 0.6) -> None:
+    Gradients of some of them stay on the device until the step, where that is possible.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, share: float = 0.6, *, kept: float = 0.5
+    ) -> None:
         self.steps = 0
         """Steps that the device has made."""
+        self.waiting = 0
+        """Those of them whose gradients stayed there."""
         self.prefetches = 0
         """Flat parameters whose values were prefetched for a step."""
         self._random = random.Random(seed)
@@ -28,9 +36,10 @@ class Shared:
         monkeypatch.setattr(ParamPrefetcher, "change_budget", lambda prefetcher, nbytes: True)
         submit = DeviceStepper.submit
 
-        def counted(stepper: DeviceStepper, *arguments: Any, **named: Any) -> Any:
+        def counted(stepper: DeviceStepper, step: DeviceStep, **named: Any) -> Any:
             self.steps += 1
-            return submit(stepper, *arguments, **named)
+            self.waiting += isinstance(step.gradient, WaitingGradient)
+            return submit(stepper, step, **named)
 
         prefetch = DeviceStepper.prefetch
 
@@ -43,9 +52,10 @@ class Shared:
         self._share = share
 
         def note(share: DeviceShare, work: Any) -> None:
-            assert share.select(self.choose(share._order))
+            chosen = self.choose(share._order, self._share)
+            assert share.plan(chosen, self.choose(chosen, kept))
 
         monkeypatch.setattr(DeviceShare, "note", note)
 
-    def choose(self, order: Collection[FlatParameter]) -> list[FlatParameter]:
-        return [flat for flat in order if self._random.random() < self._share]
+    def choose(self, order: Collection[FlatParameter], share: float) -> list[FlatParameter]:
+        return [flat for flat in order if self._random.random() < share]
