@@ -48,7 +48,12 @@ from lightning_ssd.planning import (
     render_summary,
     simulate,
 )
-from lightning_ssd.profiling import add_unseen_memory, current_placement, measure_training_machine
+from lightning_ssd.profiling import (
+    add_unseen_memory,
+    current_placement,
+    measure_training_machine,
+    measured_step_rate,
+)
 from lightning_ssd.sizes import (
     LEAST_BUDGET,
     SizeArgument,
@@ -390,6 +395,7 @@ class SwapPlanner(StepProfiling):
         profiler, offloader = self.profiler, self._offloader
         placement = current_placement(profiler, offloader)
         hardware = self._maker.limit(self._maker.machine, profile, placement, offloader)
+        hardware = measured_step_rate(profile, hardware, placement, profiler, offloader)
         profile = add_unseen_memory(
             profile,
             hardware,

@@ -682,10 +682,7 @@ class ModelStates(Uncopied):
         return self._decision.needs_norm and self._decision.defers
 
     def stepped(self) -> WorkCounter:
-        """Returns the offloaded parameters that were stepped, and the seconds of the CPU.
-
-        Where the device makes a part of the steps at the same time, the rate is that of both.
-        """
+        """Returns the number of parameters that the CPU has stepped, and the seconds of these steps."""
         return self._steps.work()
 
     # ---- the journal of `recover=True` ----

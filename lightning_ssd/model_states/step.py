@@ -60,7 +60,7 @@ class OptimizerStep:
         scale: future of the gradient scale; None: the step is skipped.
         limit: largest absolute value of the scaled gradient's elements; None: no limit.
         worker: runs the jobs.
-        count: called after each job with the parameters stepped and the seconds that the CPU took.
+        count: called after each job of the CPU with the parameters stepped and the seconds that it took.
         priority: priority of the jobs and their reads; the lowest goes first.
         opt_state_priority: priority of the second job of a step in two halves.
         waiting: the gradient on the device, for `on_device`; None: it is in host memory.
@@ -221,7 +221,6 @@ class OptimizerStep:
             if read is not None:  # its memory is free: a device that is lost executes no copy any more
                 self.store.unstage(read, changed=error is None, step=True)
             if error is None:
-                self.count(sum(view.numel for view in self.store.flat.param_views), 0.0)
                 self._end(committed=True)
                 return whole
             if self.store.lost or isinstance(error, StorageError):  # the CPU would read the same bytes

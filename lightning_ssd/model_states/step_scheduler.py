@@ -132,7 +132,7 @@ class StepScheduler:
         """Done when the running step's scale is known, on the worker's thread. Deferred steps wait for it, so that all
         are queued before the worker begins the first one, of the unit that the next forward needs first."""
         self._work = WorkCounter(0, 0.0)
-        """Number of stepped parameters, and the seconds of their steps."""
+        """Number of parameters that the CPU has stepped, and the seconds of their steps."""
 
     # ---- an optimizer step, from its begin to its end ----
 
@@ -563,7 +563,7 @@ class StepScheduler:
             self._work = self._work.plus(parameters, seconds)
 
     def work(self) -> WorkCounter:
-        """Returns the offloaded parameters that were stepped, and the seconds of the CPU. Any thread may call."""
+        """Returns the parameters that the CPU has stepped, and the seconds of these steps. Any thread may call."""
         with self._lock:
             return self._work
 

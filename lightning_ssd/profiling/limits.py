@@ -1,4 +1,4 @@
-"""Limits of a training: bandwidths and bytes that it may use, and GPU memory that no recorded operator explains."""
+"""Limits of a training: rates and bytes that it may use, and GPU memory that no recorded operator explains."""
 
 from dataclasses import replace
 
@@ -9,6 +9,8 @@ from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
+    Plan,
+    calibrate_step_rate,
     default_plan,
     resident_bytes,
     simulate,
@@ -93,8 +95,7 @@ def add_unseen_memory(
     """
     if offloader.device.type != "cuda":
         return profile
-    tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in offloader.tiers.items()}
-    plan = default_plan(profile, placement, tiers, offloader.policy.window_bytes)
+    plan = _profiled_plan(profile, placement, offloader)
     resident = resident_bytes(profile, plan)[0]
     # At least 0: the steps may have had fewer bytes in flight than the simulation assumes.
     other = max(0, profiler.peak_bytes - simulate(profile, hardware, plan).gpu_peak_bytes)
@@ -103,6 +104,39 @@ def add_unseen_memory(
         other = min(other, profiler.resting_bytes - resident)
     between = max(0, profiler.between_bytes - resident - other)
     return replace(profile, other_gpu_bytes=other, between_gpu_bytes=between)
+
+
+def measured_step_rate(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    placement: FixedPlacement,
+    profiler: Profiler,
+    offloader: ActivationOffloader,
+) -> HardwareProfile:
+    """Returns the machine with the rate of the CPU optimizer in the timed steps (CUDA).
+
+    Beside a training the optimizer is slower than alone, where `machine` has measured it: threads of the training use
+    processors and host memory, too.
+
+    Args:
+        profile: as in `add_unseen_memory`.
+        hardware: as in `add_unseen_memory`.
+        placement: as in `add_unseen_memory`.
+        profiler: as in `add_unseen_memory`.
+        offloader: as in `add_unseen_memory`.
+    """
+    stepped = profiler.stepped
+    if offloader.device.type != "cuda" or not (stepped.amount and stepped.seconds):
+        return hardware
+    plan = _profiled_plan(profile, placement, offloader)
+    step_seconds = simulate(profile, hardware, plan).step_seconds
+    return calibrate_step_rate(profile, hardware, plan, stepped.amount / stepped.seconds, step_seconds)
+
+
+def _profiled_plan(profile: ModelProfile, placement: FixedPlacement, offloader: ActivationOffloader) -> Plan:
+    """Returns the plan of profiled steps, in which all saved tensors are offloaded."""
+    tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in offloader.tiers.items()}
+    return default_plan(profile, placement, tiers, offloader.policy.window_bytes)
 
 
 def _capacity(offloader: ActivationOffloader, tier: OffloadTierName) -> int:

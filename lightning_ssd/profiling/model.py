@@ -28,7 +28,7 @@ from lightning_ssd.activations import (
     UnitDispatchMode,
     make_schedule,
 )
-from lightning_ssd.device import allocator_memory, make_clock
+from lightning_ssd.device import WorkCounter, allocator_memory, make_clock
 from lightning_ssd.model_states import ModelStates, Unit, UnitPart, count_stored_bytes, states_in_memory
 from lightning_ssd.planning import (
     FixedPlacement,
@@ -82,6 +82,8 @@ class Profiler(Uncopied):
         """Peak of allocated device memory between micro-batches, such as in optimizer steps, bytes (CUDA)."""
         self.resting_bytes = 0
         """Allocated device memory before the first timed step, plus gradients not allocated then, bytes (CUDA)."""
+        self.stepped = WorkCounter(0, 0.0)
+        """Parameters that the CPU has stepped while steps were timed, and the seconds of these steps."""
         self._offloader = offloader
         self._states = states
         self._optimizers = optimizers
@@ -101,6 +103,8 @@ class Profiler(Uncopied):
         self._policy_before = offloader.policy
         self._memory = allocator_memory(offloader.device)
         self._clock = make_clock(offloader.device)
+        self._stepped_before = self.stepped
+        """Those before the first timed step."""
         self._between: list[tuple[Any, Any]] = []
         """Begin and end of the spans between timed micro-batches."""
         self._ended: Any = None
@@ -256,6 +260,7 @@ class Profiler(Uncopied):
             self.resting_bytes = self._memory.allocated() + gradient_bytes
         self._pop_peak()
         self.peak_bytes = self.between_bytes = 0
+        self._stepped_before = self._stepped()
         self._between.clear()
         self._ended = None
         self._num_steps = self._num_ahead = 0
@@ -294,7 +299,11 @@ class Profiler(Uncopied):
         """Stops timing."""
         self.pause()
         self.peak_bytes = max(self.peak_bytes, self._pop_peak())
+        self.stepped = self._stepped().since(self._stepped_before)
         self._unhook()
+
+    def _stepped(self) -> WorkCounter:
+        return WorkCounter(0, 0.0) if self._states is None else self._states.stepped()
 
     def _launch_hook(self, index: int) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, args: object) -> None:
