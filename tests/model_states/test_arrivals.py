@@ -13,6 +13,7 @@ from lightning_ssd.model_states import build, gradient
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
+from tests.support.device_steps import Shared
 from tests.support.late_device import LateCopies
 from tests.support.models import BlocksModel, ToyModel
 from tests.support.trainings import nothing_left  # noqa: F401
@@ -80,10 +81,65 @@ class PenalizedAtTimes(Penalized):
         return step(batch, batch_idx)
 
 
+class ReadBetween(Repeated):
+    """A hook of a tensor reads a gradient of which a part has arrived, and the part that another parameter has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.grad_fn is None and torch.is_grad_enabled():
+            x = x.requires_grad_()
+        x = self.blocks[0](x)
+        for _ in range(3):
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+            if x.requires_grad:
+                x.register_hook(self.read)
+        output: Tensor = self.blocks[2](x)
+        return output
+
+    def read(self, _: Tensor) -> None:
+        for parameter in self.blocks[1].parameters():  # type: ignore[union-attr]
+            if parameter.grad is not None:
+                self.losses.append(parameter.grad.sum().item())
+
+
+class Freezing(BlocksModel):
+    """Parameters are frozen whose values backward needs after the last gradient of their block."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for block in self.blocks:
+                for parameter in (*block.norm.parameters(), block.up.weight):
+                    parameter.requires_grad_(False)
+
+
+IN_PARTS = (Repeated, ReadBetween, Tied, TiedModule, Penalized, PenalizedLater, PenalizedAtTimes)
+
+
 @pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("module", [Repeated, Tied, TiedModule, Penalized, PenalizedLater, PenalizedAtTimes])
+@pytest.mark.parametrize("module", IN_PARTS)
 def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str, module: Any) -> None:
     compare(tmp_path, module, states)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("module", [*IN_PARTS, Freezing])
+def test_gradients_that_wait_on_the_device_are_offloaded_if_others_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, clip: float | None
+) -> None:
+    """The device steps what is complete without accumulation, and keeps all gradients until then.
+
+    The CPU steps blocks with frozen parameters, from gradients that are offloaded when backward has ended.
+    """
+    shared = Shared(monkeypatch, share=1.0, kept=1.0)
+    left: list[int] = []
+    offload = GradientOffloader.offload_kept
+
+    def counted(offloader: GradientOffloader, flat: Any) -> None:
+        left.append(len(offloader[flat].on_device))
+        offload(offloader, flat)
+
+    monkeypatch.setattr(GradientOffloader, "offload_kept", counted)
+    compare(tmp_path, module, "host", gradient_clip_val=clip)
+    assert (shared.waiting > 0) == (module is not Freezing) and any(left)
 
 
 class LateGradient(ToyModel):
@@ -110,16 +166,6 @@ def test_a_gradient_that_arrives_after_its_step_has_begun_is_an_error(tmp_path: 
         fit(tmp_path, LateGradient(), "host", strategy={"overlap": "none"}).state_dict(),
         fit(tmp_path, LateGradient(), None).state_dict(),
     )
-
-
-class Freezing(BlocksModel):
-    """Parameters are frozen whose values backward needs after the last gradient of their block."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            for block in self.blocks:
-                for parameter in (*block.norm.parameters(), block.up.weight):
-                    parameter.requires_grad_(False)
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
