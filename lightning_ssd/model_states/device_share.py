@@ -41,6 +41,7 @@ class DeviceShare:
 
     Attributes:
         stepper: makes the steps on the device; None while no flat parameter is chosen.
+        kept_gradients: flat parameters whose gradients stay on the device for the steps that it makes.
     """
 
     BUDGET_SHARE = 0.25
@@ -58,6 +59,7 @@ class DeviceShare:
         prefetches: bool = False,
     ) -> None:
         self.stepper: DeviceStepper | None = None
+        self.kept_gradients: Collection[FlatParameter] = ()
         self._stores = stores
         self._order = order
         self._copies = copies
@@ -65,8 +67,6 @@ class DeviceShare:
         self._drain = drain
         self._prefetches = prefetches
         self._chosen: Collection[FlatParameter] = ()
-        self._kept_gradients: Collection[FlatParameter] = ()
-        """Flat parameters whose gradients stay on the device for the steps that it makes."""
         self._planned = False
         self._prefetched: set[FlatParameter] = set()
         """Flat parameters whose values are prefetched for the running step."""
@@ -78,10 +78,6 @@ class DeviceShare:
     def stepper_of(self, flat: FlatParameter) -> DeviceStepper | None:
         """Returns the stepper if the device steps `flat`. After a failure it steps none."""
         return self.stepper if flat in self._chosen and self.stepper is not None and not self.stepper.failed else None
-
-    def keeps_gradient(self, flat: FlatParameter) -> bool:
-        """Returns whether the gradients of `flat` stay on the device for its step there."""
-        return flat in self._kept_gradients and self.stepper_of(flat) is not None
 
     @property
     def undecided(self) -> bool:
@@ -157,7 +153,7 @@ class DeviceShare:
             self.close()
         selected = self.select(chosen)
         if selected:
-            self._kept_gradients = kept_gradients
+            self.kept_gradients = kept_gradients
         if self._trial is not None:
             self._drain()
             self._unpin_others()

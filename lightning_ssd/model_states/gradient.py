@@ -126,8 +126,7 @@ class Gradient:
         accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
         consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
         arrived: for each parameter, whether `host_grad` or `on_device` has its gradient of the running backward.
-        on_device: those of them that are on the device, by parameter index, as `ParamView.flatten` returns them; their
-            memory in `host_grad` is unused.
+        on_device: those of them that are on the device, by parameter index; their memory in `host_grad` is unused.
         num_arrived: gradients that the running backward has accumulated, repeated ones included.
         has_accum: for each parameter, whether `accum` has a gradient of it.
         accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.

@@ -232,26 +232,22 @@ class GradientOffloader:
         # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
         # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
         last = gradient.num_arrived >= len(flat.param_views)
-        self._copy(gradient, index, flat.param_views[index].flatten(grad.detach()), awaited=last)
-
-    def _copy(self, gradient: Gradient, index: int, values: Tensor, *, awaited: bool) -> None:
-        """Copies the gradient of parameter `index` to the host; `awaited`: as in `CopyEngine.d2h`."""
-        data = values.view(torch.uint8)
-        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=awaited)
+        data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
+        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
         self.keep_alive(data, gradient.mark)
         while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
             self._release_oldest()
 
     def keep(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Keeps a gradient on the device, for a step there."""
-        self._gradients[flat].on_device[index] = flat.param_views[index].flatten(grad.detach())
+        self._gradients[flat].on_device[index] = grad.detach()
 
     def offload_kept(self, flat: FlatParameter) -> None:
         """Offloads the gradients of `flat` that were kept on the device: something else than a step there uses them."""
         gradient = self._gradients[flat]
         kept, gradient.on_device = gradient.on_device, {}
-        for index, values in kept.items():
-            self._copy(gradient, index, values, awaited=len(kept) == 1)
+        for index, grad in kept.items():
+            self.offload(flat, index, grad)
 
     def keep_alive(self, data: Tensor, mark: Mark) -> None:
         """Keeps device bytes alive until the mark of their copy is reached."""
@@ -366,8 +362,9 @@ class GradientOffloader:
             `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
         """
         self._note_added(flat)
-        self.offload_kept(flat)
         gradient = self._gradients[flat]
+        if gradient.on_device:
+            self.offload_kept(flat)
         arrived = gradient.accumulate()
         norms = self._norms[flat] if self._decision.needs_norm else None
 
@@ -438,8 +435,9 @@ class GradientOffloader:
             A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in
             `Gradient.host_grad`, or None if the step uses the accumulated gradients.
         """
-        self.offload_kept(flat)
         gradient = self._gradients[flat]
+        if gradient.on_device:
+            self.offload_kept(flat)
         arrived = gradient.begin_step()
         if arrived is None:
             return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
@@ -455,7 +453,7 @@ class GradientOffloader:
         kept, gradient.on_device = gradient.on_device, {}
         arrived = gradient.begin_step()
         assert arrived is not None and len(kept) == len(arrived)
-        values = [kept[index] for index in range(len(kept))]
+        values = [view.flatten(kept[index]) for index, view in enumerate(flat.param_views)]
         return WaitingGradient(flat, values, self._copies.mark(), gradient.target), arrived
 
     @contextlib.contextmanager

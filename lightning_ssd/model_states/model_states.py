@@ -329,12 +329,16 @@ class ModelStates(Uncopied):
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
             self._prefetcher.retire_for_step(flat)
-        if self._steps.keeps_gradient(flat) and flat not in self._grad_dtype.summed_on_host and not flat.shared:
+        if flat in self._device_share.kept_gradients and self._keeps_gradient(flat):
             self._gradients.keep(flat, index, grad)
         else:
             self._gradients.offload(flat, index, grad)
         if complete:
             self._steps.submit(flat)
+
+    def _keeps_gradient(self, flat: FlatParameter) -> bool:
+        """Whether a gradient, which a plan keeps, stays on the device."""
+        return self._steps.keeps_gradient(flat) and flat not in self._grad_dtype.summed_on_host
 
     def _add_gradient(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Adds a gradient in fp32, of an operator on the fp32 weight."""

@@ -168,12 +168,12 @@ class StepScheduler:
         return self._overlap != "none" and not self._gradients.steps_delayed and self._is_stepping(flat)
 
     def keeps_gradient(self, flat: FlatParameter) -> bool:
-        """Whether a gradient of `flat` stays on the device for its step: a plan says so, and the device may make it."""
+        """Whether a gradient of `flat`, which a plan keeps, stays on the device: its step may be made there."""
         return (
-            self._device_share.keeps_gradient(flat)
+            self._device_share.stepper_of(flat) is not None
             and self._overlap == "optimized"
             and self.overlaps(flat)
-            and not self._gradients[flat].accumulating
+            and not (flat.shared or self._gradients[flat].accumulating)
         )
 
     def check_not_submitted(self, flat: FlatParameter, index: int) -> None:

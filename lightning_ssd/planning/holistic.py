@@ -420,8 +420,10 @@ class _Search:
 
     def _keep_gradients_of(self, plan: Plan) -> Plan:
         """Tries plans in which gradients wait on the GPU for some of its steps, and returns the fastest one."""
-        among = [index for index, part in enumerate(plan.parts(self.model)) if part.step == "gpu"]
-        return self._best_count(plan, 0, among, keep_gradients) if among else plan
+        parts = plan.parts(self.model)
+        among = [index for index, part in enumerate(parts) if part.step == "gpu"]
+        count = sum(parts[index].gradients == "gpu" for index in among)
+        return self._best_count(plan, count, among, keep_gradients) if among else plan
 
     def _best_count(
         self,
