@@ -125,7 +125,7 @@ def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str
 def test_gradients_that_wait_on_the_device_are_offloaded_if_others_are_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, clip: float | None
 ) -> None:
-    """The device steps what is complete without accumulation, and keeps all gradients until then.
+    """A block whose gradients are complete, and not accumulated, is stepped on the device, where they stay until then.
 
     The CPU steps blocks with frozen parameters, from gradients that are offloaded when backward has ended.
     """
