@@ -52,7 +52,7 @@ from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
     measure_training_machine,
-    measured_step_rate,
+    with_measured_step_rate,
 )
 from lightning_ssd.sizes import (
     LEAST_BUDGET,
@@ -395,7 +395,7 @@ class SwapPlanner(StepProfiling):
         profiler, offloader = self.profiler, self._offloader
         placement = current_placement(profiler, offloader)
         hardware = self._maker.limit(self._maker.machine, profile, placement, offloader)
-        hardware = measured_step_rate(profile, hardware, placement, profiler, offloader)
+        hardware = with_measured_step_rate(profile, hardware, placement, profiler, offloader)
         profile = add_unseen_memory(
             profile,
             hardware,

@@ -406,9 +406,7 @@ class ModelStates(Uncopied):
         return self._steps.optimizer is not None
 
     @uninterrupted
-    def step_on_device(
-        self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter] = ()
-    ) -> bool:
+    def step_on_device(self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter]) -> bool:
         """Has the device make the optimizer steps of these parameters, and the CPU all others; no trial chooses them.
 
         Called between two steps on the training thread. The steps' bits do not depend on the processor. The device

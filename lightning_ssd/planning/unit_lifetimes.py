@@ -74,13 +74,13 @@ def _add_plans(
         made = steps.plan(migrations)
         plan = made if fixed is None else fixed.apply(model, made)
         found = consider(plan)
+        migrating = steps.units_of(migrations, "gradient")
         if model.micro_batches == 1:  # sums of gradients are on the CPU
             for in_host in (True, False):
                 among = offloaded_parts(model, plan, in_host=in_host)
                 if among:
                     plan = step_on_gpu(model, plan, len(among), among)
                     consider(plan)
-                    migrating = steps.units_of(migrations, "gradient")
                     staying = [index for index in among if model.parts[index][0] not in migrating]
                     if staying:
                         consider(keep_gradients(model, plan, len(staying), staying))

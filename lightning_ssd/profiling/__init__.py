@@ -8,7 +8,7 @@ from lightning_ssd.profiling.limits import (
     current_placement,
     limit_hardware,
     measure_training_machine,
-    measured_step_rate,
+    with_measured_step_rate,
 )
 from lightning_ssd.profiling.machine import adam_step, measure_machine
 from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples
@@ -34,7 +34,7 @@ __all__ = [
     "measure_host_overhead",
     "measure_machine",
     "measure_training_machine",
-    "measured_step_rate",
+    "with_measured_step_rate",
     "trace",
     "unit_profiles",
 ]

@@ -106,7 +106,7 @@ def add_unseen_memory(
     return replace(profile, other_gpu_bytes=other, between_gpu_bytes=between)
 
 
-def measured_step_rate(
+def with_measured_step_rate(
     profile: ModelProfile,
     hardware: HardwareProfile,
     placement: FixedPlacement,
@@ -115,8 +115,7 @@ def measured_step_rate(
 ) -> HardwareProfile:
     """Returns the machine with the rate of the CPU optimizer in the timed steps (CUDA).
 
-    Beside a training the optimizer is slower than alone, where `machine` has measured it: threads of the training use
-    processors and host memory, too.
+    The rate in `hardware` was measured without a training, whose threads use processors and host memory, too.
 
     Args:
         profile: as in `add_unseen_memory`.

@@ -9,7 +9,7 @@ import torch
 
 from lightning_ssd.device import WorkCounter
 from lightning_ssd.planning import FixedPlacement
-from lightning_ssd.profiling import measured_step_rate
+from lightning_ssd.profiling import with_measured_step_rate
 from tests.support.profiles import H100, make_model
 
 MODEL = make_model(4, forward=0.1, parameters=10**9)
@@ -21,7 +21,7 @@ def rate_beside(stepped: WorkCounter, *, device: str = "cuda", placement: FixedP
     machine = replace(H100, cpu_step_rate=1e10, host_memory_bandwidth=None)
     offloader: Any = SimpleNamespace(device=torch.device(device), tiers={}, policy=SimpleNamespace(window_bytes=0))
     profiler: Any = SimpleNamespace(stepped=stepped)
-    return measured_step_rate(MODEL, machine, placement, profiler, offloader).cpu_step_rate
+    return with_measured_step_rate(MODEL, machine, placement, profiler, offloader).cpu_step_rate
 
 
 def test_the_first_plan_has_the_rate_of_the_optimizer_beside_the_training() -> None:
