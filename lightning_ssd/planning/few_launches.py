@@ -40,8 +40,8 @@ class _Freed:
 
 def plan_few_launches(
     model: ModelProfile, hardware: HardwareProfile, base: Plan, nbytes: int, device_weight: float
-) -> Plan:
-    """Returns the plan that frees `nbytes` of saved tensors on the GPU with little host time.
+) -> tuple[Plan, int]:
+    """Returns a plan that frees `nbytes` of saved tensors on the GPU with little host time, and the bytes it frees.
 
     The greedy search repeatedly frees the most bytes per second of host time among these options: to checkpoint a unit;
     to free the first tensors of a unit, whose operations have to be intercepted then; and to free one more tensor of
@@ -51,7 +51,7 @@ def plan_few_launches(
         model: profile of the model.
         hardware: profile of the machine.
         base: plan whose placement of model states and windows are used.
-        nbytes: bytes to free; if fewer can be freed, all of them.
+        nbytes: bytes to free. A plan frees more if the last option does, and less if it frees all that it can.
         device_weight: weight of the device's seconds (copies, recomputation), which are added to the host's.
     """
     tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
@@ -71,22 +71,23 @@ def plan_few_launches(
             options.append((-_checkpoint_rate(unit, hardware, device_weight), index, _CHECKPOINT, len(tensors[index])))
         queue += sorted(options)[:1]
     heapq.heapify(queue)
-    while queue and nbytes > 0:
+    freed = 0
+    while queue and freed < nbytes:
         _, index, begin, end = heapq.heappop(queue)
         if begin == _CHECKPOINT:
             checkpointed.add(index)
-            nbytes -= _freed_by_checkpoint(model.units[index])
+            freed += _freed_by_checkpoint(model.units[index])
             continue
-        for freed in tensors[index][begin:end]:
-            choices[index][freed.operator] = freed.choice
-            nbytes -= freed.nbytes
+        for tensor in tensors[index][begin:end]:
+            choices[index][tensor.operator] = tensor.choice
+            freed += tensor.nbytes
         if end < len(tensors[index]):
             heapq.heappush(queue, (-tensors[index][end].rate, index, end, end + 1))
     units = {
         unit.name: replace(base.units[unit.name], input="keep", operators=of_unit, checkpoint=index in checkpointed)
         for index, (unit, of_unit) in enumerate(zip(model.units, choices, strict=True))
     }
-    return replace(base, units=units)
+    return replace(base, units=units), freed
 
 
 _MIN_SECONDS = 1e-12

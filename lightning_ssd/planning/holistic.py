@@ -69,6 +69,10 @@ DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
 LAUNCH_TRIES = 6
 """Most simulations of plans with few launches for a weight, each of which frees more than the one before."""
 
+SAME_EXCESS = 0.02
+"""Difference of two plans' excess bytes / GPU memory up to which the faster plan is chosen if none fits. Predictions
+are no more precise, and the plan of least excess may have every tensor on slow drives."""
+
 CLOSE_ENOUGH = 1.001
 """Factor on the step time without stalls and recomputation below which the search ends."""
 
@@ -97,7 +101,7 @@ class SearchPoint:
 
 
 def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
-    """Returns the plan of least simulated time among those that fit, or, if none fits, the one of least excess bytes.
+    """Returns the fastest plan, by simulation, among those that fit, or, if none does, among those of least excess.
 
     The papers' plans are simulated first, so the result is never worse than theirs. Further plans fill the memory that
     the plan of least memory leaves unused: the GPU with parts of units and kept activations, the host with weights,
@@ -260,9 +264,11 @@ class _Search:
             of_papers: the best of the papers' plans; the result is not slower.
         """
         excess, seconds = self.fastest.score
-        close = [
-            item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE_ENOUGH * seconds
-        ]
+        if excess:
+            most = excess + SAME_EXCESS * self.hardware.gpu_bytes
+            near = (item for item in self._considered if item.score[0] <= most)
+            return min(near, key=lambda item: (item.score[1], item.wear)).plan
+        close = [item for item in self._considered if not item.score[0] and item.score[1] <= CLOSE_ENOUGH * seconds]
         least_wear = min(close, key=lambda item: (item.wear, item.score))
         limit = of_papers.score[0], TIE * of_papers.score[1]
         return self._narrowed(self.fastest if limit < least_wear.score else least_wear)
@@ -355,21 +361,35 @@ class _Search:
         needed = sum(part.resident_bytes for part in self.parts)
         if self.fixed is None and base.offloads_states and needed < self.hardware.gpu_bytes:
             self._try_few_launches_of(base.placed(self.model, [PartPlan("gpu", "gpu")] * len(self.parts)))
+        self._try_fewer_interceptions()
 
     def _try_few_launches_of(self, base: Plan) -> None:
         """Simulates plans with few launches that place model states as `base` does."""
-        excess = self.consider(plan_few_launches(self.model, self.hardware, base, 0, 0.0)).gpu_peak_bytes
+        plan, _ = plan_few_launches(self.model, self.hardware, base, 0, 0.0)
+        excess = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
+        margin = int(MARGIN * self.hardware.gpu_bytes)
         for device_weight in DEVICE_WEIGHTS:
-            nbytes, before = excess - self.hardware.gpu_bytes, base
+            nbytes = excess
             for _ in range(LAUNCH_TRIES):
-                plan = plan_few_launches(self.model, self.hardware, base, nbytes, device_weight)
-                if plan == before:  # it frees all that it can
-                    break
+                plan, freed = plan_few_launches(self.model, self.hardware, base, nbytes, device_weight)
                 over = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
-                if over <= 0:
+                if over <= 0 or freed < nbytes:  # it fits, or frees all that it can
                     break
-                nbytes += over + int(MARGIN * self.hardware.gpu_bytes)
-                before = plan
+                nbytes = freed + over + margin
+
+    def _try_fewer_interceptions(self) -> None:
+        """Simulates the fastest plan without one after another of the units that it intercepts, if these are few.
+
+        Tensors that backward needs first, such as logits, may be on the GPU at the peak whether they are freed or not.
+        """
+        plan = self.fastest.plan
+        names = [name for name, intercepted in zip(plan.units, plan.intercepted, strict=True) if intercepted]
+        if plan.offloads_states or len(names) > LAUNCH_TRIES:
+            return
+        for name in reversed(names):
+            unit = self.fastest.plan.units[name]
+            kept = replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"))
+            self.consider(replace(self.fastest.plan, units=self.fastest.plan.units | {name: kept}))
 
     def share_steps(self) -> None:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.

@@ -157,8 +157,12 @@ def _add_rerun(stage: Stage, profile: UnitProfile) -> None:
     stage.remat_seconds += profile.forward_seconds
     stage.rerun_launch = profile.launch_seconds
     stage.num_rerun_saved = profile.num_saved
-    workspace = max(profile.forward_bytes, *(operator.forward_bytes for operator in profile.operators))
-    stage.bwd_workspace = max(stage.bwd_workspace, workspace)
+    # Saved tensors are made one after another, and the peak may be before the last is.
+    peak, saved = profile.forward_bytes, 0
+    for operator in profile.operators:
+        saved += operator.saved_bytes
+        peak = max(peak, saved + operator.forward_bytes)
+    stage.bwd_workspace = max(stage.bwd_workspace, peak - saved)
 
 
 def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.few_launches import plan_few_launches
+from lightning_ssd.planning.holistic import SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
@@ -37,7 +39,10 @@ from tests.support.transformer import transformer_profile
 @settings(max_examples=50, deadline=None)
 @given(models(), machines())
 def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) -> None:
-    """All plans match the model. Holistic's fits if another one does, and is no slower than any that fits."""
+    """All plans match the model. Holistic's fits if another one does, and is no slower than any that fits.
+
+    If none fits, no plan of about its excess is faster, and none has far less.
+    """
     scores = {}
     for name, planner in PLANNERS.items():
         plan = planner(model, machine, None)
@@ -45,8 +50,13 @@ def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) 
         prediction = simulate(model, machine, plan)
         scores[name] = (prediction.excess_bytes(machine), prediction.step_seconds)
     excess, seconds = min(scores.values())
-    assert scores["holistic"][0] == excess
-    assert scores["holistic"][1] <= seconds * (1 + 1e-8)
+    of_holistic = scores["holistic"]
+    if excess:
+        assert of_holistic[0] <= excess + SAME_EXCESS * machine.gpu_bytes
+        seconds = min(seconds for over, seconds in scores.values() if over <= of_holistic[0])
+    else:
+        assert not of_holistic[0]
+    assert of_holistic[1] <= seconds * (1 + 1e-8)
 
 
 KEEP: InputChoice = "keep"
@@ -534,9 +544,9 @@ def test_plans_with_few_launches_free_what_they_are_asked_to(
 ) -> None:
     base = make_plan(model, machine)
     most = sum(operator.saved_bytes for unit in model.units for operator in unit.operators)
-    plan = plan_few_launches(model, machine, base, int(share * most), device_weight)
+    plan, freed = plan_few_launches(model, machine, base, int(share * most), device_weight)
     plan.check(model)
-    freed = sum(freed_bytes(unit, plan) for unit in model.units)
+    assert freed == sum(freed_bytes(unit, plan) for unit in model.units)
     if freed < int(share * most):  # all units free what they can, the checkpointed ones not quite all
         assert all(
             plan.units[unit.name].checkpoint or freed_bytes(unit, plan) == unit.saved_bytes for unit in model.units
@@ -590,6 +600,46 @@ def test_where_launches_bound_a_step_few_units_are_checkpointed() -> None:
     ))  # fmt: skip
     assert kept.gpu_peak_bytes > machine.gpu_bytes
     assert best.step_seconds == pytest.approx(kept.step_seconds + count * (0.01 + 3e-4))
+
+
+@pytest.mark.parametrize("forward", [1e-3, 0.012])
+def test_where_units_are_checkpointed_less_memory_is_never_faster(forward: float) -> None:
+    """Plans free whole units, which may be more than asked for, and logits, which are on the GPU at the peak anyway.
+
+    Where a plan exceeds the budget, one more unit is checkpointed; the logits are kept.
+    """
+    model = checkpointable(make_model(8, saved=6 * GB, inputs=GB, parameters=0, forward=forward, launch=0.01))
+    (logits,) = make_model(1, saved=8 * GB, inputs=0, parameters=0, forward=1e-6).units
+    model = replace(model, units=(*model.units, replace(logits, name="logits")))
+    fixed = FixedPlacement(("gpu",) * 9, ("gpu",) * 9)
+    machine = replace(H100, host_overhead=HostOverhead(*6 * [0.01], 1e-4))
+    units = [
+        UnitPlan("gpu", "gpu", "keep", {one.name: "keep" for one in unit.operators}, checkpoint=unit.name != "logits")
+        for unit in model.units
+    ]
+    checkpointed = simulate(
+        model, machine, Plan({unit.name: plan for unit, plan in zip(model.units, units, strict=True)}, 0, 0, "off")
+    )
+    before = inf
+    for budget in range(checkpointed.gpu_peak_bytes, 68 * GB, 2 * GB):
+        limited = replace(machine, gpu_bytes=budget)
+        plan = make_plan(model, limited, fixed=fixed)
+        seconds = simulate(model, limited, plan).step_seconds
+        assert seconds <= 1.001 * min(before, checkpointed.step_seconds), budget
+        assert not any(plan.intercepted), plan.describe()
+        before = min(before, seconds)
+
+
+def test_where_no_plan_fits_slow_drives_do_not_free_the_last_percent() -> None:
+    """Units' inputs are 0.8 % of the memory, and need 80 s to be written."""
+    model = replace(make_model(8, saved=6 * GB, inputs=GB // 100, parameters=0), other_gpu_bytes=20 * GB)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, gpu_bytes=10 * GB, host_bytes=0, ssd_write=1e6, ssd_mixed=1e6)
+    least = simulate(model, machine, min_memory_plan(model))
+    plan = make_plan(model, machine, fixed=fixed)
+    best = simulate(model, machine, plan)
+    assert least.step_seconds > 80 and best.step_seconds < 1.1 * best.busy_seconds["compute"], plan.describe()
+    assert 0 < least.excess_bytes(machine) < best.excess_bytes(machine) < least.excess_bytes(machine) + GB // 5
 
 
 def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:

@@ -216,6 +216,22 @@ def test_checkpointed_units_run_again_before_their_backward(count: int, peak: in
     assert prediction.gpu_peak_bytes == peak
 
 
+@pytest.mark.parametrize(("transients", "peak"), [((100, 0), 50 + 100), ((0, 100), 90 + 100), ((10, 0), 90)])
+def test_a_forward_that_runs_again_has_its_own_peak(transients: tuple[int, int], peak: int) -> None:
+    """Of two operators, which save 50 and 40 bytes, one has transient bytes, maybe before the other's are saved."""
+    (unit,) = make_model(1, parameters=0, inputs=2).units
+    (work,) = unit.operators
+    operators = tuple(
+        replace(work, name=f"work{index}", saved_bytes=saved, forward_bytes=transient, recompute_seconds=None)
+        for index, (saved, transient) in enumerate(zip((50, 40), transients, strict=True))
+    )
+    model = replace(make_model(1), units=(replace(unit, operators=operators, checkpoint_bytes=0),))
+    plan = Plan(
+        {unit.name: UnitPlan("gpu", "gpu", "keep", {"work0": "keep", "work1": "keep"}, checkpoint=True)}, 0, 0, "off"
+    )
+    assert simulate(model, FAST, plan).gpu_peak_bytes == 2 + peak
+
+
 def test_weights_are_kept_while_they_fit() -> None:
     """They occupy the budget permanently, at least one unit; the last ones are not prefetched again in backward."""
     model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each, and gradients
