@@ -1,12 +1,19 @@
-"""`FragmentCheck`: finds steps in which the allocator frees its cached memory, since fragments of it are too small."""
+"""`FragmentCheck`: finds steps in which the allocator frees its cached memory, since fragments of it are too small.
+
+Each of these retried allocations waits for the device and maps memory anew, for 12 ms in a Llama of 1.21B in 24 GiB
+(benchmarks/results/bounds.md). A few of them after another rule is in force may leave the memory less fragmented.
+"""
 
 from lightning_ssd.activations import AllocatorMeter
 from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE
 
-__all__ = ["FRAGMENT_RESERVE_STEP", "MAX_FRAGMENT_RESERVE", "MAX_RETRY_RATE", "FragmentCheck"]
+__all__ = ["FRAGMENT_RESERVE_STEP", "MAX_FRAGMENT_RESERVE", "RETRY_SECONDS", "FragmentCheck", "is_fragmented"]
 
 MAX_RETRY_RATE = 0.1
 """Retried allocations per step (fragments were too small) above which plans reserve more memory for fragments."""
+
+RETRY_SECONDS = 0.012
+"""Duration of a retried allocation."""
 
 FRAGMENT_RESERVE_STEP = 0.04
 """Share of the GPU limit by which the reserve for fragments grows each time."""
@@ -18,11 +25,13 @@ CHECKED_STEPS = 20
 """Steps in which retried allocations are counted."""
 
 
+def is_fragmented(retries: int, num_steps: int) -> bool:
+    """Returns whether so many allocations were retried in `num_steps` steps that plans should leave more memory."""
+    return retries > MAX_RETRY_RATE * max(num_steps, CHECKED_STEPS)
+
+
 class FragmentCheck:
     """Counts the allocations of steps under one rule for which the allocator had to free its cached memory.
-
-    Each of them waits for the device and maps memory anew, for 12 ms in a Llama of 1.21B in 24 GiB
-    (benchmarks/results/bounds.md).
 
     Args:
         meter: the device's allocator.
@@ -46,4 +55,4 @@ class FragmentCheck:
             return False
         retries = self._meter.retries() - self._retries
         self._num_steps, self._retries = 0, self._retries + retries
-        return retries > MAX_RETRY_RATE * CHECKED_STEPS
+        return is_fragmented(retries, CHECKED_STEPS)

@@ -1,5 +1,6 @@
 """`PlanMaker`: the plans of a training, within the memory that it may use."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,13 +81,26 @@ class PlanMaker:
         gpu_bytes, per_day = self._gpu_bytes(), self.ssd_bytes_per_day
         return limit_hardware(machine, profile, placement, offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=per_day)
 
-    def reserve_for_fragments(self, runner: PlanRunner) -> bool:
-        """Reserves more GPU memory for fragments in further plans of a runner; returns whether that is possible."""
+    def reserve_for_fragments(self, runner: PlanRunner, most_seconds: float = math.inf) -> Plan | None:
+        """Reserves more GPU memory for fragments in the plans of a runner.
+
+        Args:
+            runner: runner with the profiles.
+            most_seconds: duration of a step up to which the plan for less memory is worth it.
+
+        Returns:
+            The plan for less memory. `None`: nothing is reserved, because steps would be longer, or that is impossible.
+        """
         if self.user_plan is not None or self.fragment_reserve >= MAX_FRAGMENT_RESERVE:
-            return False
+            return None
+        reserve, hardware = self.fragment_reserve, runner.hardware
         self.fragment_reserve += FRAGMENT_RESERVE_STEP
-        runner.hardware = replace(runner.hardware, gpu_bytes=self._gpu_bytes())
-        return True
+        runner.hardware = replace(hardware, gpu_bytes=self._gpu_bytes())
+        plan = self.make(runner)
+        if simulate(runner.profile, runner.hardware, plan).step_seconds > most_seconds:
+            self.fragment_reserve, runner.hardware = reserve, hardware
+            return None
+        return plan
 
     def _gpu_bytes(self) -> int:
         """Returns the bytes of the device that plans may use."""

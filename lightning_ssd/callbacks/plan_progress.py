@@ -59,6 +59,7 @@ class PlanProgress:
         calibrations: corrections of the profiles by steps under plans, since they were made.
         replaced: measured steps of the plan that the one in force has replaced after a correction.
         retried: whether the training was profiled again because a correction did not explain the measured steps.
+        fragmented_plan: plan that stays in force although memory is fragmented, because others take longer.
         compared_plan: the plan that the next field belongs to.
         drift: compares the steps under that plan.
     """
@@ -71,6 +72,7 @@ class PlanProgress:
     calibrations: int = 0
     replaced: Comparison | None = None
     retried: bool = False
+    fragmented_plan: Plan | None = None
     compared_plan: Plan | None = None
     drift: StepDrift = field(default_factory=StepDrift)
 

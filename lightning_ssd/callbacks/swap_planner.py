@@ -17,7 +17,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.fragments import MAX_FRAGMENT_RESERVE, MAX_RETRY_RATE
+from lightning_ssd.callbacks.fragments import MAX_FRAGMENT_RESERVE, RETRY_SECONDS, is_fragmented
 from lightning_ssd.callbacks.obstacles import check_can_plan
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.output_files import check_output
@@ -481,9 +481,7 @@ class SwapPlanner(StepProfiling):
         comparison = progress.next_comparison(runner, self._tolerance)
         if comparison is None:
             return
-        fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
-        fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
-        if fragmented and self._reserve_for_fragments(runner, fragments):
+        if is_fragmented(comparison.alloc_retries, runner.num_steps) and self._plan_for_fragments(runner, comparison):
             return
         if self._logs_metrics:
             log_metrics(trainer, runner, comparison)
@@ -504,19 +502,35 @@ class SwapPlanner(StepProfiling):
         """Plans with less GPU memory, if there is a plan. Called between two steps; the log names the `reason`."""
         if self.runner is not None and not self.measuring:
             self._progress.calibrating = False
-            self._reserve_for_fragments(self.runner, reason)
+            plan = self._maker.reserve_for_fragments(self.runner)
+            if plan is not None:
+                self._apply_smaller(self.runner, plan, reason)
 
-    def _reserve_for_fragments(self, runner: PlanRunner, reason: str) -> bool:
-        """Plans with less GPU memory, because fragments use the rest; returns whether another plan was applied."""
-        if not self._maker.reserve_for_fragments(runner):
+    def _plan_for_fragments(self, runner: PlanRunner, comparison: Comparison) -> bool:
+        """Plans with less GPU memory, because fragments use the rest, unless steps would be longer than with retries.
+
+        Returns:
+            Whether another plan was applied.
+        """
+        if self._progress.fragmented_plan is runner.plan:  # a plan for less memory takes longer
             return False
+        assert runner.prediction is not None
+        retried = RETRY_SECONDS * comparison.alloc_retries / runner.num_steps
+        plan = self._maker.reserve_for_fragments(runner, runner.prediction.step_seconds + retried)
+        if plan is None:
+            self._progress.fragmented_plan = runner.plan
+            return False
+        reason = "the allocator has freed its cached memory in steps, because fragments of it were too small"
+        self._apply_smaller(runner, plan, reason)
+        return True
+
+    def _apply_smaller(self, runner: PlanRunner, plan: Plan, reason: str) -> None:
+        """Applies a plan for less GPU memory."""
         self._progress.replaced = None  # the plan before may need more memory than is left
         limit = format_bytes(runner.hardware.gpu_bytes)
         pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {limit} of the GPU.")
-        plan = self._maker.make(runner)
         self._apply(runner, plan)
         self._store(runner, plan)
-        return True
 
     def _correct(self, runner: PlanRunner, comparison: Comparison) -> None:
         """Corrects the profiles by the first steps under the plan, and plans again if that helps."""

@@ -389,7 +389,7 @@ class _Search:
         for name in reversed(names):
             unit = self.fastest.plan.units[name]
             kept = replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"))
-            self.consider(replace(self.fastest.plan, units=self.fastest.plan.units | {name: kept}))
+            self.consider(replace(self.fastest.plan, units={**self.fastest.plan.units, name: kept}))
 
     def share_steps(self) -> None:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.

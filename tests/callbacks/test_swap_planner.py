@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks import plan_maker, plan_runner, profiling_budget
+from lightning_ssd.callbacks import plan_maker, plan_runner, profiling_budget, swap_planner
+from lightning_ssd.callbacks.fragments import is_fragmented
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import find_units, step, step_work, units
 from lightning_ssd.model_states.device_stepper import DeviceStepper
@@ -670,6 +671,32 @@ def test_plans_leave_memory_to_fragments_that_make_allocations_fail(
     monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: Fragmented(first, share * 10**10))
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=80, recorded=False)
     assert first.hardware is not None and first.hardware.gpu_bytes == pytest.approx(expected * 10**10)
+
+
+@pytest.mark.parametrize("worth", [False, True])
+def test_plans_for_less_memory_are_no_slower_than_retried_allocations(
+    monkeypatch: pytest.MonkeyPatch, worth: bool
+) -> None:
+    """All saved tensors fit, and just so: any plan for less memory takes longer."""
+    roomy = planner(gpu_memory="10GB")
+    train(SSDOffloadStrategy(**BOTH), callbacks=[roomy], steps=16, recorded=False)
+    assert roomy.prediction is not None and roomy.plan is not None and roomy.plan.keeps_all
+    first = planner(gpu_memory=roomy.prediction.gpu_peak_bytes + 1)
+    monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: Fragmented(first, 0))
+    monkeypatch.setattr(swap_planner, "RETRY_SECONDS", 1e3 * worth)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=80, recorded=False)
+    assert first.hardware is not None and first.plan is not None
+    left = first.hardware.gpu_bytes / roomy.prediction.gpu_peak_bytes
+    assert left == pytest.approx(0.8 if worth else 1.0, rel=1e-3)
+    assert first.plan.keeps_all is not worth
+
+
+@pytest.mark.parametrize(
+    ("retries", "num_steps", "expected"), [(2, 8, False), (3, 8, True), (3, 30, False), (4, 30, True)]
+)
+def test_few_retried_allocations_are_no_sign_of_fragments(retries: int, num_steps: int, expected: bool) -> None:
+    """Those right after a change of plan may have left the memory less fragmented."""
+    assert is_fragmented(retries, num_steps) is expected
 
 
 def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
