@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd.planning import HostOverhead
+from lightning_ssd.profiling import measure_machine
 from tests.support.compare import assert_same
 from tests.support.garbage import collect
 from tests.support.plans import pinned, quiet_trainer
@@ -69,8 +71,11 @@ def train(path: Path, strategy: Any, *callbacks: pl.Callback) -> HostBound:
 
 
 def test_a_host_bound_model_is_checkpointed_where_memory_is_short(tmp_path: Path) -> None:
+    """The machine's file has a host that intercepts operations slowly: how slowly this one does depends on its load."""
+    slow = HostOverhead(*6 * [1e-3], checkpoint=1e-5)
+    replace(measure_machine(None), host_overhead=slow).to_json(tmp_path / "machine.json")
     plain = train(tmp_path, "auto")
-    first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), cache=False)
+    first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), machine=tmp_path / "machine.json", cache=False)
     planned = train(tmp_path, SSDOffloadStrategy(states="gpu"), first)
     assert_same(planned, plain)
     assert first.plan is not None and first.comparison is not None
