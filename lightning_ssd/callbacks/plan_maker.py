@@ -10,6 +10,7 @@ from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, MAX_FRAGMEN
 from lightning_ssd.callbacks.plan_runner import PlanRunner
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
+    SAME_EXCESS,
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
@@ -137,7 +138,8 @@ class PlanMaker:
         plan = self.make(runner)
         after = simulate(runner.profile, runner.hardware, plan)
         excess = before.excess_bytes(runner.hardware), after.excess_bytes(runner.hardware)
-        if excess[1] != excess[0]:
+        least_difference = SAME_EXCESS * runner.hardware.gpu_bytes if min(excess) else 0
+        if abs(excess[1] - excess[0]) > least_difference:
             return plan if excess[1] < excess[0] else None
         faster = after.step_seconds < (1 - MIN_PLAN_GAIN) * before.step_seconds
         smaller = self._least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
