@@ -10,11 +10,11 @@ from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, MAX_FRAGMEN
 from lightning_ssd.callbacks.plan_runner import PlanRunner
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
-    SAME_EXCESS,
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
     Plan,
+    exceeds_no_more,
     make_plan,
     plan_for_least_memory,
     simulate,
@@ -137,10 +137,10 @@ class PlanMaker:
         assert before is not None
         plan = self.make(runner)
         after = simulate(runner.profile, runner.hardware, plan)
-        excess = before.excess_bytes(runner.hardware), after.excess_bytes(runner.hardware)
-        least_difference = SAME_EXCESS * runner.hardware.gpu_bytes if min(excess) else 0
-        if abs(excess[1] - excess[0]) > least_difference:
-            return plan if excess[1] < excess[0] else None
+        if not exceeds_no_more(after, before, runner.hardware):
+            return None
+        if not exceeds_no_more(before, after, runner.hardware):
+            return plan
         faster = after.step_seconds < (1 - MIN_PLAN_GAIN) * before.step_seconds
         smaller = self._least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
         return plan if explained and (faster or smaller) else None

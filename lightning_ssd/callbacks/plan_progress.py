@@ -8,40 +8,37 @@ from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.callbacks.step_drift import StepDrift
 from lightning_ssd.planning import Plan
-from lightning_ssd.profiling import count_bytes
 
 MAX_ERROR = 0.02
 """Relative error of a prediction above which the profiles are corrected again."""
 
 MAX_CALIBRATIONS = 4
-"""Plans whose steps correct the profiles, before the training is profiled again."""
+"""Most corrections of one profile by measured steps."""
 
 Verdict = Literal["right", "wrong", "slower", "drifted"]
 
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """Size of the recorded batch, and number of parameters that were trained in its micro-batch.
+    """Shape of the recorded batch, and number of parameters that were trained in its micro-batch.
 
     Attributes:
-        nbytes: bytes; `None`: unknown.
         shape: shape; `None`: unknown.
         num_trained: parameters that required gradients.
     """
 
-    nbytes: int | None
     shape: BatchShape | None
     num_trained: int
 
     @classmethod
     def of(cls, batch: Any, module: pl.LightningModule) -> "RecordedBatch":
         """Returns the record of a batch, and of the parameters of `module` that are trained now."""
-        return cls(count_bytes(batch), BatchShape.of(batch), count_trained(module))
+        return cls(BatchShape.of(batch), count_trained(module))
 
     def covers(self, batch: Any) -> bool:
-        """Returns whether a batch is known to have no more bytes than the recorded one."""
-        nbytes = count_bytes(batch)
-        return nbytes is not None and self.nbytes is not None and nbytes <= self.nbytes
+        """Returns whether a batch is known to be, tensor by tensor, no larger than the recorded one."""
+        shape = BatchShape.of(batch)
+        return shape is not None and self.shape is not None and shape.is_within(self.shape)
 
 
 @dataclass

@@ -303,7 +303,9 @@ class PlanRunner:
         if comparison.gpu_peak_bytes:
             unseen = self.profile.other_gpu_bytes + comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
             # A plan that needs less than predicted does not show that another plan will, which would not fit then.
-            self.profile = replace(self.profile, other_gpu_bytes=max(0, unseen))
+            # The bytes are below 0 where the profile counts more than there is, as of gradients in 16 bits.
+            least = min(0, self.profile.other_gpu_bytes)
+            self.profile = replace(self.profile, other_gpu_bytes=max(least, unseen))
         stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds

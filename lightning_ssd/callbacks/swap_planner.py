@@ -44,6 +44,7 @@ from lightning_ssd.planning import (
     ModelProfile,
     Plan,
     Prediction,
+    exceeds_no_more,
     plan_with_coefficient,
     render_summary,
     simulate,
@@ -110,8 +111,9 @@ class SwapPlanner(StepProfiling):
         save: YAML file to write plans to. If another placement of model states is faster and they may not be moved, a
             plan with that placement is written beside it, as `NAME.states.yaml`.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: no limit.
-        warm_up: steps before the profiled steps; fewer if profiling would take more than 25 steps or 30 seconds.
-        steps: steps that are profiled, once with all saved tensors offloaded and once under the calibration plan; fewer
+        warm_up: steps before the timed ones, the last of which is recorded; fewer if profiling would take more than 25
+            steps or 30 seconds.
+        steps: steps that are timed, once with all saved tensors offloaded and once under the calibration plan; fewer
             if profiling would take more than 25 steps or 30 seconds.
         tolerance: relative drift of the step time after which the training is profiled and planned again.
         cache: whether plans are stored in the user's cache directory (`~/.cache/lightning_ssd/plans`) and used by later
@@ -235,7 +237,7 @@ class SwapPlanner(StepProfiling):
             self._progress.recorded = RecordedBatch.of(batch, pl_module)
         runner = self.runner
         if runner is not None and runner.hooks_skippable:
-            self._toggle_hooks(pl_module, batch, batch_idx, runner)
+            self._toggle_hooks(pl_module, batch, runner)
         if runner is None or self.measuring or not begins:
             return
         if self.calibrating and not runner.num_steps and not self._profiling_budget.allows(1):
@@ -248,11 +250,11 @@ class SwapPlanner(StepProfiling):
         else:
             self._compare(trainer, runner)
 
-    def _toggle_hooks(self, pl_module: pl.LightningModule, batch: Any, batch_idx: int, runner: PlanRunner) -> None:
-        """Enables the saved-tensor hooks, unless the batch, under a plan that keeps all, is as large as recorded."""
+    def _toggle_hooks(self, pl_module: pl.LightningModule, batch: Any, runner: PlanRunner) -> None:
+        """Enables the saved-tensor hooks, unless the batch, under a plan that keeps all, is within the recorded one."""
         recorded = self._progress.recorded
         assert recorded is not None
-        if batch_idx == 0 and count_trained(pl_module) != recorded.num_trained:
+        if count_trained(pl_module) != recorded.num_trained:
             runner.hooks_skippable = False
         runner.enable_hooks(not (runner.hooks_skippable and recorded.covers(batch)))
 
@@ -282,8 +284,10 @@ class SwapPlanner(StepProfiling):
         if self.runner is not None and self.plan is not None and not self.calibrating:
             report_last_plan(self.runner, self.plan)
             return
-        # Operators are measured, then steps after a warm-up, each of which the next one's begin ends.
-        most = self._warm_up + self._steps + WARMUP_AFTER_CHANGE + self._steps + 1
+        # Warm-up with a recorded step, timed steps, those of the calibration plan, and one that ends the last of them;
+        # again after a move of model states, with one step of warm-up.
+        measured = self._steps + WARMUP_AFTER_CHANGE + self._steps + 1
+        most = self._warm_up + measured + (1 + measured if self._states_moved else 0)
         log.warning(
             "SwapPlanner: training ended before it was profiled, which takes up to %d steps: there was no plan. Train "
             "more steps, or give a saved plan by `plan`",
@@ -368,7 +372,9 @@ class SwapPlanner(StepProfiling):
         slowdown = profile.forward_seconds / recorded.forward_seconds
         runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
         plan = placement.apply(profile, cached.plan)
-        fits = not simulate(profile, hardware, plan).excess_bytes(hardware)
+        prediction = simulate(profile, hardware, plan)
+        # The stored plan may not fit, if none does.
+        fits = prediction.excess_bytes(hardware) <= prediction.excess_bytes(cached.hardware)
         now, then = ((one.gpu_bytes, one.host_bytes) for one in (hardware, cached.hardware))
         same = fits and not has_more_memory(now, then)
         pl.utilities.rank_zero_info(
@@ -501,9 +507,9 @@ class SwapPlanner(StepProfiling):
     def plan_smaller(self, reason: str) -> None:
         """Plans with less GPU memory, if there is a plan. Called between two steps; the log names the `reason`."""
         if self.runner is not None and not self.measuring:
-            self._progress.calibrating = False
             plan = self._maker.reserve_for_fragments(self.runner)
             if plan is not None:
+                self._progress.calibrating = False
                 self._apply_smaller(self.runner, plan, reason)
 
     def _plan_for_fragments(self, runner: PlanRunner, comparison: Comparison) -> bool:
@@ -549,8 +555,8 @@ class SwapPlanner(StepProfiling):
             if plan is not None:
                 self._apply(runner, plan)
                 assert before is not None and runner.prediction is not None
-                excess, now = (one.excess_bytes(runner.hardware) for one in (before, runner.prediction))
-                progress.replaced = comparison if excess == now else None
+                may_return = exceeds_no_more(before, runner.prediction, runner.hardware)
+                progress.replaced = comparison if may_return else None
         if runner.plan is not None:
             self._store(runner, runner.plan)
 

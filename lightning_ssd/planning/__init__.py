@@ -15,7 +15,7 @@ The modules, by subject, in the order in which they are best read:
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
-from lightning_ssd.planning.holistic import SAME_EXCESS
+from lightning_ssd.planning.holistic import exceeds_no_more
 from lightning_ssd.planning.lifetimes import (
     CLASSES,
     PHASES,
@@ -66,7 +66,6 @@ __all__ = [
     "MOST_BYTES",
     "PHASES",
     "PLANNERS",
-    "SAME_EXCESS",
     "YEAR",
     "FixedPlacement",
     "HardwareProfile",
@@ -101,6 +100,7 @@ __all__ = [
     "cost_table",
     "default_plan",
     "default_window",
+    "exceeds_no_more",
     "find_what_ifs",
     "free_bytes",
     "is_later_call",

@@ -46,10 +46,11 @@ TOP_K = 3
 """Number of search points with the least bound that are simulated."""
 
 N_SPREAD = 3
-"""Number of further simulated search points, from saving the least to saving everything."""
+"""Number of intervals between the simulated search points from saving the least to saving everything."""
 
 SIMULATED_STAGES = 8000
-"""Largest number of simulated stages over all plans, steps and micro-batches: it bounds the planning time."""
+"""Simulated stages, over all plans, steps and micro-batches, after which no more points are tried, if a plan fits.
+Plans with few launches and with optimizer steps on the GPU are tried all the same."""
 
 MARGIN = 0.005
 """Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
@@ -69,12 +70,17 @@ DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
 LAUNCH_TRIES = 6
 """Most simulations of plans with few launches for a weight, each of which frees more than the one before."""
 
+MAX_INTERCEPTED = 6
+"""Most intercepted units of a plan that is tried with all tensors of one of them kept."""
+
 SAME_EXCESS = 0.02
-"""Difference of two plans' excess bytes / GPU memory up to which the faster plan is chosen if none fits. Predictions
-are no more precise, and the plan of least excess may have every tensor on slow drives."""
+"""Difference of the bytes by which two plans exceed the GPU's memory / that memory, up to which the faster plan is
+chosen if none fits. Predictions are no more precise, and the plan of least excess may have every tensor on slow
+drives."""
 
 CLOSE_ENOUGH = 1.001
-"""Factor on the step time without stalls and recomputation below which the search ends."""
+"""Factor on a step's time up to which another step is about as fast. The search ends when a step is about as fast as
+one without stalls and recomputation."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +109,10 @@ class SearchPoint:
 def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns the fastest plan, by simulation, among those that fit, or, if none does, among those of least excess.
 
-    The papers' plans are simulated first, so the result is never worse than theirs. Further plans fill the memory that
-    the plan of least memory leaves unused: the GPU with parts of units and kept activations, the host with weights,
-    states and swapped activations. These plans are ranked by a bound (the time of the busiest resource in forward, plus
-    that in backward, as in LoHan and Fuyou), and the best ones are simulated.
+    The papers' plans are simulated first, so that, if a plan fits, the result is not slower than theirs. Further plans
+    fill the memory that the plan of least memory leaves unused: the GPU with parts of units and kept activations, the
+    host with weights, states and swapped activations. These plans are ranked by a bound (the time of the busiest
+    resource in forward, plus that in backward, as in LoHan and Fuyou), and the best ones are simulated.
 
     If units have parts, the search is made for whole units first, and continued with parts from its best point: units
     are fewer, and their plan is a candidate, so that a division makes no plan slower.
@@ -152,13 +158,16 @@ class _Considered:
 
     Attributes:
         score: excess bytes and step seconds, to be minimized in this order.
-        wear: measure of the plan's transfers (see `_wear`), to be minimized among plans of about equal score.
+        wear: bytes written to SSDs, and seconds of copies and of compute, to be minimized among plans of about equal
+            score (see `_wear`).
         plan: the plan.
+        prediction: its prediction, without `memory`.
     """
 
     score: tuple[float, float]
     wear: tuple[int, float, float]
     plan: Plan
+    prediction: Prediction
 
 
 class _Search:
@@ -178,13 +187,13 @@ class _Search:
         self._num_certain = sum(item.seconds is None for item in tensors)
         self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
         self._recompute_seconds = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
-        start = simulate(model, hardware, min_memory)
-        self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory)]
+        start = replace(simulate(model, hardware, min_memory), memory=())
+        self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
         self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
         self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
         self._simulations = 1
-        """Number of considered plans, also of those that were simulated before."""
+        """Number of considered plans. Those that were simulated before count again."""
         self._predictions: dict[str, Prediction] = {}
         """Predictions of considered plans, by the plan's text: several points may have the same plan."""
         self._tried: set[SearchPoint] = set()
@@ -251,7 +260,7 @@ class _Search:
         if prediction is None:
             prediction = replace(simulate(self.model, self.hardware, plan), memory=())
             self._predictions[text] = prediction
-            considered = _Considered(_score(prediction, self.hardware), _wear(prediction), plan)
+            considered = _Considered(_score(prediction, self.hardware), _wear(prediction), plan, prediction)
             self._considered.append(considered)
             if considered.score < self.fastest.score:
                 self.fastest = considered
@@ -260,13 +269,15 @@ class _Search:
     def choose(self, of_papers: _Considered) -> Plan:
         """Returns the plan with the fewest transfers among those that are about as fast as the fastest.
 
+        If no plan fits, it is the fastest one of about the least excess.
+
         Args:
             of_papers: the best of the papers' plans; the result is not slower.
         """
         excess, seconds = self.fastest.score
         if excess:
-            most = excess + SAME_EXCESS * self.hardware.gpu_bytes
-            near = (item for item in self._considered if item.score[0] <= most)
+            least = self.fastest.prediction
+            near = (item for item in self._considered if exceeds_no_more(item.prediction, least, self.hardware))
             return min(near, key=lambda item: (item.score[1], item.wear)).plan
         close = [item for item in self._considered if not item.score[0] and item.score[1] <= CLOSE_ENOUGH * seconds]
         least_wear = min(close, key=lambda item: (item.wear, item.score))
@@ -317,7 +328,7 @@ class _Search:
         for share in GPU_SHARES:
             resident = self._count_resident(round(share * self._gpu_left))
             bounds: list[tuple[float, int, SearchPoint]] = []
-            # If all fit into host memory, their order does not matter: equal points are simulated once.
+            # If all fit into host memory, the order does not matter. Of equal bounds, that of states first is chosen.
             for activations_first, saved in product((False, True), self._amounts()):
                 point = SearchPoint(
                     saved, resident, activations_first, self._window, clip, self._gpu_left, self._host_left
@@ -378,13 +389,13 @@ class _Search:
                 nbytes = freed + over + margin
 
     def _try_fewer_interceptions(self) -> None:
-        """Simulates the fastest plan without one after another of the units that it intercepts, if these are few.
+        """For each intercepted unit, the last first, simulates the fastest plan with all tensors of that unit kept.
 
         Tensors that backward needs first, such as logits, may be on the GPU at the peak whether they are freed or not.
         """
         plan = self.fastest.plan
         names = [name for name, intercepted in zip(plan.units, plan.intercepted, strict=True) if intercepted]
-        if plan.offloads_states or len(names) > LAUNCH_TRIES:
+        if plan.offloads_states or len(names) > MAX_INTERCEPTED:
             return
         for name in reversed(names):
             unit = self.fastest.plan.units[name]
@@ -627,6 +638,19 @@ class _Search:
             swapped_to_ssd=swapped - in_host["activations"],
         )
         return iteration_seconds(hardware, *phases)
+
+
+def exceeds_no_more(one: Prediction, other: Prediction, hardware: HardwareProfile) -> bool:
+    """Returns whether a plan exceeds the limits of `hardware` by no more than another one, or by little more.
+
+    That is up to `SAME_EXCESS` of the GPU's memory more on the GPU, if both do not fit, and no more elsewhere.
+    """
+    excess = one.excess_bytes(hardware), other.excess_bytes(hardware)
+    if not all(excess):
+        return not excess[0]
+    on_gpu = [max(0, prediction.gpu_peak_bytes - hardware.gpu_bytes) for prediction in (one, other)]
+    elsewhere = excess[0] - on_gpu[0], excess[1] - on_gpu[1]
+    return elsewhere[0] <= elsewhere[1] and on_gpu[0] <= on_gpu[1] + SAME_EXCESS * hardware.gpu_bytes
 
 
 def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, float]:

@@ -77,7 +77,9 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
     """Returns the stages of a forward, with sums of the operators' bytes and seconds by the plan's choices."""
     pieces = ceil(MIN_STAGES / len(model.units))
     stages = []
-    freed = 0  # casts of weights that backward makes again, unit by unit
+    # Autocast's casts of weights in checkpointed units before a stage. The profile counts them in the workspaces of all
+    # later operators, but they are freed until the unit's rerun.
+    freed_casts = 0
     for index, profile in enumerate(model.units):
         unit = plan.units[profile.name]
         count = len(profile.operators)
@@ -88,19 +90,23 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
             _add_operators(stage, profile, unit, start, stop)
             if unit.checkpoint and stage.last:
                 _add_rerun(stage, profile)
-            stage.fwd_workspace = max(0, stage.fwd_workspace - freed)
-            stage.bwd_workspace = max(0, stage.bwd_workspace - freed)
+            stage.fwd_workspace = max(0, stage.fwd_workspace - freed_casts)
+            stage.bwd_workspace = max(0, stage.bwd_workspace - freed_casts)
             stages.append(stage)
-        freed += profile.cast_bytes if unit.checkpoint else 0
+        freed_casts += profile.cast_bytes if unit.checkpoint else 0
     return stages
 
 
 def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:
     """Returns, for each operator, the bytes that recomputation allocates when backward needs its saved tensor.
 
-    Recomputed tensors that precede it are allocated with it, and held until backward needs them.
+    Recomputed tensors that precede it are allocated with it, and held until backward needs them. A checkpointed unit's
+    are allocated before its last operator's backward, which may save nothing itself.
     """
     remat_bytes = [0] * len(profile.operators)
+    if unit.checkpoint:
+        remat_bytes[-1] = profile.saved_bytes
+        return remat_bytes
     waiting = 0
     last: int | None = None
     for number, operator in enumerate(profile.operators):

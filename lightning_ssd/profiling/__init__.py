@@ -11,7 +11,7 @@ from lightning_ssd.profiling.limits import (
     with_measured_step_rate,
 )
 from lightning_ssd.profiling.machine import adam_step, measure_machine
-from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples
+from lightning_ssd.profiling.model import Profiler, count_samples
 from lightning_ssd.profiling.saved_timeline import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, trace
@@ -26,7 +26,6 @@ __all__ = [
     "TracingError",
     "add_unseen_memory",
     "adam_step",
-    "count_bytes",
     "count_samples",
     "current_placement",
     "fake_tensors",

@@ -493,11 +493,3 @@ def count_samples(batch: Any) -> tuple[int, int]:
             rows = value.shape[0]
             return rows, value.numel() if not value.is_floating_point() and value.dim() == 2 else rows
     return 1, 1
-
-
-def count_bytes(batch: Any) -> int | None:
-    """Returns the bytes of the tensors of a batch, or None if it has no tensors or one that is not strided."""
-    tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor)]
-    if not tensors or any(value.layout is not torch.strided for value in tensors):
-        return None
-    return sum(value.nbytes for value in tensors)

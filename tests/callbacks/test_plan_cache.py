@@ -125,6 +125,18 @@ def test_another_training_does_not_use_it(change: dict[str, Any], tmp_path: Path
     assert len(stored()) == 2
 
 
+def test_the_best_plan_of_a_training_that_has_none_that_fits_is_used_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = planner(gpu_memory="1B"), planner(gpu_memory="1B")
+    fit(tmp_path, swaps=first)
+    with caplog.at_level("INFO"):
+        assert fit(tmp_path, swaps=second) == LATER
+    assert first.prediction is not None and first.hardware is not None
+    assert first.prediction.excess_bytes(first.hardware) and second.plan == first.plan
+    assert "its plan is applied" in caplog.text
+
+
 @pytest.mark.parametrize(("before", "now"), [("1GiB", "1KiB"), ("1KiB", "1GiB")], ids=["less", "more"])
 def test_with_another_limit_of_memory_a_plan_is_made_from_the_measurements(
     before: str, now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

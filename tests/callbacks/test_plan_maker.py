@@ -26,7 +26,7 @@ def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
 ) -> None:
     model = replace(make_model(8, saved=6 * GB, inputs=inputs, parameters=0), other_gpu_bytes=20 * GB)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, gpu_bytes=10 * GB, host_bytes=0, ssd_write=1e6, ssd_mixed=1e6)
+    machine = replace(H100, gpu_bytes=10 * GB, host_bytes=GB, ssd_write=1e6, ssd_mixed=1e6)
     least = fixed.apply(model, min_memory_plan(model))
     runner: Any = SimpleNamespace(
         profile=model, hardware=machine, placement=fixed, prediction=simulate(model, machine, least)

@@ -634,7 +634,7 @@ def test_where_no_plan_fits_slow_drives_do_not_free_the_last_percent() -> None:
     """Units' inputs are 0.8 % of the memory, and need 80 s to be written."""
     model = replace(make_model(8, saved=6 * GB, inputs=GB // 100, parameters=0), other_gpu_bytes=20 * GB)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, gpu_bytes=10 * GB, host_bytes=0, ssd_write=1e6, ssd_mixed=1e6)
+    machine = replace(H100, gpu_bytes=10 * GB, host_bytes=GB, ssd_write=1e6, ssd_mixed=1e6)
     least = simulate(model, machine, min_memory_plan(model))
     plan = make_plan(model, machine, fixed=fixed)
     best = simulate(model, machine, plan)

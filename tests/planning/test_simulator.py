@@ -24,6 +24,7 @@ from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, 
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_by_kind, resident_bytes
 from lightning_ssd.planning.simulator import simulate_every_micro_batch, simulate_tasks
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF, BoundedFifo, StepTasks
+from lightning_ssd.types import Choice
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
 
 # A machine on which bytes and parameters are seconds.
@@ -216,20 +217,25 @@ def test_checkpointed_units_run_again_before_their_backward(count: int, peak: in
     assert prediction.gpu_peak_bytes == peak
 
 
+@pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize(("transients", "peak"), [((100, 0), 50 + 100), ((0, 100), 90 + 100), ((10, 0), 90)])
-def test_a_forward_that_runs_again_has_its_own_peak(transients: tuple[int, int], peak: int) -> None:
-    """Of two operators, which save 50 and 40 bytes, one has transient bytes, maybe before the other's are saved."""
+def test_a_forward_that_runs_again_has_its_own_peak(transients: tuple[int, int], peak: int, rest: bool) -> None:
+    """Of two operators, which save 50 and 40 bytes, one has transient bytes, maybe before the other's are saved.
+
+    The rest of the unit, which saves nothing, may be a stage of its own.
+    """
     (unit,) = make_model(1, parameters=0, inputs=2).units
     (work,) = unit.operators
     operators = tuple(
         replace(work, name=f"work{index}", saved_bytes=saved, forward_bytes=transient, recompute_seconds=None)
         for index, (saved, transient) in enumerate(zip((50, 40), transients, strict=True))
     )
+    if rest:
+        operators += (replace(work, name="rest", saved_bytes=0, forward_bytes=1, recompute_seconds=None),)
     model = replace(make_model(1), units=(replace(unit, operators=operators, checkpoint_bytes=0),))
-    plan = Plan(
-        {unit.name: UnitPlan("gpu", "gpu", "keep", {"work0": "keep", "work1": "keep"}, checkpoint=True)}, 0, 0, "off"
-    )
-    assert simulate(model, FAST, plan).gpu_peak_bytes == 2 + peak
+    choices: dict[str, Choice] = {operator.name: "keep" for operator in operators}
+    plan = Plan({unit.name: UnitPlan("gpu", "gpu", "keep", choices, checkpoint=True)}, 0, 0, "off")
+    assert simulate(model, FAST, plan).gpu_peak_bytes == 2 + max(peak, 90 + rest)
 
 
 def test_weights_are_kept_while_they_fit() -> None:
