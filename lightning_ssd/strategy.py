@@ -3,8 +3,8 @@
 Lightning calls, in a `fit`: `setup_environment`; `load_checkpoint` and `load_model_state_dict`, if `ckpt_path` is
 given; `setup`, which calls `model_to_device`; `on_train_start`; for each micro-batch `training_step` and `backward`,
 within `optimizer_step` if optimization is automatic and a step follows; and `teardown`. The sections of the class have
-this order. Two objects do the work of a training: `offloader`, the activation offloader, and `model_states`, if model
-states are offloaded.
+this order; loading is in the one of checkpoints. Two objects do the work of a training: `offloader`, the activation
+offloader, and `model_states`, if model states are offloaded.
 
 The file is large because the contract is one class: it documents the arguments, which the help of every command shows,
 and overrides a method for each event of a Trainer, which calls the folder that does the work.
@@ -303,9 +303,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
         # The present micro-batch.
         self._retry: MicroBatchRetry | None = None
-        """Runs the micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
+        """Runs the micro-batch; `None`: it can't be run again after an OutOfMemoryError, or its backward has begun."""
         self._module_records: ModuleRecords | None = None
-        """Records of the module; `None`: the micro-batch is not prepared to run out of memory."""
+        """Records of the module; `None`: the micro-batch can't be run again after an OutOfMemoryError."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.

@@ -61,11 +61,12 @@ Outcome = Literal["measuring", "keep", "plan", "offload"]
 FIRST_STEPS = 2
 """Steps before the decision: the first one allocates optimizer states, the second one shows their memory."""
 
-PATIENCE = 2
-"""Steps in a row in which saved tensors must lack room before the training is planned."""
+SHORT_STEPS_AFTER_KEEP = 2
+"""Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With
+another outcome one such step is enough."""
 
 MAX_FAILED_PROFILES = 3
-"""Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
+"""Profiles that micro-batches without enough memory have ended, after which the training is not planned any more."""
 
 
 class AutoPlanner(pl.Callback):
@@ -87,11 +88,11 @@ class AutoPlanner(pl.Callback):
     - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, for
       example. Saved tensors without room are offloaded, as in the first steps.
 
-    A micro-batch that runs out of memory is run again with all saved tensors offloaded (`MicroBatchRetry`), and then
-    less memory is used. That is possible for the first micro-batches under each rule or plan, and for those that are
-    larger than earlier ones.
+    A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded
+    (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or
+    plan, and for those that are larger than earlier ones.
 
-    A log line says which. The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile
+    The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile
     the training. On a CPU there is no limit of device memory: all saved tensors are kept from the first step on.
 
     Attributes:
@@ -160,12 +161,12 @@ class AutoPlanner(pl.Callback):
 
     @property
     def may_run_out(self) -> bool:
-        """Whether the present micro-batch is prepared to run out of memory: it is one of the first under its rule."""
+        """Whether the present micro-batch may run out of memory, so that it has to be able to run again."""
         return self._guard is not None and self._proven.may_run_out
 
     @property
     def begins_rule(self) -> bool:
-        """Whether the present micro-batch is one of the first under its rule, which run out of memory most often."""
+        """Whether the present micro-batch is one of the very first under its rule: most that run out of memory are."""
         return self._guard is not None and self._proven.begins_rule
 
     @contextlib.contextmanager
@@ -288,7 +289,7 @@ class AutoPlanner(pl.Callback):
     def _end_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, offloader: ActivationOffloader, guard: MemoryGuard
     ) -> None:
-        """Decides for the steps after one that has ended, or passes the step on to what plans and moves states."""
+        """Decides for the steps after one that has ended, or passes its end to `RegionPlanner` and `ResidentStates`."""
         ran_out, self._ran_out = self._ran_out, False
         if self.planner is not None:
             if self._obstacles.find_late():
@@ -306,7 +307,7 @@ class AutoPlanner(pl.Callback):
         if self.states is None or self.states.decided:
             return
         if self.states.end_step(guard.limit, most_saved):
-            self._measure_again(trainer)
+            self._restart_decision(trainer)
         elif self.states.decided and self.regions is not None:
             self.regions.refine()
 
@@ -371,7 +372,7 @@ class AutoPlanner(pl.Callback):
         self._short_steps = self._short_steps + 1 if self._short else 0
         if self._steps < FIRST_STEPS or guard.limit.measuring:
             return
-        if not movable and self._short_steps < (PATIENCE if self.outcome == "keep" else 1):
+        if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
             return
         obstacle = self._obstacles.find(trainer, pl_module, self._shape)
         if obstacle is None:
@@ -400,7 +401,7 @@ class AutoPlanner(pl.Callback):
         trainer.callbacks = [*callbacks[:position], planner, *callbacks[position:]]  # type: ignore[attr-defined]
 
     def _keep_for_cuda_graphs(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> None:
-        """Keeps all saved tensors from the second step on: it records the graphs, the first one warms them up.
+        """Keeps all saved tensors from the second step on, which records the CUDA graphs. The first one warms them up.
 
         A graph writes its saved tensors to memory of its own in each step. They can't be offloaded, and a recorded
         graph expects that they stay alive as long as they did when it was recorded.
@@ -439,8 +440,8 @@ class AutoPlanner(pl.Callback):
             refines=self.states is None or self.states.decided,
         )
 
-    def _measure_again(self, trainer: pl.Trainer) -> None:
-        """Decides anew, because model states were moved: memory and offloader are others."""
+    def _restart_decision(self, trainer: pl.Trainer) -> None:
+        """Decides anew, because model states were moved, or compiled code was found late."""
         self._close_regions()
         self._reset_rules()
         self._begin_rules(trainer, get_offloader(trainer))
@@ -452,7 +453,7 @@ class AutoPlanner(pl.Callback):
             "or planned. Saved tensors of all its code are planned from now on, and no operators are recomputed."
         )
         self._remove_planner(trainer)
-        self._measure_again(trainer)
+        self._restart_decision(trainer)
 
     def _close_regions(self) -> None:
         regions, self.regions = self.regions, None
@@ -473,7 +474,10 @@ class AutoPlanner(pl.Callback):
     def _apply_plan(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, planner: SwapPlanner, guard: MemoryGuard
     ) -> None:
-        """Disables hooks for the present micro-batch if it follows a plan that keeps all."""
+        """Sets hooks and window for the present micro-batch, after `planner`, the callback before, has set its plan.
+
+        Hooks are disabled if the plan keeps all. Without a plan the window is limited.
+        """
         if planner.measuring or planner.plan is None or planner.prediction is None:
             offloader.limit_window(guard.limit.fitting_window)  # all saved tensors are offloaded
             return
@@ -533,7 +537,7 @@ class AutoPlanner(pl.Callback):
         """
         shape, trained = self._shape, tuple(parameter.requires_grad for parameter in self._parameters)
         self._remove_planner(trainer)
-        self._measure_again(trainer)
+        self._restart_decision(trainer)
         offloader = get_offloader(trainer)
         pl.utilities.rank_zero_info(
             f"offload='auto': the {_name(offloader)} has run out of memory again in the {part} of a micro-batch, which "

@@ -38,10 +38,10 @@ class ProvenRules:
 
     @property
     def may_run_out(self) -> bool:
-        """Whether the present micro-batch is one of the first under its rule."""
+        """Whether the present micro-batch is one of the first `PROVEN` under its rule."""
         return self._proven[self._rule] < PROVEN
 
     @property
     def begins_rule(self) -> bool:
-        """Whether it is one of the very first, which run out of memory most often."""
+        """Whether it is one of the first `FIRST_MICRO_BATCHES` under its rule, which run out of memory most often."""
         return self.may_run_out and self._proven[self._rule] < FIRST_MICRO_BATCHES

@@ -539,7 +539,8 @@ class SwapPlanner(StepProfiling):
         self._store(runner, plan)
 
     def _correct(self, runner: PlanRunner, comparison: Comparison) -> None:
-        """Corrects the profiles by the first steps under the plan, and plans again if that helps."""
+        """Corrects the profiles by the first steps under the plan. Plans again if that helps, and profiles again, once,
+        if the correction does not explain the steps."""
         progress = self._progress
         progress.calibrations += 1
         explained = runner.calibrate(comparison, self._tolerance)

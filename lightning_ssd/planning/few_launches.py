@@ -1,9 +1,9 @@
 """Plans for steps that are bound by the host's kernel launches: memory is freed with the least host time.
 
-If a unit swaps or recomputes any saved tensor, all of its operations are intercepted. Each swapped or recomputed tensor
-costs the host the same time, whatever its size. So these plans free large tensors in few units, and all other units run
-as in plain training. A checkpointed unit is not intercepted: freeing all of its saved tensors costs the host another
-launch of its forward.
+If a unit swaps or recomputes any saved tensor, all of its operations are intercepted. The host's time for a swapped
+tensor does not depend on its size, and that for a recomputed one depends on its operations alone. So these plans free
+large tensors in few units, and all other units run as in plain training. A checkpointed unit is not intercepted:
+freeing all of its saved tensors costs the host another launch of its forward.
 """
 
 import heapq
@@ -43,18 +43,19 @@ def plan_few_launches(
 ) -> tuple[Plan, int]:
     """Returns a plan that frees `nbytes` of saved tensors on the GPU with little host time, and the bytes it frees.
 
-    The greedy search repeatedly frees the most bytes per second of host time among these options: to checkpoint a unit;
-    to free the first tensors of a unit, whose operations have to be intercepted then; and to free one more tensor of
-    it. Inputs of units are kept.
+    The greedy search repeatedly frees the most bytes per second of host time. A unit's first option is the better of
+    two: to checkpoint it, or to free its first tensors, for which its operations have to be intercepted. After the
+    latter, an option frees one more of its tensors. Inputs of units are kept, no tensor is offloaded to SSDs, and the
+    limit of host memory is ignored.
 
     Args:
         model: profile of the model.
         hardware: profile of the machine.
         base: plan whose placement of model states and windows are used.
-        nbytes: bytes to free. A plan frees more if the last option does, and less if it frees all that it can.
+        nbytes: bytes to free. A plan frees more if the last option does, and less if no option is left.
         device_weight: weight of the device's seconds (copies, recomputation), which are added to the host's.
     """
-    tensors = [_largest_first(unit, hardware, device_weight) for unit in model.units]
+    tensors = [_by_rate(unit, hardware, device_weight) for unit in model.units]
     choices: list[dict[str, Choice]] = [{operator.name: "keep" for operator in unit.operators} for unit in model.units]
     checkpointed: set[int] = set()
     queue: list[tuple[float, int, int, int]] = []
@@ -116,7 +117,7 @@ def _checkpoint_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight
     return _freed_by_checkpoint(unit) / seconds
 
 
-def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> list[_Freed]:
+def _by_rate(unit: UnitProfile, hardware: HardwareProfile, device_weight: float) -> list[_Freed]:
     """Returns the tensors of a unit in falling order of bytes per second."""
 
     def freed(operator: OperatorProfile) -> _Freed:
@@ -134,7 +135,7 @@ def _largest_first(unit: UnitProfile, hardware: HardwareProfile, device_weight: 
 
 
 def _best_first(tensors: Sequence[_Freed], interception: float) -> tuple[float, int]:
-    """Returns how many of a unit's first tensors free the most bytes per second: the rate, and that number."""
+    """Returns the most bytes per second that a unit's first tensors free, and the number of these tensors."""
     nbytes, seconds = 0, interception
     rates = []
     for tensor in tensors:

@@ -131,12 +131,13 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
 
 
 def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
-    """Returns the plan of least memory: inter-block activations and states on SSDs, everything else recomputed.
+    """Returns the plan of least memory: tensors that can't be recomputed and states are on SSDs, the others recomputed.
 
     Args:
         model: profile of the model.
         window_bytes: `window_bytes` of the plan; 0: one transfer at a time; None: `default_window`.
-        ssd_bytes: bytes of SSD space; tensors and states beyond are in host memory.
+        ssd_bytes: bytes of SSD space. If the tensors have no room in it, they all are in host memory; so is each part's
+            states or weights that have none.
     """
     certain = [item for item in saved_groups(model) if item.seconds is None]
     left = ssd_bytes - sum(item.nbytes for item in certain)

@@ -22,11 +22,11 @@ class Stage:
         last: whether the unit's forward ends with this stage.
         forward: seconds of GPU time.
         backward: seconds of GPU time, without recomputation.
-        saved: bytes of saved tensors on the GPU after the forward: kept and offloaded ones, not recomputed ones.
+        saved: bytes of saved tensors that are not recomputed, at the end of the forward, before any is offloaded.
         swapped: bytes of `saved` that are offloaded.
         to_ssd: bytes of `swapped` that are offloaded to SSDs.
         largest: bytes of the largest offloaded tensor.
-        num_saved: saved tensors.
+        num_saved: saved tensors, recomputed ones and the unit's input included.
         num_swapped: offloaded tensors.
         fwd_workspace: peak bytes that only the forward needs.
         bwd_workspace: peak bytes that only the backward needs.
@@ -63,7 +63,7 @@ class Stage:
     rerun_launch: float = 0.0
     num_rerun_saved: int = 0
 
-    def offload(self, nbytes: int, choice: InputChoice) -> None:
+    def add_saved(self, nbytes: int, choice: InputChoice) -> None:
         """Counts a saved tensor of `nbytes` that is not recomputed."""
         self.saved += nbytes
         if choice != "keep":
@@ -127,7 +127,7 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
     operators = profile.operators
     if stage.first and profile.input_bytes:
         stage.num_saved += 1
-        stage.offload(profile.input_bytes, unit.input)
+        stage.add_saved(profile.input_bytes, unit.input)
     peak = stage.saved + (profile.forward_bytes if stage.first else 0)
     if stage.first or stage.last:
         stage.bwd_workspace = profile.backward_bytes
@@ -150,7 +150,7 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
         elif operator.saved_bytes:
             choice = unit.operators[operator.name]
             assert choice != "recompute"
-            stage.offload(operator.saved_bytes, choice)
+            stage.add_saved(operator.saved_bytes, choice)
         peak = max(peak, stage.saved + before + dropped + operator.forward_bytes)
         stage.bwd_workspace = max(stage.bwd_workspace, needed, operator.backward_bytes)
         before = dropped

@@ -63,12 +63,12 @@ def limit_hardware(
         gpu_bytes: bytes of the GPU that the training may use.
         ssd_bytes_per_day: bytes that may be written to the SSDs a day; `None`: the limit of `machine`.
     """
-    kept = simulate(profile, machine, default_plan(profile, placement, {}, 0))
+    states = simulate(profile, machine, default_plan(profile, placement, {}, 0))
     return replace(
         machine,
         gpu_bytes=gpu_bytes,
-        host_bytes=kept.host_peak_bytes + _capacity(offloader, "host") + _staging_bytes(offloader),
-        ssd_bytes=kept.ssd_peak_bytes + _capacity(offloader, "ssd"),
+        host_bytes=states.host_peak_bytes + _capacity(offloader, "host") + _staging_bytes(offloader),
+        ssd_bytes=states.ssd_peak_bytes + _capacity(offloader, "ssd"),
         ssd_bytes_per_day=machine.ssd_bytes_per_day if ssd_bytes_per_day is None else ssd_bytes_per_day,
     )
 
@@ -117,12 +117,7 @@ def with_measured_step_rate(
 
     The rate in `hardware` was measured without a training, whose threads use processors and host memory, too.
 
-    Args:
-        profile: as in `add_unseen_memory`.
-        hardware: as in `add_unseen_memory`.
-        placement: as in `add_unseen_memory`.
-        profiler: as in `add_unseen_memory`.
-        offloader: as in `add_unseen_memory`.
+    Arguments are those of `add_unseen_memory`.
     """
     stepped = profiler.stepped
     if offloader.device.type != "cuda" or not (stepped.amount and stepped.seconds):
