@@ -144,6 +144,6 @@ class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
             result = self.scaler.step(torch_optimizer, **kwargs)
             self.scaler.update()
             self.states.skip_step(torch_optimizer)  # if its `step` was not called
-        else:
-            self.states.end_step(torch_optimizer)
+        else:  # plain Lightning steps nothing, and the next `zero_grad` drops the gradients of earlier micro-batches
+            self.states.cancel_step(torch_optimizer)
         return result

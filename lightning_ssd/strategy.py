@@ -531,7 +531,13 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if user_plan is not None and user_plan.clip != "off":
             config = replace(config, clip=user_plan.clip)
         algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
-        clip_norm = bool(trainer.gradient_clip_val) and algorithm == "norm"
+
+        def clip_value() -> float | None:
+            """Returns the present value, which callbacks may change. Lightning clips nothing at 0 or less."""
+            clips = trainer.gradient_clip_algorithm == "value" and (trainer.gradient_clip_val or 0) > 0
+            return trainer.gradient_clip_val if clips else None
+
+        clip_norm = (trainer.gradient_clip_val or 0) > 0 and algorithm == "norm"
         whole = stepped_whole(self.optimizers, self._to_offload) if fitting else []
         defer_to_user_hooks = (
             not trainer.lightning_module.automatic_optimization
@@ -546,7 +552,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             default_path=trainer.default_root_dir,
             autocast=autocast,
             clip_norm=clip_norm,
-            clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
+            clip_value=clip_value,
             defer_to_user_hooks=defer_to_user_hooks,
             whole=whole,
             sums_gradients=fitting and _accumulates(trainer),

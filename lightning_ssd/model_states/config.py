@@ -1,7 +1,7 @@
 """Settings of model states for a whole training: the user's arguments, and settings of the Trainer."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -127,7 +127,8 @@ class Setup:
         default_path: directory of scratch files if the user has named none.
         autocast: dtype of matrix products under autocast; None: without autocast.
         clip_norm: whether gradients are clipped by their norm in each step.
-        clip_value: largest absolute value of gradients' elements in every step; None: they are not clamped.
+        clip_value: returns the largest absolute value of gradients' elements in the step that begins; None: they are
+            not clamped.
         defer_to_user_hooks: whether user code may read gradients or options between backward and `optimizer.step`, so
             that no step begins earlier.
         settings: settings of the training, if it is recorded.
@@ -141,7 +142,7 @@ class Setup:
     default_path: str | Path
     autocast: torch.dtype | None
     clip_norm: bool
-    clip_value: float | None
+    clip_value: Callable[[], float | None]
     defer_to_user_hooks: bool
     settings: Settings = field(default_factory=Settings.none)
     start_over: bool = False

@@ -201,6 +201,12 @@ class GradScaleDecision:
             torch._foreach_mul_(grads, coefficient)
         return coefficient.float().view(1)
 
+    def cancel(self) -> None:
+        """Ends a step whose scale nobody waits for: no flat parameter is stepped."""
+        if not self._decided:
+            self._decided = True
+            self.scale.set_result(None)
+
     def decide(self, scale: Tensor | None) -> tuple[Tensor, Mark] | None:
         """Completes the future `scale` as soon as the device has computed it: backward and clipping are over.
 

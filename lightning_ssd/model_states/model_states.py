@@ -470,6 +470,21 @@ class ModelStates(Uncopied):
             self._grad_dtype.end_step()
 
     @uninterrupted
+    def cancel_step(self, optimizer: Optimizer) -> None:
+        """Ends a step of `optimizer` without a step of any parameter: `training_step` has skipped its last micro-batch.
+
+        A `backward` that user code has called itself may have submitted steps, which can't be taken back: then it ends
+        like others.
+        """
+        if self._steps.optimizer is not optimizer:
+            return
+        if self._steps.has_submitted:
+            self.end_step(optimizer)
+            return
+        self._steps.cancel()
+        self._grad_dtype.end_step()
+
+    @uninterrupted
     def skip_step(self, optimizer: Optimizer) -> None:
         """Ends a step of `optimizer` that the loss scaler has skipped, without a call of `optimizer.step`."""
         if self.defer_to_user_hooks and optimizer not in self._whole:

@@ -145,7 +145,7 @@ class StepScheduler:
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
         self.optimizer = optimizer
-        self._limit = None if self.defer_to_user_hooks else self._clip_value
+        self._limit = None if self.defer_to_user_hooks else self._clip_value()
         self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
         scale = self._decision.scale
         self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
@@ -339,7 +339,7 @@ class StepScheduler:
         """
         if self.defer_to_user_hooks:
             return optimizer not in self._whole
-        known = self._decision.needs_norm if algorithm == "norm" else limit == self._clip_value
+        known = self._decision.needs_norm if algorithm == "norm" else limit == self._limit
         return known and self.optimizer is optimizer
 
     def clip(self, optimizer: Optimizer, algorithm: str, limit: float) -> None:
@@ -481,6 +481,23 @@ class StepScheduler:
             self._prefetcher.prefetch()
         if optimizer is self._timed:
             self._device_share.note(self.work())
+
+    def cancel(self) -> None:
+        """Ends the step that has begun without a step of any flat parameter. Gradients stay until `zero_grad`."""
+        assert self.optimizer is not None and not self._submitted
+        self._clippings.pop(self.optimizer, None)
+        self._decision.cancel()
+        self._device_share.end_step(())
+        self.optimizer = None
+        self._options.end()
+        self.defer_to_user_hooks = self._defer_next
+        self._prefetcher.reset()
+
+    @property
+    def has_submitted(self) -> bool:
+        """Whether the running step has submitted the step of a flat parameter."""
+        with self._lock:
+            return bool(self._submitted)
 
     def skip(self, optimizer: Optimizer) -> None:
         """Ends a step of `optimizer` that has not begun, because a gradient is not finite.

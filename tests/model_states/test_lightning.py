@@ -93,8 +93,20 @@ def test_lightning_logs_and_saves_the_same(tmp_path: Path, strategy: Any) -> Non
     assert logged[0] == logged[1] and len(logged[0]) >= 3 * STEPS
 
 
-def test_clipping_by_value(tmp_path: Path, strategy: Any) -> None:
-    how: Any = dict(gradient_clip_val=0.05, gradient_clip_algorithm="value")
+@pytest.mark.parametrize("value", [0.05, 0, -1.0])
+@pytest.mark.parametrize("algorithm", ["value", "norm"])
+def test_clipping_by_a_value_or_norm_above_0(tmp_path: Path, strategy: Any, algorithm: str, value: float) -> None:
+    how: Any = dict(gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+    assert_same(train(tmp_path, strategy, Model(), **how), train(tmp_path, "auto", Model(), **how))
+
+
+@pytest.mark.parametrize("values", [(0.05, None), (0.05, 0), (0.05, 0.01)])
+def test_clipping_by_a_value_that_a_callback_changes(tmp_path: Path, strategy: Any, values: Any) -> None:
+    class Change(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.gradient_clip_val = values[trainer.global_step >= 3]
+
+    how: Any = dict(gradient_clip_val=values[0], gradient_clip_algorithm="value", callbacks=[Change()])
     assert_same(train(tmp_path, strategy, Model(), **how), train(tmp_path, "auto", Model(), **how))
 
 
@@ -136,6 +148,29 @@ class Skipping(Model):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx % 4 == 2 else loss
+
+
+@pytest.mark.parametrize(("fused", "clip"), [(True, None), (False, None), (False, 0.05)])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_skipped_micro_batch_of_a_scaled_loss(
+    tmp_path: Path, strategy: Any, skipped: int, fused: bool, clip: float | None
+) -> None:
+    """If the last micro-batch of a step has no loss, plain Lightning steps nothing and drops the other gradients."""
+
+    class Skips(Model):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx in (2 + skipped, 6 + skipped) else loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=fused)
+
+    found = []
+    for how in ("auto", strategy):
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+        arguments: Any = dict(gradient_clip_val=clip, accumulate_grad_batches=2, plugins=[plugin])
+        found.append(train(tmp_path, how, Skips(), **arguments))
+    assert_same(found[1], found[0])
 
 
 class Stepping(Model):

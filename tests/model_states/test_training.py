@@ -519,7 +519,7 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
             default_path=tmp_path,
             autocast=torch.float16,
             clip_norm=clipped,
-            clip_value=None,
+            clip_value=lambda: None,
             defer_to_user_hooks=False,
         ),
         plan_tiers={name: UnitTiers(("host", "host") if index else ("gpu", "gpu")) for index, name in enumerate(names)},
