@@ -40,6 +40,11 @@ class RecordedBatch:
         shape = BatchShape.of(batch)
         return shape is not None and self.shape is not None and shape.is_within(self.shape)
 
+    def is_like(self, batch: Any) -> bool:
+        """Returns whether a step with `batch` takes about as long as with the recorded one, or a shape is unknown."""
+        shape = BatchShape.of(batch)
+        return shape is None or self.shape is None or shape.is_like(self.shape)
+
 
 @dataclass
 class PlanProgress:

@@ -251,6 +251,10 @@ class PlanRunner:
             self._trimmed = True
         self._timer.begin()
 
+    def skip_step(self) -> None:
+        """Excludes the present step from measured ones: its work is not that of the recorded micro-batch."""
+        self._timer.skip()
+
     def pause(self) -> None:
         """Called when a validation begins, whose time and memory are not measured."""
         self._timer.pause()

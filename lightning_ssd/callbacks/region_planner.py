@@ -260,6 +260,11 @@ class RegionPlanner:
 
     # ---- a step ----
 
+    def skip_step(self) -> None:
+        """Excludes the present step, which has fewer micro-batches than others, from timed ones."""
+        if self._timed is not None:
+            self._timed.state.timer.skip()
+
     def end_step(self, *, ran_out: bool) -> None:
         """Called when a step has ended.
 

@@ -20,6 +20,9 @@ TIMED_STEPS = 3
 """Steps that are timed before and after states are moved. Their minimum counts: interruptions of the host lengthen
 single steps."""
 
+MAX_MISSED = 8
+"""Steps in a row with batches of other sizes, after which one of these is timed instead."""
+
 LEAST_SAVED = (0.1, 0.4)
 """Tried shares of its saved bytes for which compiled code needs memory if `activation_memory_budget` is lowered and
 saved tensors are offloaded: a Llama of 0.85B saved 0.39 of them with a budget of 0.5, at 4 % more time, and 0.27 with
@@ -40,9 +43,9 @@ class ResidentStates:
 
     If saved tensors have no room, a `RegionPlanner` plans them before steps are timed, and anew after each move.
 
-    Only steps whose micro-batches have the shape of the first timed one are timed, and only while no plan for saved
-    tensors is being made. All methods are called on the training thread, outside of forward and backward; only
-    `end_step` waits for the device, when it moves states.
+    Only steps whose micro-batches have about the size of the first timed one are timed, and only while no plan for
+    saved tensors is being made. If that size does not occur, another one is timed. All methods are called on the
+    training thread, outside of forward and backward; only `end_step` waits for the device, when it moves states.
 
     Args:
         strategy: the strategy of the training, whose states may be moved.
@@ -54,7 +57,9 @@ class ResidentStates:
         self._timer = StepTimer(clock, TIMED_STEPS, WARM_UP)
         self._phase: Phase = "timing"
         self._shape: BatchShape | None = None
-        """Shape of the batches of timed steps."""
+        """Shape of the first timed batch."""
+        self._num_missed = 0
+        """Steps in a row with batches of another size."""
         self._seconds = 0.0
         """Seconds of a step before the first move."""
         self._fastest = 0.0
@@ -83,8 +88,22 @@ class ResidentStates:
             self._timer.end()
             if timed and self._timer.begin() and self._shape is None:
                 self._shape = shape
-        if not timed or shape != self._shape:
+        alike = shape == self._shape or (shape is not None and self._shape is not None and shape.is_like(self._shape))
+        if not timed or not alike:
             self._timer.skip()
+        if begins_step and timed:
+            self._count_missed(missed=not alike)
+
+    def _count_missed(self, *, missed: bool) -> None:
+        """Times batches of another size, before the first trial, if the size of the first one does not occur."""
+        self._num_missed = self._num_missed + 1 if missed else 0
+        if self._num_missed == MAX_MISSED and self._phase == "timing":
+            self._shape, self._num_missed = None, 0
+            self._timer.reset()
+
+    def skip_step(self) -> None:
+        """Excludes the present step, which has fewer micro-batches than others."""
+        self._timer.skip()
 
     def pause(self) -> None:
         """Called when a validation begins: its time is not part of a step's."""

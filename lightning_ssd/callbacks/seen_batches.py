@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+ALIKE = 0.8
+"""Bytes of a batch / bytes of a larger one, from which on steps with either take about the same time."""
+
 
 class BatchShape(NamedTuple):
     """Shapes of the tensors of a batch, in the order of the batch, and their bytes."""
@@ -32,6 +35,10 @@ class BatchShape(NamedTuple):
             return False
         pairs = zip(self.shapes, other.shapes, strict=True)
         return all(a <= b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+
+    def is_like(self, other: "BatchShape") -> bool:
+        """Returns whether steps with either batch take about the same time, by their bytes."""
+        return ALIKE * self.nbytes <= other.nbytes and ALIKE * other.nbytes <= self.nbytes
 
 
 class SeenBatches:

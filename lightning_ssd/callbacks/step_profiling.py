@@ -214,6 +214,12 @@ class StepProfiling(pl.Callback):
             self.profiled(trainer, pl_module, self._make_profile(trainer, pl_module, timed))
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._phase == "recording" and not self._at_boundary:
+            self.discard()  # a hook of the module has skipped the batch, and the rest of the epoch
+            self._at_boundary = True
+
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._phase == "timing":
             self.profiler.pause()

@@ -201,6 +201,7 @@ class SwapPlanner(StepProfiling):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()  # Lightning's Tuner begins trainings without an end of the one before
         self._progress = PlanProgress()
         if self._save is not None:
             check_output("`save` of SwapPlanner", self._save)
@@ -214,6 +215,8 @@ class SwapPlanner(StepProfiling):
             self._per_day,
             self._offloader.device,
         )
+        self._micro_batches = 0
+        """Micro-batches of the present step."""
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._cache = PlanCache() if self._uses_cache else None
@@ -238,8 +241,26 @@ class SwapPlanner(StepProfiling):
         runner = self.runner
         if runner is not None and runner.hooks_skippable:
             self._toggle_hooks(pl_module, batch, runner)
-        if runner is None or self.measuring or not begins:
+        self._micro_batches = 1 if begins else self._micro_batches + 1
+        if runner is None or self.measuring:
             return
+        if begins:
+            self._begin_step(trainer, pl_module, runner)
+        recorded = self._progress.recorded
+        if self.runner is runner and recorded is not None and not recorded.is_like(batch):
+            runner.skip_step()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # The last step of an epoch may have fewer micro-batches.
+        if self.runner is not None and self._at_boundary and self._micro_batches < trainer.accumulate_grad_batches:
+            self.runner.skip_step()
+
+    def _begin_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
+        """Ends the step before, corrects plans by it if it was measured, and begins a step."""
         if self.calibrating and not runner.num_steps and not self._profiling_budget.allows(1):
             self._skip_calibration()
             self._decide(trainer, pl_module, runner)

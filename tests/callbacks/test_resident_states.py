@@ -18,6 +18,7 @@ from lightning_ssd.activations import ResidentLimit
 from lightning_ssd.callbacks import AutoPlanner, auto_planner, recompilation, region_planner, resident_states
 from lightning_ssd.callbacks.plan_cache import SWITCH
 from lightning_ssd.callbacks.resident_states import ResidentStates
+from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
@@ -46,6 +47,41 @@ class Clock:
 
     def elapsed(self, start: float, end: float) -> float:
         return end - start
+
+
+class Reached(Exception):
+    """Enough steps were timed."""
+
+
+class Timed:
+    """A strategy that is asked for its tiers once enough steps were timed."""
+
+    def present_tiers(self) -> None:
+        raise Reached
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([100, 95, 90, 85, 80, 99], True),  # padding to the longest sample
+        ([100, 50, 100, 50, 100, 50, 100, 50, 100, 50], True),
+        ([9, *[100] * 16], True),  # the first timed batch is an odd one
+        ([100, 50, 20, 10, 5, 2], False),
+    ],
+)
+def test_steps_with_batches_of_about_the_same_size_are_timed(lengths: list[int], expected: bool) -> None:
+    clock = Clock(0.0)
+    states = ResidentStates(Timed(), clock)
+    reached = False
+    for length in (100, *lengths) if lengths[0] != 9 else lengths:
+        states.begin_micro_batch(BatchShape(((4, length),), 4 * length), begins_step=True, timed=True)
+        clock.seconds += length
+        try:
+            states.end_step(None)  # type: ignore[arg-type]
+        except Reached:
+            reached = True
+            break
+    assert reached is expected
 
 
 class Moving(Clock):

@@ -588,6 +588,41 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
     assert corrected.step_seconds == pytest.approx(1.3 * another.predicted, rel=0.1)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_of_less_work_than_the_recorded_one_are_not_measured(time: Clock, accumulate: int) -> None:
+    """Without accumulation every second batch is half as large; with it every second step is one micro-batch."""
+    first = planner(tolerance=1e9)
+    found: list[float] = []
+
+    class Sized(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            time.now += batch.shape[0] / 4
+            if first.comparison is not None:
+                found.append(first.comparison.step_seconds)
+            return super().training_step(batch, batch_idx)
+
+    rows = 3 * [4] if accumulate == 2 else 4 * [2, 4]
+    texts = [torch.randn(count, 16) for count in rows]
+    trainer = quiet_trainer(
+        max_steps=50, accumulate_grad_batches=accumulate, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first]
+    )
+    trainer.fit(Sized("none"), torch.utils.data.DataLoader(texts, batch_size=None))  # type: ignore[arg-type]
+    assert found and found == pytest.approx([float(accumulate)] * len(found), rel=0.01)
+
+
+def test_a_recorded_batch_that_a_hook_skips_is_recorded_again() -> None:
+    """`on_train_batch_start` returns -1 to skip the rest of the epoch, in the step that is recorded first."""
+
+    class Skips(TinyGPT):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if first.recording and not self.current_epoch else None
+
+    first = planner()
+    loader = torch.utils.data.DataLoader([torch.randn(2, 16) for _ in range(8)], batch_size=None)  # type: ignore[arg-type]
+    quiet_trainer(max_steps=20, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first]).fit(Skips("none"), loader)
+    assert first.profile is not None and first.profile.saved_bytes > 0 and first.profile.forward_seconds > 0
+
+
 class SlowAfterward(TinyGPT):
     """Steps last 1.1 times their prediction under the first plan, and `factor` times as long under later ones."""
 
