@@ -778,11 +778,18 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
         assert self.model is not None
         self.model_states = regroup_model_states(
-            self.model_states, self.model, self.optimizers, self.root_device, self._setup
+            self.model_states, self.model, self.optimizers, self.root_device, self._present_setup()
         )
         self._connect_states()
 
     # ---- tiers of model states, which callbacks change between two steps ----
+
+    def _present_setup(self) -> Setup:
+        """Returns the settings of model states. Hooks that user code has added since may need later steps."""
+        assert self.model_states is not None and self._setup is not None
+        if self.model_states.defers_next_steps:
+            self._setup = replace(self._setup, defer_to_user_hooks=True)
+        return self._setup
 
     def _tiers_may_change(self) -> bool:
         """Returns whether tiers of states may change between two steps: the user chose none, by argument or plan."""
@@ -887,7 +894,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 of the forward have their states on the device, as many as fit; tiers of other units do not change.
         """
         assert self.model_states is not None and self._setup is not None and self.model is not None
-        return present_tiers(self.model_states, self.optimizers, self._setup, resident_bytes=resident_bytes)
+        return present_tiers(self.model_states, self.optimizers, self._present_setup(), resident_bytes=resident_bytes)
 
     @uninterrupted
     def move_states_to(self, tiers: PlanTiers) -> None:
@@ -907,7 +914,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 self.optimizers,
                 offloaded,
                 self.root_device,
-                self._setup,
+                self._present_setup(),
                 plan_tiers=tiers,
             )
         except Exception as error:

@@ -401,6 +401,11 @@ class ModelStates(Uncopied):
         return self._steps.defer_to_user_hooks
 
     @property
+    def defers_next_steps(self) -> bool:
+        """The same of the next step: a hook may have been added while one is running."""
+        return self._steps.defers_next
+
+    @property
     def stepping(self) -> bool:
         """Whether an optimizer's step has begun and not ended."""
         return self._steps.optimizer is not None

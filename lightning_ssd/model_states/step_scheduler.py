@@ -142,6 +142,11 @@ class StepScheduler:
         if self.optimizer is None:
             self.defer_to_user_hooks = True  # else when the running step ends
 
+    @property
+    def defers_next(self) -> bool:
+        """`defer_to_user_hooks` of the next step."""
+        return self._defer_next
+
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
         self.optimizer = optimizer

@@ -95,6 +95,26 @@ def test_checkpoints_of_states_that_moved(tmp_path: Path) -> None:
     assert plain.losses == whole.losses[-len(plain.losses) :]  # type: ignore[operator, index, arg-type]
 
 
+def test_hooks_that_read_other_gradients_still_do_after_a_move(tmp_path: Path) -> None:
+    """They were added when training had begun, so that later steps wait for the end of backward."""
+
+    class Reads(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            weights = [block.up.weight for block in pl_module.blocks]
+            found = pl_module.found = []
+
+            def read(_: Any) -> None:
+                found.append([None if weight.grad is None else weight.grad.sum().item() for weight in weights])
+
+            weights[0].register_post_accumulate_grad_hook(read)  # the last one in backward
+
+    runs = []
+    for strategy, callbacks in (("auto", []), (ssd(tmp_path), [Mover(6)])):
+        runs.append(train(tmp_path, strategy, Model(), callbacks=[Reads(), *callbacks]))
+    assert_same(runs[1], runs[0])
+    assert runs[1].found == runs[0].found and len(runs[0].found[0]) > 1
+
+
 def test_no_files_or_threads_are_left(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
