@@ -6,25 +6,30 @@ import math
 import os
 from pathlib import Path
 
+from lightning_ssd.device.cgroups import CGROUPS, PROC, VERSION_2, cgroup_folders, read_text
+
 __all__ = ["available_cores", "kernel_threads"]
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Holds the microseconds for which a container's threads may run in each period, and those of a period."""
+_QUOTA_FILES = {VERSION_2: ("cpu.max",), "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
+"""By the version of cgroups: the files with the microseconds for which a cgroup's threads may run in each period, and
+those of a period."""
 
 
 @functools.cache
-def available_cores(quota: Path = QUOTA) -> int:
-    """Returns the number of cores that this process may use: by its affinity, and by the quota of its container.
-
-    Quotas of cgroup version 1, and of cgroups within the container, are not read.
+def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Returns the number of cores that this process may use: by its affinity, and by the quota of each of its cgroups.
 
     Args:
-        quota: file with the quota; it need not exist.
+        proc: folder of the kernel's files about processes.
+        cgroups: folder where cgroups are mounted, of version 1 or 2; it need not exist.
     """
     cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in place of microseconds
-        used, period = map(int, quota.read_text().split())
-        cores = max(1, min(cores, math.ceil(used / period)))
+    for version, names in _QUOTA_FILES.items():
+        for folder in cgroup_folders(version, proc, cgroups):
+            with contextlib.suppress(ValueError):  # no such file, or "max" in place of microseconds
+                quota, period = map(int, " ".join(read_text(folder / name) for name in names).split())
+                if quota > 0:  # version 1 has -1 for no quota
+                    cores = max(1, min(cores, math.ceil(quota / period)))
     return cores
 
 

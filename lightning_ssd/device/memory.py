@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_ssd.device.cgroups import CGROUPS, PROC, VERSION_2, cgroup_folders, read_text
+
 __all__ = [
     "CUDAMemory",
     "allocator_memory",
@@ -23,22 +25,37 @@ FRAGMENTS = 2**28
 """Least bytes that budgets leave for the allocator's fragments, which matters on a small GPU."""
 
 
+_CGROUP_FILES = {
+    VERSION_2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+}
+"""By the version of cgroups: the files of a cgroup's limit and of its used bytes, and the fields of `memory.stat` that
+count its page cache. All include the cgroup's descendants."""
+
+
 def usable_memory() -> int:
     """Returns the bytes of RAM that budgets may use: `_SHARE` of the available bytes."""
     return int(_SHARE * available_memory())
 
 
-def available_memory() -> int:
-    """Returns the bytes of RAM that this process can still allocate."""
-    with open("/proc/meminfo") as lines:
+def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Returns the bytes of RAM that this process can still allocate: on this machine, and in each of its cgroups.
+
+    Args:
+        proc: folder of the kernel's files about processes and memory.
+        cgroups: folder where cgroups are mounted, of version 1 or 2; it need not exist.
+    """
+    with open(proc / "meminfo") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        # The kernel counts the page cache as used, but frees it when memory is needed.
-        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        available = min(available, int(text) - int(used.read_text()) + cached)
-    return available
+    for version, (limit, used, cached) in _CGROUP_FILES.items():
+        for folder in cgroup_folders(version, proc, cgroups):
+            if not (text := read_text(folder / limit).strip()).isdecimal():  # "max", or no file
+                continue
+            # The kernel counts the page cache as used, but frees it when memory is needed.
+            stat = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+            nbytes = max(0, int(read_text(folder / used) or 0) - sum(int(stat.get(name, 0)) for name in cached))
+            available = min(available, int(text) - nbytes)
+    return max(0, available)
 
 
 def process_gpu_memory(device: torch.device) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_ssd.device import available_cores, kernel_threads
 from lightning_ssd.model_states.adam import CHECKED_OPTIONS, settings_of
+from tests.support.files import write_files
 
 
 @pytest.mark.parametrize(
@@ -24,10 +25,34 @@ def test_a_container_has_the_cores_of_its_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    file = tmp_path / "cpu.max"
-    if quota is not None:
-        file.write_text(quota)
-    assert available_cores(file) == expected
+    write_files(tmp_path, {} if quota is None else {"cgroup/cpu.max": quota})
+    assert available_cores(tmp_path / "proc", tmp_path / "cgroup") == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/slurm/job\n", "cgroup/slurm/job/cpu.max": "400000 100000\n"}, 4),
+        ({"proc/self/cgroup": "0::/slurm/job\n", "cgroup/slurm/cpu.max": "400000 100000\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/job\n0::/\n",
+                "cgroup/cpu/job/cpu.cfs_quota_us": "200000\n",
+                "cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+                "cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+    ],
+    ids=["own", "ancestor", "version 1"],
+)
+def test_a_job_has_the_cores_of_its_cgroups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    write_files(tmp_path, files)
+    assert available_cores(tmp_path / "proc", tmp_path / "cgroup") == expected
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""GPU memory that a process may use, on a fake device."""
+"""Host memory that a process may use, by fake files of the kernel, and GPU memory, on a fake device."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_ssd.device import CUDAMemory, process_gpu_memory, usable_gpu_memory
+from lightning_ssd.device import CUDAMemory, available_memory, process_gpu_memory, usable_gpu_memory
 from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
 from lightning_ssd.model_states import StatesConfig
+from tests.support.files import write_files
 
 GIB = 2**30
 GPU = torch.device("cuda", 0)
@@ -83,3 +85,54 @@ def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest
     memory = CUDAMemory(GPU)
     assert (memory.allocated(), memory.peak(), memory.reserved()) == (3, 7, 5)
     assert (torch.cuda.memory_allocated(GPU), torch.cuda.max_memory_allocated(GPU)) == (3, 7)
+
+
+def _version_2(folder: str, limit: int | str, used: int) -> dict[str, str]:
+    """Returns the files of a cgroup with a page cache of 3 GiB."""
+    stat = f"anon {used - 3 * GIB}\nactive_file {GIB}\ninactive_file {2 * GIB}\n"
+    names = {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}
+    return {f"cgroup{folder}/{name}": text for name, text in names.items()}
+
+
+def _version_1(folder: str, limit: int, used: int) -> dict[str, str]:
+    """Returns the files of a cgroup with a page cache of 3 GiB, all of it in descendants."""
+    stat = f"active_file 0\ninactive_file 0\ntotal_active_file {GIB}\ntotal_inactive_file {2 * GIB}\n"
+    names = {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
+    return {f"cgroup/memory{folder}/{name}": text for name, text in names.items()}
+
+
+UNLIMITED = 9223372036854771712
+"""In place of "max", in version 1."""
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/\n", _version_2("", 16 * GIB, 10 * GIB), 9),
+        ("0::/\n", _version_2("", "max", 10 * GIB), 64),
+        ("0::/slurm/job\n", _version_2("/slurm/job", 16 * GIB, 10 * GIB), 9),
+        ("0::/slurm/job\n", _version_2("/slurm/job", "max", 9 * GIB) | _version_2("/slurm", 16 * GIB, 12 * GIB), 7),
+        ("0::/slurm/job\n", _version_2("/slurm/job", 16 * GIB, 8 * GIB) | _version_2("/slurm", 40 * GIB, 35 * GIB), 8),
+        ("0::/slurm/job\n", _version_2("/other", 16 * GIB, 10 * GIB), 64),
+        ("0::/docker/1\n", _version_2("", 16 * GIB, 10 * GIB), 9),
+        ("0::/../other\n", _version_2("", 16 * GIB, 10 * GIB), 9),
+        ("0::/\n", _version_2("", 8 * GIB, 12 * GIB), 0),
+        ("0::/\n", {"cgroup/memory.max": f"{16 * GIB}\n", "cgroup/memory.current": f"{10 * GIB}\n"}, 6),
+        ("9:memory:/job\n0::/\n", _version_1("/job", 16 * GIB, 10 * GIB) | _version_1("", UNLIMITED, 90 * GIB), 9),
+        ("9:memory:/a/job\n", _version_1("/a/job", UNLIMITED, 9 * GIB) | _version_1("/a", 16 * GIB, 10 * GIB), 9),
+        ("9:memory:/docker/1\n", _version_1("", 16 * GIB, 10 * GIB), 9),
+        ("9:memory:/job\n", {}, 64),
+        (None, _version_2("", 16 * GIB, 10 * GIB), 9),
+        (None, {}, 64),
+    ],
+    ids=["root", "root without limit", "nested", "ancestor", "fuller ancestor", "other job", "container"]
+    + ["outside of the container", "exceeded", "no statistics", "version 1", "ancestor of version 1"]
+    + ["container of version 1", "no cgroup", "root, unknown path", "nothing"],
+)
+def test_the_least_of_free_memory_and_the_cgroups_limits_counts(
+    tmp_path: Path, cgroup: str | None, files: dict[str, str], expected: int
+) -> None:
+    write_files(tmp_path, {"proc/meminfo": f"MemTotal: {2**27} kB\nMemAvailable: {2**26} kB\n"} | files)
+    if cgroup is not None:
+        write_files(tmp_path, {"proc/self/cgroup": cgroup})
+    assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == expected * GIB
