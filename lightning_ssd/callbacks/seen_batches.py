@@ -20,9 +20,9 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> "BatchShape | None":
-        """Returns the shape of a batch; `None`: it has no tensors, or sparse ones."""
+        """Returns the shape of a batch; `None`: it has no tensors, or sparse or nested ones."""
         tensors = list(_tensors(batch))
-        if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
+        if not tensors or any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
             return None
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         return cls(shapes, sum(prod(shape) * t.element_size() for shape, t in zip(shapes, tensors, strict=True)))

@@ -490,6 +490,6 @@ def count_samples(batch: Any) -> tuple[int, int]:
     """
     for value in tree_leaves(batch):
         if isinstance(value, Tensor) and value.dim():
-            rows = value.shape[0]
+            rows = value.size(0)  # a nested tensor has no `shape`
             return rows, value.numel() if not value.is_floating_point() and value.dim() == 2 else rows
     return 1, 1

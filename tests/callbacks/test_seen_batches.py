@@ -14,6 +14,10 @@ from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)
 
 
+NESTED = [torch.strided, torch.jagged]
+"""Layouts of nested tensors: those of the former have no `shape`."""
+
+
 def shape(*sizes: tuple[int, ...]) -> BatchShape:
     found = BatchShape.of([torch.empty(size) for size in sizes])
     assert found is not None
@@ -33,7 +37,11 @@ def test_tensors_of_any_container_count(batch: Any) -> None:
     assert BatchShape.of(batch) == (((2, 3), (4,)), 2 * 3 * 4 + 4 * 8)
 
 
-@pytest.mark.parametrize("batch", [None, 3, ["text"], torch.zeros(2, 2).to_sparse(), {"a": object()}])
+@pytest.mark.parametrize(
+    "batch",
+    [None, 3, ["text"], torch.zeros(2, 2).to_sparse(), {"a": object()}]
+    + [torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout) for layout in NESTED],
+)
 def test_the_shape_of_other_batches_is_unknown(batch: Any) -> None:
     assert BatchShape.of(batch) is None
     assert not SeenBatches().covers(None)

@@ -396,15 +396,25 @@ def test_hooks_are_enabled_again_when_more_parameters_are_trained() -> None:
     assert looks.found[begin] and looks.found[-1]
 
 
-def test_hooks_stay_enabled_for_batches_of_unknown_size() -> None:
-    class Sparse(TinyGPT):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(batch.to_dense(), batch_idx)
+def _to_nested(batch: Tensor) -> Tensor:
+    return torch.nested.nested_tensor(list(batch))
 
-    texts = [torch.randn(2, 16).to_sparse() for _ in range(20)]
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("store", "dense"),
+    [(Tensor.to_sparse, Tensor.to_dense), (_to_nested, lambda batch: batch.to_padded_tensor(0.0))],
+    ids=["sparse", "nested"],
+)
+def test_hooks_stay_enabled_for_batches_of_unknown_size(store: Any, dense: Any) -> None:
+    class OfUnknownSize(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(dense(batch), batch_idx)
+
+    texts = [store(torch.randn(2, 16)) for _ in range(20)]
     first, looks = planner(tolerance=1e9), Looks()
     trainer = quiet_trainer(max_epochs=1, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first, looks])
-    trainer.fit(Sparse("none"), torch.utils.data.DataLoader(texts, batch_size=None))
+    trainer.fit(OfUnknownSize("none"), torch.utils.data.DataLoader(texts, batch_size=None))
     assert first.plan is not None and first.plan.keeps_all and all(looks.found)
 
 
