@@ -74,7 +74,8 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
         return None
     raise ValueError(
         f"`states={states!r}` trains with `precision='32-true'`, `'bf16-mixed'`, `'16-mixed'` or `'bf16-true'`, and "
-        f"the Trainer has {precision.precision!r}. Take one of those, or set `states='gpu'`."
+        f"the Trainer has `{type(precision).__qualname__}` with {precision.precision!r}. Take one of those, or set "
+        "`states='gpu'`."
     )
 
 

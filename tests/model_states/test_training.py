@@ -479,6 +479,10 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
     assert one + embedding < max(most) <= 2 * one + embedding
 
 
+class OwnPrecision(pl.plugins.Precision):
+    """A user's own plugin, whose hooks may do anything."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "trainer", "message"),
     [
@@ -489,6 +493,7 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
         ({"gpu_memory": "much"}, {}, "gpu_memory"),
         ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),
         ({}, {"precision": "64-true"}, "`states='host'` trains with .*64-true.*states='gpu'"),
+        ({}, {"plugins": OwnPrecision()}, "trains with .*the Trainer has `OwnPrecision` with '32-true'.*states='gpu'"),
         (
             {"states": "ssd", "recover": True},
             {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]},
