@@ -73,7 +73,7 @@ def check_above_zero(argument: str, value: object, example: float) -> None:
 
 
 def parse_path(argument: str, value: object, example: str) -> Path:
-    """Returns a local path whose leading `~` is replaced by the user's home directory.
+    """Returns a local path as `absolute_path` does.
 
     Raises:
         TypeError: `value` is neither a string nor a path.
@@ -88,7 +88,12 @@ def parse_path(argument: str, value: object, example: str) -> Path:
         raise ValueError(f"{shown} is not local. {legal}")
     if text.startswith("~") and os.path.expanduser(text) == text:
         raise ValueError(f"{shown} begins with the name of no user. {legal}")
-    return Path(text).expanduser()
+    return absolute_path(text)
+
+
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """Returns a path that stays the same when the working directory changes; a leading `~` is the user's home."""
+    return Path(path).expanduser().absolute()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ and overrides a method for each event of a Trainer, which calls the folder that 
 import contextlib
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether states are offloaded; `None`: not decided yet."""
         self._storage = self.config
         """`config` with byte counts in place of percentages, once `setup` has begun."""
+        self._default_path = ""
+        """Directory of scratch files if the user has named none, once `setup` has begun."""
         self._to_offload: set[torch.nn.Parameter] = set()
         """Parameters to offload, while model states are made."""
         self._uninitialized = MetaTensors(set(), set())
@@ -380,7 +383,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None
         if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
             check_unit_classes(self.model, self.states_config.units)
-        self._storage = self.config.resolve(trainer.default_root_dir)
+        root = trainer.default_root_dir
+        self._default_path = (
+            root if "://" in root else os.path.abspath(root)
+        )  # user code may change the directory later
+        self._storage = self.config.resolve(self._default_path)
         self._offloads = None
         if fitting and self._compile:
             self._compile_blocks()
@@ -410,7 +417,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             of_states = describe_resident(need, room, chosen, device)
         decided_by = None if _find_callback(trainer, SwapPlanner) is None else "SwapPlanner"
         of_activations = describe_activations(offloader, self.config, decided_by=decided_by)
-        drives = describe_drives(offloader, states, self.config, trainer.default_root_dir)
+        drives = describe_drives(offloader, states, self.config, self._default_path)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
     def _compile_blocks(self) -> None:
@@ -549,7 +556,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return Setup(
             config=config,
             storage=self._storage,
-            default_path=trainer.default_root_dir,
+            default_path=self._default_path,
             autocast=autocast,
             clip_norm=clip_norm,
             clip_value=clip_value,
@@ -581,7 +588,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def _record_path(self, trainer: pl.Trainer) -> Path:
         """Returns the scratch directory that has the record of `recover=True`."""
-        return self._storage.paths(trainer.default_root_dir)[0]
+        return self._storage.paths(self._default_path)[0]
 
     def _connect_states(self) -> None:
         """Makes Lightning clip, scale and zero gradients through `model_states`."""
@@ -605,7 +612,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if states is not None:
             config = config.without(states.host_limit, states.ssd_bytes)
         self.offloader = make_offloader(
-            config, self.root_device, default_path=trainer.default_root_dir, rank=self.global_rank
+            config, self.root_device, default_path=self._default_path, rank=self.global_rank
         )
         if states is None and self.config.amount() == "none":
             # Nothing is offloaded: hooks would only add overhead.

@@ -23,6 +23,7 @@ from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import (
     LEAST_BUDGET,
     SizeArgument,
+    absolute_path,
     check_choice,
     check_flag,
     format_bytes,
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class OffloadConfig:
     """Arguments of activation offload. `SSDOffloadStrategy` documents the fields.
+
+    `path` is made absolute, since offloaders are also made amid training, when user code may have changed the working
+    directory.
 
     Raises:
         ValueError: a field is out of range; the message names the field and its legal values.
@@ -57,6 +61,10 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         check_paths(self.path)
+        if isinstance(self.path, str | os.PathLike):
+            object.__setattr__(self, "path", absolute_path(self.path))
+        elif self.path is not None:
+            object.__setattr__(self, "path", tuple(map(absolute_path, self.path)))
         check_choice("tier", self.tier, ("ssd", "host"))
         OFFLOAD.parse(self.offload)
         HOST_MEMORY.parse(self.host_memory)
@@ -129,8 +137,8 @@ class OffloadConfig:
                 )
             Path(default).mkdir(parents=True, exist_ok=True)
             return [Path(default)]
-        paths = [self.path] if isinstance(self.path, str | os.PathLike) else list(self.path)
-        return [Path(path).expanduser() for path in paths]
+        paths = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
+        return [Path(path) for path in paths]
 
 
 def make_offloader(

@@ -109,6 +109,18 @@ def test_wrong_settings_and_short_trainings_are_named(tmp_path: Path, caplog: py
     assert not (tmp_path / "profile.json").exists()
 
 
+def test_files_are_written_relative_to_the_first_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    callback = ModelProfiler("profile.json", 1, 1, lifetimes="lifetimes.json")
+    monkeypatch.chdir("elsewhere")
+    train(tmp_path, SSDOffloadStrategy(states="gpu", min_bytes=1), Model(), callbacks=[callback])
+    assert {file.name for file in tmp_path.iterdir()} == {"elsewhere", "profile.json", "lifetimes.json"}
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_files_that_can_not_be_written_are_refused_before_the_first_step(tmp_path: Path) -> None:
     class Untrained(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

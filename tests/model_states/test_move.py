@@ -1,6 +1,7 @@
 """Model states that move between device, host memory and SSDs during a training do not change the numbers."""
 
 import errno
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.support.products import combinations, thorough
 from tests.support.states import STEPS, train
 
 
-def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:
+def ssd(path: Any, **arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "32MiB"} | arguments)
 
 
@@ -60,6 +61,36 @@ def test_results_do_not_change(tmp_path: Path, accumulate: int, precision_clip: 
 def test_optimizer_states_are_moved_too(tmp_path: Path, make_optimizer: Any, groups: bool) -> None:
     model = Model(make_optimizer, groups)
     moved = train(tmp_path, ssd(tmp_path), model, callbacks=[Mover(1)])
+    assert_same(moved, train(tmp_path, "auto", model))
+
+
+class ChangesDirectory(Mover):
+    """Changes the working directory before the first move.
+
+    Args:
+        folder: the new directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        os.chdir(self.folder)
+
+
+@pytest.mark.parametrize("paths", ["one", "several", "none"])
+def test_relative_paths_do_not_follow_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: str
+) -> None:
+    """Those of the strategy, and the Trainer's `default_root_dir` where the strategy has none."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("drive", "other", "elsewhere"):
+        Path(folder).mkdir()
+    path: Any = {"one": "drive", "several": ["drive", Path("other")], "none": None}[paths]
+    model, mover = Model(), ChangesDirectory(tmp_path / "elsewhere")
+    moved = train(Path("drive" if path is None else "root"), ssd(path), model, callbacks=[mover])
+    assert mover.moves >= 2 and not list(Path.cwd().iterdir()) and Path.cwd().name == "elsewhere"
     assert_same(moved, train(tmp_path, "auto", model))
 
 
