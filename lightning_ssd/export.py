@@ -68,25 +68,49 @@ def export(
             f"{checkpoint} has objects that are not tensors, such as hyperparameters of user classes. If you trust it, "
             "add --trust."
         ) from error
-    weights: dict[str, Tensor] = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
-    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+    weights = _find_weights(loaded)
+    if not weights:
         raise ValueError(f"{checkpoint} has no state dict: name a checkpoint, or a file with a state dict.")
     chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     seen: set[object] = set()
     for name, value in list(chosen.items()):  # tied weights are written once: loading ties them again
-        key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+        memory = value.untyped_storage().data_ptr(), value.storage_offset()
+        key = (*memory, value.shape, value.stride(), value.dtype)
         if key in seen and value.numel():
             del chosen[name]
         seen.add(key)
     if not chosen:
         starts = sorted({name.split(".")[0] + "." for name in weights})
         raise ValueError(f"no weight in {checkpoint} begins with {prefix!r}. They begin with {', '.join(starts)}.")
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if like is not None:
-        for pattern in _COPIED:
-            for file in like.glob(pattern):
+    try:
+        if like is not None:
+            for file in (file for pattern in _COPIED for file in like.glob(pattern) if file.is_file()):
                 shutil.copy(file, folder)
-    return _write(chosen, folder, shard_bytes, dtype)
+        return _write(chosen, folder, shard_bytes, dtype)
+    except BaseException:
+        for written in folder.iterdir():  # else the next try would find that the folder is not empty
+            written.unlink()
+        if made:
+            folder.rmdir()
+        raise
+
+
+def _find_weights(loaded: object) -> dict[str, Tensor]:
+    """Returns the tensors of the state dict in a loaded file, or nothing if it has none.
+
+    A state dict may have other entries, too: those of `get_extra_state`, and in a checkpoint any that user code adds.
+    """
+    if not isinstance(loaded, dict):
+        return {}
+    state = loaded.get("state_dict", loaded)
+    if not isinstance(state, dict):
+        return {}
+    weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    others = [name for name in state if name not in weights]
+    is_state_dict = "state_dict" in loaded or all(str(name).endswith("_extra_state") for name in others)
+    return weights if is_state_dict else {}
 
 
 def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[Path]:
@@ -100,7 +124,7 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
     for index, names in enumerate(shards):
         name = "model" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}"
         files.append(folder / f"{name}.safetensors")
-        shard = {key: weights[key].to(of(weights[key]), copy=True) for key in names}
+        shard = {key: weights[key].to(of(weights[key]), copy=True).contiguous() for key in names}
         save_file(shard, files[-1], metadata={"format": "pt"})
         where |= dict.fromkeys(names, files[-1].name)
     if len(shards) > 1:

@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from lightning_ssd import SSDOffloadStrategy, cli
+from lightning_ssd import SSDOffloadStrategy, cli, export
 from lightning_ssd.models.gpt import GPT
 from tests.support.trainings import make_trainer
 
@@ -75,3 +76,49 @@ def test_mistakes(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.Capt
         assert message in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "odd.ckpt"), str(tmp_path / "out"), "--trust"]) == 0
     assert json.dumps(sorted(load_file(tmp_path / "out" / "model.safetensors"))) == '["a"]'
+
+
+def test_strides_views_and_entries_that_are_no_tensors(tmp_path: Path) -> None:
+    square = torch.randn(3, 3)
+    state = {"a": square, "tied": square, "transposed": square.t(), "images": torch.randn(2, 3, 4, 4)}
+    state["images"] = state["images"].to(memory_format=torch.channels_last)
+    for content in ({"state_dict": {**state, "module._extra_state": {"scale": 1.0}, "note": "x"}},
+                    {**state, "module._extra_state": None}):  # fmt: skip
+        torch.save(content, tmp_path / "a.ckpt")
+        folder = tmp_path / f"folder-{len(content)}"
+        assert cli.main(["export", str(tmp_path / "a.ckpt"), str(folder)]) == 0
+        loaded = load_file(folder / "model.safetensors")
+        assert sorted(loaded) == ["a", "images", "transposed"]
+        assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+
+
+def test_a_file_without_a_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "step": torch.ones(())}, tmp_path / "a.ckpt")
+    with pytest.raises(SystemExit):
+        cli.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")])
+    assert "has no state dict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool) -> None:
+    """So it can be tried again. Folders in `--like` are not copied."""
+    torch.save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "a.ckpt")
+    like, folder = tmp_path / "like", tmp_path / "folder"
+    (like / "tokenizer").mkdir(parents=True)
+    (like / "config.json").write_text("{}")
+    if exists:
+        folder.mkdir()
+    arguments = ["export", str(tmp_path / "a.ckpt"), str(folder), "--shard=16B", f"--like={like}"]
+
+    def fail_at_second(tensors: Any, path: Path, metadata: Any) -> None:
+        if "b" in tensors:
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(export, "save_file", fail_at_second)
+    with pytest.raises((OSError, SystemExit)):
+        cli.main(arguments)
+    assert folder.exists() == exists and (not exists or not list(folder.iterdir()))
+    monkeypatch.undo()
+    assert cli.main(arguments) == 0
+    assert len(list(folder.glob("*.safetensors"))) == 2 and (folder / "config.json").exists()
