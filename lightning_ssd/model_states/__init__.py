@@ -18,7 +18,7 @@ The modules, by subject, in the order in which they are best read:
 - the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
 - operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `operands`, `references` (that
   autograd saves), `sources`, `gradient_access`, `shared_memory`, `summoned` (whole weights).
-- checkpoints: `state_dicts`, `lazy`, `sharded`, `replace`.
+- checkpoints: `state_dicts`, `values` (in nested containers), `lazy`, `sharded`, `replace` (of files).
 - `recover=True`: `journal`, `settings`, `plain_data`.
 """
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_ssd.model_states.flat import in_memory_order
 from lightning_ssd.model_states.replace import remove, replacing
+from lightning_ssd.model_states.values import replace_values
 
 _MARK_BYTES = 32
 
@@ -70,7 +70,7 @@ class LazyTensor(Tensor):
         if shown in _CONVERSIONS and _changes_nothing(*args, **(kwargs or {})):
             return args[0]
         if shown not in _SHAPES:
-            args, kwargs = apply_to_collection((args, dict(kwargs or {})), LazyTensor, LazyTensor.load)
+            args, kwargs = load_lazy((args, dict(kwargs or {})))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -146,12 +146,15 @@ class LazyTensors:
 
 
 def load_lazy(checkpoint: Any) -> Any:
-    """Returns `checkpoint` with ordinary tensors for the lazy ones."""
-    return apply_to_collection(checkpoint, LazyTensor, LazyTensor.load)
+    """Returns `checkpoint` with ordinary tensors for the lazy ones in its dicts, lists and tuples."""
+    return replace_values(checkpoint, lambda _, value: value.load() if isinstance(value, LazyTensor) else value)
 
 
 def save(checkpoint: Any, path: str | Path) -> None:
     """Writes the same file as `torch.save`, with the values of one lazy tensor in memory at a time.
+
+    Lazy tensors inside objects other than dicts, lists and tuples, such as dataclasses, remain in memory once they are
+    written.
 
     The file is replaced atomically when the new one is durable: after a kill, the old or the new one exists.
 
@@ -168,7 +171,9 @@ def save(checkpoint: Any, path: str | Path) -> None:
     marks: dict[bytes, LazyTensor] = {}
     stand_ins: dict[LazyTensor, Tensor] = {}
 
-    def marked(tensor: LazyTensor) -> Tensor:
+    def marked(_: str, tensor: Any) -> Any:
+        if not isinstance(tensor, LazyTensor):
+            return tensor
         if tensor in stand_ins:
             return stand_ins[tensor]
         if tensor._read is None or tensor.nbytes < _MARK_BYTES:
@@ -190,7 +195,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
             torch.serialization.set_crc32_options(False)
             filling = _Filling(file, marks)
             try:
-                torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], filling))
+                torch.save(replace_values(checkpoint, marked), cast(IO[bytes], filling))
             except BaseException as error:
                 # torch closes its file after an error, and raises an error about that instead of the first one.
                 interrupt = error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else None

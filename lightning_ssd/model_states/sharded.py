@@ -10,7 +10,7 @@ When the checkpoint is written, the tensors of one file are in memory at a time;
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_ssd.model_states.lazy import LazyTensor
 from lightning_ssd.model_states.replace import find_replaced, put_in_place, remove, sync_directory
+from lightning_ssd.model_states.values import replace_values
 
 SHARD_BYTES = 2**30
 """Most bytes of a file, unless a single tensor is larger."""
@@ -51,7 +52,10 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     try:
         tensors: dict[str, Tensor] = {}
         first: dict[object, str] = {}
-        rest = _replace(checkpoint, "", lambda name, tensor: _named(name, tensor, tensors, first))
+        rest = replace_values(
+            checkpoint,
+            lambda name, value: _named(name, value, tensors, first) if isinstance(value, Tensor) else value,
+        )
         sizes: dict[str, dict[str, int]] = {"weights": {}, "optimizer": {}}
         for name, tensor in tensors.items():
             sizes["weights" if name.startswith(_STATE_DICT) else "optimizer"][name] = tensor.nbytes
@@ -82,7 +86,9 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
     index: dict[str, str] = json.loads((path / "index.json").read_text())
     files = {file: safe_open(path / file, framework="pt") for file in set(index.values())}
 
-    def tensor(value: dict[str, Any]) -> Tensor:
+    def restored(_: str, value: Any) -> Any:
+        if not isinstance(value, dict) or _KEY not in value:
+            return value
         name = value[_KEY]
         file: Any = files[index[name]]
         found: Tensor = file.get_tensor(_in_file(name))
@@ -91,8 +97,8 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
         return found
 
     rest = torch.load(path / "rest.ckpt", map_location="cpu", weights_only=weights_only)
-    restored: dict[str, Any] = _restore(rest, tensor)
-    return restored
+    checkpoint: dict[str, Any] = replace_values(rest, restored)
+    return checkpoint
 
 
 def is_sharded(path: str | Path) -> bool:
@@ -106,9 +112,13 @@ def _in_file(name: str) -> str:
 
 def _named(name: str, tensor: Tensor, tensors: dict[str, Tensor], names: dict[object, str]) -> dict[str, Any]:
     # Tied tensors are one object, or one piece of memory: they are written once, under the first name.
-    first = names.setdefault(_identity(tensor), name)
-    if first == name:
+    identity = _identity(tensor)
+    if identity not in names:
+        while name in tensors:  # such as the path of both keys 1 and "1"
+            name += "_"
+        names[identity] = name
         tensors[name] = tensor
+    first = names[identity]
     order = _order(first, tensor)
     return {_KEY: first} if order == sorted(order) else {_KEY: first, _ORDER: order}
 
@@ -123,29 +133,6 @@ def _identity(tensor: Tensor) -> object:
     if isinstance(tensor, LazyTensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _replace(value: Any, name: str, stand_in: Callable[[str, Tensor], Any]) -> Any:
-    """Returns `value` with the result of `stand_in` in place of each tensor, whose name is its path in `value`."""
-    if isinstance(value, Tensor):
-        return stand_in(name, value)
-    if isinstance(value, dict):
-        of = {key: _replace(item, f"{name}/{key}" if name else str(key), stand_in) for key, item in value.items()}
-        return type(value)(of) if type(value) is not dict else of
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, f"{name}/{index}", stand_in) for index, item in enumerate(value))
-    return value
-
-
-def _restore(value: Any, tensor: Callable[[dict[str, Any]], Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _KEY in value:
-            return tensor(value)
-        of = {key: _restore(item, tensor) for key, item in value.items()}
-        return type(value)(of) if type(value) is not dict else of
-    if type(value) in (list, tuple):
-        return type(value)(_restore(item, tensor) for item in value)
-    return value
 
 
 def divide_into_files(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -1,14 +1,17 @@
 """Checkpoints of offloaded states: ordinary files, written and read without memory for all states."""
 
+import array
+import collections
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -17,7 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import load_sharded, save_sharded, sharded
+from lightning_ssd.model_states import load_lazy, load_sharded, save_sharded, sharded
 from lightning_ssd.model_states.lazy import LazyTensor, LazyTensors, save
 from tests.support.compare import assert_same, same
 from tests.support.models import Block, Model, ToyModel
@@ -348,6 +351,78 @@ def test_assigning_a_state_dict(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"leave `assign` out"):
         train(tmp_path, host(), Assigning())
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Hyperparameters of a user, with a tensor of a state dict."""
+
+    rate: float
+    weight: Tensor
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: int
+
+
+class Names(list[Any]):
+    """A list with an attribute."""
+
+
+def _containers(weight: Tensor) -> dict[str, Any]:
+    """Returns a checkpoint with values of many types, and with `weight` in those that are searched for tensors."""
+    state = collections.OrderedDict({"weight": weight})
+    state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    names = Names([weight, "a"])
+    names.note = "kept"  # type: ignore[attr-defined]
+    shared = [weight]
+    return {
+        "state_dict": state,
+        "frozen": Frozen(0.1, weight),
+        "values": (range(3), array.array("d", [1.0]), b"bytes", bytearray(b"bytes"), collections.Counter("aab")),
+        "queue": collections.deque([1, 2], maxlen=2),
+        "default": collections.defaultdict(list, {"a": [weight]}),
+        "names": names,
+        "tuples": [Point(weight, 1), (weight, 2), torch.Size([1, 2])],
+        "keys": {1: torch.zeros(9), "1": torch.ones(9)},
+        "shared": [shared, shared],
+    }
+
+
+@pytest.mark.parametrize("kind", ["file", "plugin", "sharded"])
+def test_containers_of_every_type_are_saved_unchanged(tmp_path: Path, kind: str) -> None:
+    """As in plain Lightning: with their types, attributes and options."""
+    plain = torch.arange(100.0)
+    tensors = LazyTensors()
+    with tensors.making():
+        lazy = tensors.make("weight", plain, lambda: plain, copied=False)
+    checkpoint = _containers(lazy)
+    if kind == "sharded":
+        save_sharded(checkpoint, tmp_path / "a.ckpt")
+        loaded = load_sharded(tmp_path / "a.ckpt", weights_only=False)
+    else:
+        if kind == "file":
+            save(checkpoint, tmp_path / "a.ckpt")
+        else:
+            torch.save(load_lazy(checkpoint), tmp_path / "a.ckpt")
+        loaded = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    expected = _containers(plain)
+    for name, value in expected.items():
+        assert same(loaded[name], value), name
+    assert loaded["state_dict"]._metadata == {"": {"version": 2}}
+    assert loaded["queue"].maxlen == 2 and loaded["default"].default_factory is list
+    assert loaded["names"].note == "kept" and type(loaded["tuples"][0]) is Point
+    assert loaded["shared"][0] is loaded["shared"][1]
+    assert checkpoint["tuples"][0].x is lazy and checkpoint["state_dict"]["weight"] is lazy
+
+
+def test_values_that_contain_themselves_are_saved(tmp_path: Path) -> None:
+    ring: list[Any] = [torch.ones(2)]
+    ring.append(ring)
+    save({"ring": ring}, tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt")["ring"]
+    assert loaded[1] is loaded
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
