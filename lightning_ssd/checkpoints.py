@@ -3,14 +3,25 @@
 Files of other kinds (remote paths, other `checkpoint_io` plugins, replaced saving functions) are Lightning's.
 """
 
+import copy
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ssd._lightning import fabric
-from lightning_ssd.model_states import is_sharded, load_sharded
+from lightning_ssd.model_states import is_sharded, load_sharded, replace_values
+
+_MAPPED = ("state_dict", "current_model_state", "optimizer_states", "callbacks")
+"""Entries of a checkpoint whose large tensors remain mapped, because their values are copied when they are loaded:
+weights, weights beside the averaged ones of Lightning's `WeightAveraging`, and states of optimizers and callbacks."""
+
+_MAPPED_BYTES = 2**20
+"""Fewest bytes of a tensor's memory that remains mapped."""
 
 _save_checkpoint = fabric.plugins.TorchCheckpointIO.save_checkpoint  # as Lightning has it
 
@@ -29,6 +40,10 @@ def read_checkpoint(
 ) -> dict[str, Any] | None:
     """Returns the checkpoint at `path`, or None if the Trainer's plugin must read it.
 
+    Large weights, optimizer states and callbacks' states are mapped: if the file is later overwritten in place, their
+    values change. All other tensors are in memory, because hooks of user code and schedulers keep them after loading.
+    `copy_mapped_states` is for optimizers.
+
     Args:
         plugin: the Trainer's plugin.
         path: file, or directory that `save_sharded` wrote.
@@ -39,11 +54,54 @@ def read_checkpoint(
         return None
     torch.cuda.empty_cache()
     if is_sharded(path):
-        return load_sharded(path, weights_only=weights_only)
+        return _copy_unless_large(load_sharded(path, weights_only=weights_only))
     if not mapped or not zipfile.is_zipfile(path):  # or it is missing
         return None
-    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    return _copy_unless_large(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
+
+
+def copy_mapped_states(optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    """Copies the states that `optimizers` share with a checkpoint of `read_checkpoint`, once they are loaded.
+
+    `Optimizer.load_state_dict` keeps states of parameters on the CPU by reference.
+    """
+    mapped: set[int] = set()
+    memo: dict[int, Any] = {}
+
+    def noted(_: str, value: Any) -> Any:
+        if _is_strided(value):
+            mapped.add(value.untyped_storage().data_ptr())
+        return value
+
+    def copied(_: str, value: Any) -> Any:
+        is_mapped = _is_strided(value) and value.untyped_storage().data_ptr() in mapped
+        return copy.deepcopy(value, memo) if is_mapped else value
+
+    replace_values(checkpoint["optimizer_states"], noted)
+    for optimizer in optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            if (replaced := replace_values(state, copied)) is not state:
+                optimizer.state[parameter] = replaced
+
+
+def _copy_unless_large(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Copies all tensors in a mapped checkpoint but large ones of `_MAPPED` entries; shared memory remains shared."""
+    memo: dict[int, Any] = {}
+
+    def small_copied(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        is_large = _is_strided(value) and value.untyped_storage().nbytes() >= _MAPPED_BYTES
+        return value if is_large else copy.deepcopy(value, memo)
+
+    for key, value in loaded.items():
+        loaded[key] = replace_values(value, small_copied) if key in _MAPPED else copy.deepcopy(value, memo)
     return loaded
+
+
+def _is_strided(value: Any) -> bool:
+    """Returns whether `value` is a tensor with one memory, unlike sparse ones."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def is_local(plugin: fabric.plugins.CheckpointIO, path: str | Path) -> bool:

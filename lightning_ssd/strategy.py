@@ -42,7 +42,7 @@ from lightning_ssd.callbacks import (
     summon_full_params,
     trainer_callbacks,
 )
-from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
+from lightning_ssd.checkpoints import can_write, copy_mapped_states, is_local, read_checkpoint
 from lightning_ssd.device import ExpandableSegments
 from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
@@ -303,6 +303,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Records the training for `recover=True`."""
         self._starts_from_checkpoint = False
         """Whether a checkpoint was loaded before `setup`, from which `recover=True` begins anew."""
+        self._checkpoint_is_mapped = False
+        """Whether the checkpoint that was loaded last may share memory with its file."""
 
         # The present micro-batch.
         self._retry: MicroBatchRetry | None = None
@@ -969,6 +971,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             checkpoint_path = find_replaced(Path(checkpoint_path))
         mapped = self.states_config.states != "gpu"
         loaded = read_checkpoint(self.checkpoint_io, checkpoint_path, weights_only=weights_only, mapped=mapped)
+        self._checkpoint_is_mapped = loaded is not None
         return super().load_checkpoint(checkpoint_path, weights_only) if loaded is None else loaded
 
     @override
@@ -990,6 +993,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._regroup_states()
         with self._without_offloaded():
             super().load_optimizer_state_dict(checkpoint)
+        if self._checkpoint_is_mapped:
+            copy_mapped_states(self.optimizers, checkpoint)
 
     @property
     @override

@@ -58,6 +58,7 @@ from lightning_ssd.model_states.user_optimizers import (
     unscales_itself,
     zeroes_otherwise,
 )
+from lightning_ssd.model_states.values import replace_values
 
 __all__ = [
     "GPU_SHARE",
@@ -113,6 +114,7 @@ __all__ = [
     "offloaded_parameters",
     "register_optimizer",
     "regroup_model_states",
+    "replace_values",
     "runs_within_step",
     "save",
     "save_sharded",

@@ -425,6 +425,66 @@ def test_values_that_contain_themselves_are_saved(tmp_path: Path) -> None:
     assert loaded[1] is loaded
 
 
+class Wide(ToyModel):
+    """A parameter of 1.4 MiB, whose optimizer states are as large, a buffer, and a tensor that it saves by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(600, 600)
+        self.register_buffer("offset", torch.ones(600))
+        self.best = torch.ones(())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["best"] = self.best
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.best = checkpoint["best"]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self.layer(batch.repeat(1, 75)) - self.offset).square().mean()
+
+
+class Stateful(pl.Callback):
+    """Keeps a small and a large tensor of its state by reference."""
+
+    def __init__(self) -> None:
+        self.state = {"small": torch.ones(3), "large": torch.ones(2**19)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@pytest.mark.parametrize("checkpoints", ["file", "sharded"])
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_checkpoint_that_is_overwritten_after_it_was_loaded(tmp_path: Path, resident: bool, checkpoints: Any) -> None:
+    """Files of checkpoints are mapped while they are loaded, and no value depends on them afterwards."""
+
+    class Overwriting(Wide):
+        def on_train_start(self) -> None:
+            for file in [path] if path.is_file() else path.iterdir():
+                with open(file, "r+b") as opened:
+                    opened.write(bytes(file.stat().st_size))
+
+    def strategy() -> SSDOffloadStrategy:
+        memory: dict[str, Any] = {"states": "auto", "gpu_memory": "1GiB"} if resident else {"states": "host"}
+        return SSDOffloadStrategy(**memory, min_bytes=1, offload="none", checkpoints=checkpoints)
+
+    path = tmp_path / "begun.ckpt"
+    begun = make_trainer(tmp_path, strategy(), callbacks=[Stateful()], max_epochs=1)
+    begun.fit(Wide(), rows(3))
+    begun.save_checkpoint(path)
+    resumed: list[Any] = []
+    for model in (Wide(), Overwriting()):
+        callback = Stateful()
+        trainer = make_trainer(tmp_path, strategy(), callbacks=[callback], max_epochs=2)
+        trainer.fit(model, rows(3), ckpt_path=str(path), weights_only=False)
+        resumed.append(copy.deepcopy([model.losses, model.best, dict(model.state_dict()), callback.state]))
+    assert same(resumed[1], resumed[0])
+
+
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, states: str) -> None:
     model = Large()
