@@ -385,10 +385,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None
         if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
             check_unit_classes(self.model, self.states_config.units)
+        # User code may change the working directory later.
         root = trainer.default_root_dir
-        self._default_path = (
-            root if "://" in root else os.path.abspath(root)
-        )  # user code may change the directory later
+        self._default_path = root if "://" in root else os.path.abspath(root)
         self._storage = self.config.resolve(self._default_path)
         self._offloads = None
         if fitting and self._compile:
