@@ -188,10 +188,12 @@ class PlanMode(UnitDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._end_pause()
-        self._caches.clear()
-        self._held.clear()
-        super().__exit__(*error)
+        try:
+            self._end_pause()
+        finally:  # a failed transfer must not leave the mode in force for later code
+            self._caches.clear()
+            self._held.clear()
+            super().__exit__(*error)
 
     def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """Called when autograd has saved `storage`, while checking."""

@@ -289,6 +289,8 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
     tensor = original()
     if tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return saved
+    if tensor.is_nested:  # `is_set_to` has no kernel for it
+        return saved
     tensor._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be owned by C++ alone
     if tensor.is_set_to(saved) or tensor.grad_fn is torch._C._current_autograd_node():
         return saved

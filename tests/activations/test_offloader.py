@@ -1182,6 +1182,48 @@ def test_loads_are_urgent_where_backward_waits(offloader: ActivationOffloader, m
     assert urgencies == [True, False, False]
 
 
+def test_each_backward_of_a_graph_is_prefetched_for(
+    offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of several losses does that share a forward, such as those of several tasks."""
+    urgencies: list[bool] = []
+    prefetch = SavedStorage.prefetch
+
+    def watched(record: SavedStorage, *, urgent: bool) -> None:
+        urgencies.append(urgent)
+        prefetch(record, urgent=urgent)
+
+    monkeypatch.setattr(SavedStorage, "prefetch", watched)
+    found = []
+    for _ in range(2):  # the first micro-batch records the order
+        change_policy(offloader, window_bytes=0)
+        offloader.begin_micro_batch()
+        with offloader.hooks():
+            hidden = randn(64, 64).requires_grad_()
+            for _ in range(8):
+                hidden = hidden.exp().tanh()
+            loss = hidden.sum()
+        del hidden
+        change_policy(offloader, window_bytes=MIB)
+        for _ in range(3):
+            urgencies.clear()
+            loss.backward(retain_graph=True)
+            found.append(sum(urgencies))
+            assert len(urgencies) > 8
+        del loss
+    assert max(found[3:]) <= 1
+
+
+def test_a_nested_tensor_that_is_alive_in_backward(offloader: ActivationOffloader) -> None:
+    weight = randn(8, 8).requires_grad_()
+    offloader.begin_micro_batch()
+    with offloader.hooks():
+        nested = torch.nested.nested_tensor([randn(3, 8), randn(5, 8)], requires_grad=True) * 2
+        loss = torch.nested.to_padded_tensor(torch.nn.functional.linear(nested, weight), 0.0).sum()
+    loss.backward()
+    assert weight.grad is not None and nested.is_nested
+
+
 @pytest.mark.parametrize("function", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
 def test_functions_that_refuse_hooks_name_a_remedy(function: Any, tmp_path: Path) -> None:
     with open_offloader(tmp_path) as offloader:
