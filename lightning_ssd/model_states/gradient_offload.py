@@ -210,6 +210,13 @@ class GradientOffloader:
         # In the first backward, the end of backward decides; with a shared pool that would be too late.
         return self._pool is not None and self._prefetcher.has_one_gradient(flat)
 
+    def frees_early(self, flat: FlatParameter) -> bool:
+        """Returns True if the complete gradient of `flat` should be accumulated before backward ends.
+
+        That is so in micro-batches without a step where gradients share memory, which has no room for all of them.
+        """
+        return self._pool is not None and not self.steps_delayed and not flat.shared and self.complete(flat)
+
     def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
         """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
 

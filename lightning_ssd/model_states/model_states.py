@@ -335,6 +335,8 @@ class ModelStates(Uncopied):
             self._gradients.offload(flat, index, grad)
         if complete:
             self._steps.submit(flat)
+        elif flat not in self._grad_dtype.summed_on_host and not self.stepping and self._gradients.frees_early(flat):
+            self._gradients.accumulate(flat)
 
     def _keeps_gradient(self, flat: FlatParameter) -> bool:
         """Whether a gradient, which a plan keeps, stays on the device."""

@@ -185,8 +185,11 @@ class Checkpointed(BlocksModel):
         return x
 
 
-def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the first backward, when the number of gradients of each unit is unknown."""
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradient_memory_that_steps_release_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """Also in the first backward, when the number of gradients of each unit is unknown, and where sums release it."""
     grown: list[int] = []
 
     class Counted(gradient.Slab):
@@ -196,7 +199,7 @@ def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(gradient, "Slab", Counted)
     monkeypatch.setattr(shared_gradients, "AT_ONCE", 1)
-    compare(tmp_path, Checkpointed, "ssd")
+    compare(tmp_path, Checkpointed, "ssd", accumulate_grad_batches=accumulate)
     assert grown == []
 
 
