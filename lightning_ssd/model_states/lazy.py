@@ -40,7 +40,8 @@ class LazyTensor(Tensor):
             like: a tensor on any device.
             read: returns the values, on the CPU, with any strides.
         """
-        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).as_subclass(LazyTensor)
+        with torch.inference_mode(False):  # an evaluation may make it, and its end read the values
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).as_subclass(LazyTensor)
         tensor._read = read
         return tensor
 

@@ -18,33 +18,40 @@ def replace_values(root: Any, replacement: Callable[[str, Any], Any]) -> Any:
         replacement: gets the path of a value, such as "optimizer_states/0/state", and the value. Returns the value
             itself if it is not replaced; it is then searched if it is a container.
     """
-    done: dict[int, tuple[Any, Any]] = {}
-    """By the id of a container, the container, so that the id remains its own, and its result."""
+    return _replace("", root, replacement, {})
 
-    def replace(path: str, value: Any) -> Any:
-        replaced = replacement(path, value)
-        if replaced is not value or not isinstance(value, dict | list | tuple):
-            return replaced
-        if id(value) not in done:
-            done[id(value)] = value, value  # while its items are replaced: it may contain itself
-            done[id(value)] = value, copied(path, value)
-        return done[id(value)][1]
 
-    def copied(path: str, value: Any) -> Any:
-        prefix = f"{path}/" if path else ""
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        replaced = {key: replace(f"{prefix}{key}", item) for key, item in items}
-        changed = {key: replaced[key] for key, item in items if replaced[key] is not item}
-        if not changed:
-            return value
-        if isinstance(value, tuple):
-            return _tuple_like(value, list(replaced.values()))
-        result = copy.copy(value)
-        for key, item in changed.items():
-            result[key] = item
-        return result
+def _replace(path: str, value: Any, replacement: Callable[[str, Any], Any], done: dict[int, tuple[Any, Any]]) -> Any:
+    """Returns the replacement of one value; `done` has, by the id of each container, the container and its result."""
+    # No functions that refer to each other: they would hold the values until a garbage collection.
+    replaced = replacement(path, value)
+    if replaced is not value or not isinstance(value, dict | list | tuple):
+        return replaced
+    if id(value) not in done:
+        done[id(value)] = value, value  # while its items are replaced: it may contain itself
+        done[id(value)] = value, _copied(path, value, replacement, done)
+    return done[id(value)][1]
 
-    return replace("", root)
+
+def _copied(
+    path: str,
+    value: dict[Any, Any] | list[Any] | tuple[Any, ...],
+    replacement: Callable[[str, Any], Any],
+    done: dict[int, tuple[Any, Any]],
+) -> Any:
+    """Returns a container, or a copy of it if an item is replaced."""
+    prefix = f"{path}/" if path else ""
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    replaced = {key: _replace(f"{prefix}{key}", item, replacement, done) for key, item in items}
+    changed = {key: replaced[key] for key, item in items if replaced[key] is not item}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        return _tuple_like(value, list(replaced.values()))
+    result = copy.copy(value)
+    for key, item in changed.items():
+        result[key] = item
+    return result
 
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
