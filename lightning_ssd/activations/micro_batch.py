@@ -171,11 +171,11 @@ class MicroBatch:
         if record.index >= self._expected_until:
             self._predict_order()
         # It was released when it was unpacked before: another backward of the same graph needs it, and those after it.
-        again = record.index in self._unpacked and record.state is State.OFFLOADED
+        released = record.index in self._unpacked and record.state is State.OFFLOADED
         self._unpacked.setdefault(record.index)
         self._early_bytes -= self._kept_early.pop(record.index, 0)
         after = self._position.get(record.index, -1) + 1
-        self._cursor = after if again else max(self._cursor, after)
+        self._cursor = after if released else max(self._cursor, after)
 
     def to_prefetch(self, window_bytes: int, window_depth: int | None) -> Iterator[SavedStorage]:
         """Yields the records to prefetch now, within the room of the window, and counts them as prefetched.
