@@ -92,8 +92,8 @@ class AutoPlanner(pl.Callback):
     (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or
     plan, and for those that are larger than earlier ones.
 
-    The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile
-    the training. On a CPU there is no limit of device memory: all saved tensors are kept from the first step on.
+    The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile the training. On a CPU
+    there is no limit of device memory: all saved tensors are kept from the first step on.
 
     Attributes:
         outcome: the decision; `"measuring"` before there is one.

@@ -202,7 +202,7 @@ class GradScaleDecision:
         return coefficient.float().view(1)
 
     def cancel(self) -> None:
-        """Ends a step whose scale nobody waits for: no flat parameter is stepped."""
+        """Ends a step in which no flat parameter is stepped, so that no job waits for the scale."""
         if not self._decided:
             self._decided = True
             self.scale.set_result(None)

@@ -404,7 +404,10 @@ class ModelStates(Uncopied):
 
     @property
     def defers_next_steps(self) -> bool:
-        """The same of the next step: a hook may have been added while one is running."""
+        """Whether user code may read gradients between backward and the next step.
+
+        It differs from `defer_to_user_hooks` if user code has added a hook during the running step.
+        """
         return self._steps.defers_next
 
     @property

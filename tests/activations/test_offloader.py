@@ -1164,8 +1164,8 @@ def test_a_storage_object_can_change_saved_bytes(offloader: ActivationOffloader)
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_loads_are_urgent_where_backward_waits(offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that backward waits for are read before prefetched ones."""
+def watch_urgencies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns a list to which each load from now on adds whether it is urgent."""
     urgencies: list[bool] = []
     prefetch = SavedStorage.prefetch
 
@@ -1174,6 +1174,12 @@ def test_loads_are_urgent_where_backward_waits(offloader: ActivationOffloader, m
         prefetch(record, urgent=urgent)
 
     monkeypatch.setattr(SavedStorage, "prefetch", watched)
+    return urgencies
+
+
+def test_loads_are_urgent_where_backward_waits(offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that backward waits for are read before prefetched ones."""
+    urgencies = watch_urgencies(monkeypatch)
     offloader.begin_micro_batch()
     with offloader.hooks():
         losses = [randn(8, 8).requires_grad_().exp().sum() for _ in range(3)]
@@ -1186,14 +1192,7 @@ def test_each_backward_of_a_graph_is_prefetched_for(
     offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one of several losses does that share a forward, such as those of several tasks."""
-    urgencies: list[bool] = []
-    prefetch = SavedStorage.prefetch
-
-    def watched(record: SavedStorage, *, urgent: bool) -> None:
-        urgencies.append(urgent)
-        prefetch(record, urgent=urgent)
-
-    monkeypatch.setattr(SavedStorage, "prefetch", watched)
+    urgencies = watch_urgencies(monkeypatch)
     found = []
     for _ in range(2):  # the first micro-batch records the order
         change_policy(offloader, window_bytes=0)
