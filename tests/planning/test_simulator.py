@@ -222,8 +222,8 @@ def test_checkpointed_units_run_again_before_their_backward(count: int, peak: in
 def test_a_forward_that_runs_again_has_its_own_peak(transients: tuple[int, int], peak: int, rest: bool) -> None:
     """The first of two operators saves 50 bytes, and the second one 40. One of them also needs transient bytes.
 
-    If the first one does, the second one has not saved its bytes then. The rest of the unit, which saves nothing, may be
-    a stage of its own.
+    If the first one does, the second one has not saved its bytes then. The rest of the unit, which saves nothing, may
+    be a stage of its own.
     """
     (unit,) = make_model(1, parameters=0, inputs=2).units
     (work,) = unit.operators
