@@ -539,13 +539,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if user_plan is not None and user_plan.clip != "off":
             config = replace(config, clip=user_plan.clip)
         algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
-
-        def clip_value() -> float | None:
-            """Returns the present value, which callbacks may change. Lightning clips nothing at 0 or less."""
-            clips = trainer.gradient_clip_algorithm == "value" and (trainer.gradient_clip_val or 0) > 0
-            return trainer.gradient_clip_val if clips else None
-
-        clip_norm = (trainer.gradient_clip_val or 0) > 0 and algorithm == "norm"
+        clip_norm = _clips(trainer) and algorithm == "norm"
         whole = stepped_whole(self.optimizers, self._to_offload) if fitting else []
         defer_to_user_hooks = (
             not trainer.lightning_module.automatic_optimization
@@ -560,7 +554,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             default_path=self._default_path,
             autocast=autocast,
             clip_norm=clip_norm,
-            clip_value=clip_value,
+            clip_value=functools.partial(_clip_value, trainer),  # a partial can be pickled with the strategy
             defer_to_user_hooks=defer_to_user_hooks,
             whole=whole,
             sums_gradients=fitting and _accumulates(trainer),
@@ -1123,6 +1117,17 @@ def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
 def _find_callback(trainer: pl.Trainer, kind: type[_Callback]) -> _Callback | None:
     """Returns the first callback of a class, if there is one."""
     return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, kind)), None)
+
+
+def _clips(trainer: pl.Trainer) -> bool:
+    """Returns whether Lightning clips gradients by the Trainer's arguments: not at a value of 0 or less."""
+    return (trainer.gradient_clip_val or 0) > 0
+
+
+def _clip_value(trainer: pl.Trainer) -> float | None:
+    """Returns the present value by which gradients are clipped, which callbacks may change; None: they are not."""
+    by_value = trainer.gradient_clip_algorithm == "value" and _clips(trainer)
+    return trainer.gradient_clip_val if by_value else None
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:
