@@ -1,6 +1,7 @@
 """Copies of a Trainer amid its training, which user code may make at any hook: those of a callback that has it, too."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import lightning_ssd
 from lightning_ssd import SSDOffloadStrategy
 from tests.support.compare import assert_same
 from tests.support.meter import MACHINE
+from tests.support.models import Model
 from tests.support.products import thorough
-from tests.support.states import host, ssd
+from tests.support.states import host, loader, ssd
 from tests.support.trainings import (
     batches,
     make_trainer,
@@ -71,6 +73,18 @@ def test_a_copy_of_the_trainer_has_the_weights_and_no_part_of_the_training(tmp_p
     assert list(copied) == list(plain)
     for hook in plain:
         assert_same(dict(copied[hook].state_dict()), dict(plain[hook].state_dict()))
+
+
+@pytest.mark.parametrize("strategy", [SSDOffloadStrategy, offloading])
+def test_a_strategy_is_pickled_during_a_training(tmp_path: Path, strategy: Any) -> None:
+    class Pickles(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            pickled.append(pickle.loads(pickle.dumps(trainer.strategy)))
+
+    pickled: list[Any] = []
+    clipping: Any = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    make_trainer(tmp_path, strategy(), callbacks=[Pickles()], **clipping).fit(Model(), loader(2))
+    assert [type(one) for one in pickled] == 2 * [SSDOffloadStrategy]
 
 
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {
