@@ -75,7 +75,7 @@ def test_a_copy_of_the_trainer_has_the_weights_and_no_part_of_the_training(tmp_p
         assert_same(dict(copied[hook].state_dict()), dict(plain[hook].state_dict()))
 
 
-@pytest.mark.parametrize("strategy", [SSDOffloadStrategy, offloading])
+@pytest.mark.parametrize("strategy", [host, ssd])
 def test_a_strategy_is_pickled_during_a_training(tmp_path: Path, strategy: Any) -> None:
     class Pickles(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
