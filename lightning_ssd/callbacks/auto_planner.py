@@ -32,7 +32,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.callbacks.cached_regions import CachedRegions
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
-from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
+from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch, ends_short_window
 from lightning_ssd.callbacks.obstacles import COMPILED, Obstacles
 from lightning_ssd.callbacks.offloader import (
     find_model_states,
@@ -134,8 +134,6 @@ class AutoPlanner(pl.Callback):
         self._at_boundary = True
         """Whether the next micro-batch is the first of a step."""
         self.begins_step = True
-        self._micro_batches = 0
-        """Micro-batches of the present step."""
         self._steps = 0
         """Steps that have ended under these rules."""
         self._short = False
@@ -245,7 +243,6 @@ class AutoPlanner(pl.Callback):
             self.states.begin_micro_batch(self._shape, begins_step=self._at_boundary, timed=timed)
         plan = None if swaps is None else swaps.rule
         self._proven.begin((self.outcome, plan, None if regions is None else regions.rule), larger=larger)
-        self._micro_batches = 1 if self._at_boundary else self._micro_batches + 1
         self.begins_step, self._at_boundary = self._at_boundary, False
 
     @override
@@ -282,6 +279,10 @@ class AutoPlanner(pl.Callback):
             return
         self._at_boundary = True
         self._steps += 1
+        if ends_short_window(trainer, batch_idx):
+            for timing in (self.regions, self.states):
+                if timing is not None:
+                    timing.skip_step()
         if self._steps == FIRST_STEPS:
             self._obstacles.end_first_steps()
         if self._obstacles.cuda_graphs and self._steps == 1:
@@ -301,10 +302,6 @@ class AutoPlanner(pl.Callback):
                 self._plan_smaller(trainer, offloader, guard, self.planner)
             return
         self._profiling_budget.end_step()
-        if self._micro_batches < trainer.accumulate_grad_batches:  # the last step of an epoch takes less time
-            for timing in (self.regions, self.states):
-                if timing is not None:
-                    timing.skip_step()
         if self.regions is None:
             self._decide(trainer, pl_module, guard)
         else:

@@ -29,6 +29,11 @@ class MicroBatchInfo:
         return "step" if self.is_last else "forward"
 
 
+def ends_short_window(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Returns whether a step that ends with a batch has fewer micro-batches than others: it is an epoch's last one."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches != 0
+
+
 class MicroBatchSwitch(pl.Callback):
     """Begins a micro-batch of the activation offloader at every batch, and ends its backward (SSDTrain figure 2).
 

@@ -1,7 +1,7 @@
 """`PlanProgress`: progress from a recorded micro-batch to a plan whose prediction is right."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
@@ -30,19 +30,12 @@ class RecordedBatch:
     shape: BatchShape | None
     num_trained: int
 
-    @classmethod
-    def of(cls, batch: Any, module: pl.LightningModule) -> "RecordedBatch":
-        """Returns the record of a batch, and of the parameters of `module` that are trained now."""
-        return cls(BatchShape.of(batch), count_trained(module))
-
-    def covers(self, batch: Any) -> bool:
-        """Returns whether a batch is known to be, tensor by tensor, no larger than the recorded one."""
-        shape = BatchShape.of(batch)
+    def covers(self, shape: BatchShape | None) -> bool:
+        """Returns whether a batch of that shape is known to be, tensor by tensor, no larger than the recorded one."""
         return shape is not None and self.shape is not None and shape.is_within(self.shape)
 
-    def is_like(self, batch: Any) -> bool:
-        """Returns whether a step with `batch` takes about as long as with the recorded one, or a shape is unknown."""
-        shape = BatchShape.of(batch)
+    def is_like(self, shape: BatchShape | None) -> bool:
+        """Returns whether a step with such a batch takes about as long as with the recorded one, as far as known."""
         return shape is None or self.shape is None or shape.is_like(self.shape)
 
 

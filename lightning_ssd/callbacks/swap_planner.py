@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.fragments import MAX_FRAGMENT_RESERVE, RETRY_SECONDS, is_fragmented
+from lightning_ssd.callbacks.micro_batch_switch import ends_short_window
 from lightning_ssd.callbacks.obstacles import check_can_plan
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.output_files import check_output
@@ -35,6 +36,7 @@ from lightning_ssd.callbacks.plan_report import (
 from lightning_ssd.callbacks.plan_runner import HISTORY, WARMUP_AFTER_CHANGE, Comparison, PlanRunner, offload_all
 from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.callbacks.step_drift import TOLERANCE
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.planning import (
@@ -215,8 +217,6 @@ class SwapPlanner(StepProfiling):
             self._per_day,
             self._offloader.device,
         )
-        self._micro_batches = 0
-        """Micro-batches of the present step."""
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._cache = PlanCache() if self._uses_cache else None
@@ -236,18 +236,18 @@ class SwapPlanner(StepProfiling):
         if self.runner is None and self._phase == "waiting":
             self._check_not_compiled(self._compiled.ran)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        shape = BatchShape.of(batch)
         if self._phase == "recording":
-            self._progress.recorded = RecordedBatch.of(batch, pl_module)
+            self._progress.recorded = RecordedBatch(shape, count_trained(pl_module))
         runner = self.runner
         if runner is not None and runner.hooks_skippable:
-            self._toggle_hooks(pl_module, batch, runner)
-        self._micro_batches = 1 if begins else self._micro_batches + 1
+            self._toggle_hooks(pl_module, shape, runner)
         if runner is None or self.measuring:
             return
         if begins:
             self._begin_step(trainer, pl_module, runner)
         recorded = self._progress.recorded
-        if self.runner is runner and recorded is not None and not recorded.is_like(batch):
+        if self.runner is runner and recorded is not None and not recorded.is_like(shape):
             runner.skip_step()
 
     @override
@@ -255,8 +255,7 @@ class SwapPlanner(StepProfiling):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        # The last step of an epoch may have fewer micro-batches.
-        if self.runner is not None and self._at_boundary and self._micro_batches < trainer.accumulate_grad_batches:
+        if self.runner is not None and self._at_boundary and ends_short_window(trainer, batch_idx):
             self.runner.skip_step()
 
     def _begin_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
@@ -271,13 +270,13 @@ class SwapPlanner(StepProfiling):
         else:
             self._compare(trainer, runner)
 
-    def _toggle_hooks(self, pl_module: pl.LightningModule, batch: Any, runner: PlanRunner) -> None:
+    def _toggle_hooks(self, pl_module: pl.LightningModule, shape: BatchShape | None, runner: PlanRunner) -> None:
         """Enables the saved-tensor hooks, unless the batch, under a plan that keeps all, is within the recorded one."""
         recorded = self._progress.recorded
         assert recorded is not None
         if count_trained(pl_module) != recorded.num_trained:
             runner.hooks_skippable = False
-        runner.enable_hooks(not (runner.hooks_skippable and recorded.covers(batch)))
+        runner.enable_hooks(not (runner.hooks_skippable and recorded.covers(shape)))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
