@@ -606,7 +606,10 @@ class ActivationOffloader(Uncopied):
 
     def _prefetch(self, batch: MicroBatch) -> None:
         for record in batch.to_prefetch(self._window_bytes, self._window_depth):
-            record.prefetch(urgent=False)
+            try:
+                record.prefetch(urgent=False)
+            except torch.OutOfMemoryError:  # backward may free memory until it needs the bytes
+                return
 
     # ---- both ----
 

@@ -130,9 +130,17 @@ class FlatParameter:
         self._make_storage()
 
     def allocate(self) -> Tensor:
-        """Allocates the storage's memory on the compute stream and returns its bytes, whose contents are undefined."""
+        """Allocates the storage's memory on the compute stream and returns its bytes, whose contents are undefined.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory; the flat parameter stays evicted.
+        """
         allow_access(self._storage)
-        self._storage.resize_(self.nbytes)
+        try:
+            self._storage.resize_(self.nbytes)
+        except BaseException:
+            refuse_access(self._storage, self.name)
+            raise
         self.resident = True
         return self._bytes
 

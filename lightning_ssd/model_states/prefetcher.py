@@ -272,7 +272,7 @@ class ParamPrefetcher:
         """Makes `unit` resident, and evicts units that are not expected soon."""
         if any(flat not in self._loads for flat in self._units[unit]):
             self._evict_all_but(self._lookahead())
-            self._prefetch_unit(unit)
+            self._load(unit)
         self._wait_for_unit(unit)
 
     def _use(self, unit: int) -> None:
@@ -284,9 +284,10 @@ class ParamPrefetcher:
             if not self._all_placed():
                 expected = self._lookahead()
                 self._evict_all_but(expected)
-                self._prefetch(expected)  # `unit` is the first of them
+                self._load(unit)
+                self._prefetch(expected)
         else:
-            self._prefetch_unit(unit)
+            self._load(unit)
         self._wait_for_unit(unit)
 
     def _all_placed(self) -> bool:
@@ -314,7 +315,17 @@ class ParamPrefetcher:
         return list(units)
 
     def _prefetch(self, expected: Sequence[int]) -> None:
-        for unit in expected:
+        """Prefetches the units that the device has memory for; the others are loaded when they are used."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for unit in expected:
+                self._prefetch_unit(unit)
+
+    def _load(self, unit: int) -> None:
+        """Begins to load a unit that is used now, in place of prefetched ones if the device has no memory for both."""
+        try:
+            self._prefetch_unit(unit)
+        except torch.OutOfMemoryError:
+            self._evict_all_but([unit])
             self._prefetch_unit(unit)
 
     def _prefetch_unit(self, unit: int) -> None:

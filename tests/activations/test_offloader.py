@@ -4,7 +4,7 @@ import errno
 import gc
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.activations.placement import OffloadOnPressure
@@ -882,6 +883,49 @@ def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: P
                 losses.pop().backward()
                 assert ssd(offloader).bytes_in - before == loaded * storage
             offloader.end_backward()
+
+
+class NoMemoryFor(TorchDispatchMode):
+    """Within it, the allocations of the given numbers, of those of `nbytes` bytes, find no memory."""
+
+    def __init__(self, nbytes: int, numbers: Container[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes, self.numbers, self.count = nbytes, numbers, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and result.nbytes == self.nbytes:
+            self.count += 1
+            if self.count in self.numbers:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return result
+
+
+@pytest.mark.parametrize("tier", ["ssd", "host"])
+def test_backward_goes_on_without_prefetches_that_find_no_memory(tmp_path: Path, tier: str) -> None:
+    """The bytes are loaded when backward needs them; no memory for them then is an error."""
+    storage, count = 32 * 32 * 4, 6
+    with open_offloader(tmp_path, tier=tier, host_memory="64MiB") as offloader:
+        # The first micro-batch loads all storages, the first one at once, and later ones keep one for that.
+        for batch, numbers in enumerate([[1], [], [1], [2], [3], [4], [5], [1, 3], [1, 3, 5]]):
+            change_policy(offloader, window_bytes=0)
+            leaf, expected = (randn(32, 32).requires_grad_() for _ in range(2))
+            offloader.begin_micro_batch()
+            with offloader.hooks():
+                losses = [(leaf * index).exp().sum() for index in range(count)]
+            offloader.end_backward()
+            change_policy(offloader, window_bytes=4 * storage)
+            with NoMemoryFor(storage, numbers) as memory:
+                if batch == 0:
+                    with pytest.raises(torch.OutOfMemoryError):
+                        losses[-1].backward()
+                while losses:
+                    losses.pop().backward()
+            failed = sum(number in numbers for number in range(memory.count + 1))
+            assert memory.count == count - (batch > 0) + failed and failed >= min(len(numbers), 1)
+            for index in reversed(range(count)):
+                (expected * index).exp().sum().backward()
+            assert leaf.grad is not None and expected.grad is not None and torch.equal(leaf.grad, expected.grad)
 
 
 def test_storages_saved_after_backward_began_are_prefetched(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from tests.support.access import loader
+from tests.support.compare import assert_same
 from tests.support.locks import WatchedLock
 from tests.support.models import Block
 from tests.support.trainings import make_trainer
@@ -229,6 +230,37 @@ def test_the_first_backward_fetches_ahead_in_reverse_order(tmp_path: Path, monke
     step = events_of(tmp_path, monkeypatch, gpu_memory="2KiB")[0]
     for unit in (1, 0):
         assert ("want", unit) in step[step.index(("backward", unit + 2)) : step.index(("backward", unit))]
+
+
+def test_weights_that_find_no_memory_ahead_are_loaded_when_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has memory for one unit of the two in the budget: no prefetch succeeds, and no micro-batch fails."""
+    resize, unit_bytes, resident, failures = torch.UntypedStorage.resize_, [0], set[int](), []
+
+    def limited(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if nbytes:
+            unit_bytes[0] = unit_bytes[0] or nbytes
+            if nbytes == unit_bytes[0] and resident - {storage._cdata}:
+                failures.append(storage)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            resident.add(storage._cdata)
+        else:
+            resident.discard(storage._cdata)
+        return resize(storage, nbytes)
+
+    def trained(**arguments: Any) -> Chain:
+        torch.manual_seed(0)
+        model = Chain([])
+        strategy = SSDOffloadStrategy(states="host", min_bytes=1, offload="none", path=tmp_path, **arguments)
+        make_trainer(tmp_path, strategy, max_epochs=1).fit(model, loader(3))
+        return model
+
+    expected = trained()
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", limited)
+    model = trained(gpu_memory="2KiB")
+    assert len([kind for kind, _ in model.events if kind == "forward"]) == 3 * UNITS and failures
+    assert_same(model, expected)
 
 
 class ReadsLate(Chain):
