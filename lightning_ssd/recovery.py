@@ -127,7 +127,7 @@ class Recovery(Uncopied):
         """The record that the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
         self._ahead = 0
-        """Batches that the Trainer still prefetches before the first step."""
+        """Number of batches that the killed run had prefetched, until the training continues; else 0."""
         self.random: dict[str, Any] | None = None
         """States of random number generators to restore when the resumed training continues."""
         self._recorded_step: int | None = None
@@ -189,9 +189,9 @@ class Recovery(Uncopied):
         return (StatefulReplayLoader if stateful and sized else ReplayLoader)(dataloader, position, self)
 
     def before_batch(self) -> None:
-        """Called before the next batch is fetched. Makes a record if a step was made since the last one."""
-        if self._ahead > 0:  # a prefetched batch
-            self._ahead -= 1
+        """Called before a loader is asked for the next batch. Makes a record if a step was made since the last one."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if fetcher is not None and fetcher.fetched < self._ahead:  # the killed run has prefetched this batch
             return
         if self.random is not None:
             self._continue(self.random)
@@ -211,6 +211,7 @@ class Recovery(Uncopied):
             assert self._resumed is not None
             self._refuse(self._resumed, [f"{len(self._positions)} more training dataloaders were read"])
         self._resumed = None
+        self._ahead = 0
         for loader in self._wrapped_loaders():
             loader.fast_forward()
         for name, gradient in self._kept_gradients.items():
@@ -227,6 +228,7 @@ class Recovery(Uncopied):
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         fetcher = self._trainer.fit_loop._data_fetcher
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
+        ahead = min(ahead, 0 if fetcher is None else fetcher.fetched)  # an epoch may begin
         positions = [vars(loader.position(ahead)) for loader in self._wrapped_loaders()]
         checkpoint[_GRADIENTS] = self._gradients()
         checkpoint[_KEY] = {"places": positions, "ahead": ahead, "random": random_states()}

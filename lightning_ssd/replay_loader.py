@@ -1,5 +1,6 @@
 """Dataloaders of a training with `recover=True`, whose position in the data is restored after a kill."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 _GENERATORS = "lightning_ssd.generators"
 
+_PREFETCHED = 1
+"""Batches that Lightning prefetches from loaders without a length."""
+
 
 @dataclass(frozen=True)
 class DataPosition:
@@ -24,12 +28,14 @@ class DataPosition:
         made: states of random number generators when its iterator was made.
         begun: states of random number generators before the first batch; None: no batch was fetched.
         batches: number of fetched batches.
+        ahead: states of random number generators before each batch that was prefetched after these.
         settings: settings of the loader, by name.
     """
 
     made: dict[str, Any]
     begun: dict[str, Any] | None
     batches: int
+    ahead: list[dict[str, Any]]
     settings: dict[str, str]
 
 
@@ -50,6 +56,12 @@ class ReplayLoader:
         self._made: dict[str, Any] = {}
         self._begun: dict[str, Any] | None = None
         self._batches = 0
+        self._calls = 0
+        """Calls for the next batch, also those after the last batch."""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_PREFETCHED)
+        """States of random number generators before the last calls."""
+        self._ahead: deque[dict[str, Any]] = deque()
+        """Such states of the killed run, before batches that it had prefetched."""
 
     def __getattr__(self, name: str) -> Any:
         # Without these two methods, Lightning does not restore the loader, which is restored here instead.
@@ -66,15 +78,20 @@ class ReplayLoader:
     def __iter__(self) -> "ReplayLoader":
         self._iterator = None
         if self._resume is None:
-            self._made, self._begun, self._batches = self._random(), None, 0
+            self._made, self._begun, self._batches, self._calls = self._random(), None, 0, 0
             self._iterator = iter(self._dataloader)
         return self
 
     def __next__(self) -> Any:
         self.fast_forward()
         self._recovery.before_batch()
+        if self._ahead:
+            self._set_random(self._ahead.popleft())
+        before = self._random()
+        self._recent.append(before)
+        self._calls += 1
         if self._begun is None:
-            self._begun = self._random()
+            self._begun = before
         assert self._iterator is not None
         batch = next(self._iterator)
         self._batches += 1
@@ -82,15 +99,18 @@ class ReplayLoader:
 
     def position(self, ahead: int) -> DataPosition:
         """Returns the training's position in the data, without the last `ahead` batches, which were prefetched."""
-        batches = max(0, self._batches - ahead)
-        return DataPosition(self._made, self._begun, batches, loader_settings(self._dataloader))
+        batches = min(self._batches, max(0, self._calls - ahead))
+        before = list(self._recent)[-ahead:] if 0 < ahead <= self._calls else []
+        return DataPosition(self._made, self._begun, batches, before, loader_settings(self._dataloader))
 
     def fast_forward(self) -> None:
         """Reads and drops the batches that the killed run has fetched. Samplers have their epoch set by now."""
         if self._resume is None:
             return
         position, self._resume = self._resume, None
-        self._made, self._begun, self._batches = position.made, position.begun, position.batches
+        self._made, self._begun = position.made, position.begun
+        self._batches = self._calls = position.batches
+        self._ahead.extend(position.ahead)
         self._set_random(position.made)
         self._iterator = iter(self._dataloader)
         if position.begun is not None:
@@ -121,7 +141,10 @@ class StatefulReplayLoader(ReplayLoader):
         return self
 
     def __next__(self) -> Any:
-        random = self._recovery.random if self._resume is not None and self._resume.begun is not None else None
+        random: dict[str, Any] | None = None
+        if self._resume is not None and self._resume.begun is not None:
+            # The first of several loaders has the training's generators restored, for all of them.
+            random = random_states() if self._recovery.random is None else self._recovery.random
         batch = super().__next__()
         if random is not None:
             set_random_states(random)

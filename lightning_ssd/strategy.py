@@ -970,6 +970,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        if self.model_states is None and self._offloads is not None:  # `setup` has ended: parameters hold their values
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
         if self.model_states is None:
             averages = [average_of(callback) for callback in _averaging_callbacks(self.lightning_module.trainer)]
             self._loaded.record([self.lightning_module, *(average for average in averages if average is not None)])

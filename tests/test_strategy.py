@@ -952,3 +952,23 @@ def test_lightnings_tuner_runs(tmp_path: Path, search: str) -> None:
         assert Tuner(trainer).lr_find(model, num_training=8) is not None
     else:
         assert Tuner(trainer).scale_batch_size(model, max_trials=2, steps_per_trial=1) == 4
+
+
+def test_nothing_of_a_checkpoint_that_is_loaded_amid_a_run_is_held(tmp_path: Path) -> None:
+    """LearningRateFinder restores its checkpoint, whose file it has removed, after the states are set up."""
+    held: list[tuple[int, bool]] = []
+
+    class Held(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            hooks = sum(len(module._load_state_dict_pre_hooks) for module in pl_module.modules())
+            held.append((hooks, ".lr_find" in Path("/proc/self/maps").read_text()))
+
+    def train(*callbacks: pl.Callback) -> None:
+        strategy = SSDOffloadStrategy(tmp_path, states="gpu", offload=1.0, min_bytes=1, ssd_capacity="1MiB")
+        model = small_model()
+        model.learning_rate = 1e-2
+        make_trainer(tmp_path, strategy, callbacks=[*callbacks, Held()]).fit(model, batches(8))
+
+    train()
+    train(pl.callbacks.LearningRateFinder(num_training_steps=3))
+    assert held[0] == held[1] and not held[1][1]

@@ -1,7 +1,7 @@
 """Lightning's callbacks that average weights get whole weights while they read or change offloaded ones."""
 
 from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -45,14 +45,11 @@ def summon_full_params(
         A function that restores the callback.
     """
 
-    def inside_context(hook: Callable[..., None], needed: Callable[[pl.Trainer], bool]) -> Callable[..., None]:
+    def inside_context(hook: Callable[..., None]) -> Callable[..., None]:
         @wraps(hook)
-        def run(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-            if not needed(trainer):
-                hook(trainer, *args, **kwargs)
-                return
+        def run(*args: Any, **kwargs: Any) -> None:
             with full_params():
-                hook(trainer, *args, **kwargs)
+                hook(*args, **kwargs)
 
         return run
 
@@ -62,21 +59,51 @@ def summon_full_params(
                 exact = exact_value(averaged, loaded)
                 # Exchanged with 16-bit values, the whole weights would lose their low bits.
                 averaged.data = averaged.data.float() if exact is None else exact.to(averaged.device, copy=True)
-    hooks: dict[str, Callable[[pl.Trainer], bool]] = dict.fromkeys(_HOOKS, lambda trainer: True)
+    hooks = {name: inside_context(getattr(callback, name)) for name in _HOOKS}
     if isinstance(callback, pl.callbacks.WeightAveraging):
-        averaging = callback
-
-        def updates(trainer: pl.Trainer) -> bool:
-            """Returns True if the average is updated after this batch; else waiting for optimizer steps is needless."""
-            step = trainer.global_step
-            return step > averaging._latest_update_step and averaging.should_update(step_idx=step - 1)
-
-        hooks["on_train_batch_end"] = updates
-    for name, needed in hooks.items():
-        setattr(callback, name, inside_context(getattr(callback, name), needed))
+        hooks["on_train_batch_end"] = _inside_context_if_updated(callback, full_params)
+    for name, hook in hooks.items():
+        setattr(callback, name, hook)
 
     def restore() -> None:
         for name in hooks:
             delattr(callback, name)
 
     return restore
+
+
+def _inside_context_if_updated(
+    averaging: "pl.callbacks.WeightAveraging", full_params: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., None]:
+    """Returns the callback's `on_train_batch_end`, run inside `full_params()` if the average is updated after a batch.
+
+    Otherwise waiting for optimizer steps is needless. `should_update` of user code, which may count its calls or draw
+    random numbers, is called once for a step, as without offloading.
+    """
+    hook = averaging.on_train_batch_end
+
+    @wraps(hook)
+    def run(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        if step <= averaging._latest_update_step:
+            hook(trainer, *args, **kwargs)
+            return
+        should_update = averaging.should_update
+        updates = should_update(step_idx=step - 1)
+
+        def decided(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            known = step_idx == step - 1 and epoch_idx is None
+            return updates if known else should_update(step_idx=step_idx, epoch_idx=epoch_idx)
+
+        own = vars(averaging).get("should_update")
+        averaging.should_update = decided  # type: ignore[method-assign]
+        try:
+            with full_params() if updates else nullcontext():
+                hook(trainer, *args, **kwargs)
+        finally:
+            if own is None:
+                del averaging.should_update
+            else:
+                averaging.should_update = own  # type: ignore[method-assign]
+
+    return run

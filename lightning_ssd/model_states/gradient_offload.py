@@ -292,7 +292,8 @@ class GradientOffloader:
         if not gradient.retained:
             raise RuntimeError(
                 f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, "
-                "which is gone. Call `optimizer.zero_grad()` between a step and the next backward."
+                "which is gone. Call `optimizer.zero_grad()` between a step and the next backward, or, if only "
+                "gradients of inputs are needed, `torch.autograd.grad` instead of `backward`."
             )
         if self._recorded:
             raise RuntimeError(

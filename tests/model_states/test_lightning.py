@@ -265,14 +265,33 @@ class EverySecond(pl.callbacks.WeightAveraging):
         return step_idx is not None and step_idx % 2 == 1
 
 
+class EverySecondCall(pl.callbacks.WeightAveraging):
+    """Counts the calls of `should_update`."""
+
+    count = 0
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        self.count += 1
+        return self.count % 2 == 1
+
+
+class AtRandom(pl.callbacks.WeightAveraging):
+    """Draws from the training's random number generator, from which dropout draws, too."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and bool(torch.rand(()) < 0.5)
+
+
 @pytest.mark.parametrize(
     "make_callback",
     [
         lambda: pl.callbacks.EMAWeightAveraging(decay=0.9),
         EverySecond,
+        EverySecondCall,
+        AtRandom,
         lambda: pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=2),
     ],
-    ids=["EMA", "every second", "SWA"],
+    ids=["EMA", "every second step", "every second call", "at random", "SWA"],
 )
 def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) -> None:
     """Averages are used in validation as in Lightning, are in the model at the end, and are saved."""
@@ -284,7 +303,7 @@ def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) 
     assert any(
         not torch.equal(one, other) for one, other in zip(plain.parameters(), expected.parameters(), strict=True)
     )
-    assert not [name for name in vars(callback) if name.startswith("on_")]
+    assert not [name for name in vars(callback) if name.startswith(("on_", "should_"))]
 
 
 @pytest.mark.parametrize("name", NAMES)

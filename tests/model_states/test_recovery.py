@@ -174,6 +174,31 @@ def test_several_loaders_of_different_lengths(tmp_path: Path) -> None:
     assert same(outcome(found), outcome(expected))
 
 
+class RandomStream(Stream):
+    """A stream without a length whose rows have noise from the training's random number generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for (row,) in super().__iter__():
+            yield [row + torch.rand_like(row)]
+
+
+class SameLength(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0][0] + batch[1][0]], batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_several_loaders_that_are_prefetched(tmp_path: Path, mode: Any) -> None:
+    """The batch that the killed run has prefetched draws the random numbers of all loaders again, and no other does."""
+
+    def train() -> Any:
+        return CombinedLoader([DataLoader(RandomStream(), batch_size=4) for _ in range(2)], mode)
+
+    arguments: dict[str, Any] = dict(model=SameLength, train=train, val_check_interval=None)
+    expected = fit(recovering(tmp_path), **arguments)
+    assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
+
+
 class Adversaries(Model):
     """Two optimizers in manual optimization; one of them steps in every other batch."""
 
