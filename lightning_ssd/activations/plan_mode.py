@@ -150,7 +150,8 @@ class PlanMode(UnitDispatchMode):
     """Applies a schedule to the forwards that run inside it.
 
     From the first operation of a segment that differs from the schedule, the rest of the segment has no choices: the
-    placement policy decides about its saved tensors.
+    placement policy decides about its saved tensors. It also decides about the results of an operation that would be
+    recomputed, if its arguments or results were made in inference mode, unlike those of the recorded forward.
 
     With `checking`, no tensor is dropped: tensors that would be recomputed are saved, recomputed when backward unpacks
     them, and compared byte by byte. This detects kernels that write to an earlier result, or whose results depend on
@@ -276,6 +277,8 @@ class PlanMode(UnitDispatchMode):
         random = random_state(func, self._hooks.device) if recompute else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
+        if recompute and any(tensor.is_inference() for tensor in (*tensors_of((args, kwargs)), *tensors)):
+            return result  # changes of tensors made in inference mode are not counted, so that no result is recomputed
         node = (
             RecomputeNode(func, args, kwargs, tensors, random, self._hooks.pack, self._hooks.unpack)
             if recompute

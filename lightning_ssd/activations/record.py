@@ -218,7 +218,9 @@ class SavedHandle:
     __slots__ = ("_last_restore", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
 
     def __init__(self, tensor: Tensor, record: RefCountedBytes, empty: Tensor) -> None:
+        record.add_view()  # `__del__` drops it, also if the rest of the construction fails
         self.record = record
+        self._last_restore = 0
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -228,8 +230,6 @@ class SavedHandle:
         probe.data = empty
         self._probe = probe
         self._original: Original | None = weakref.ref(tensor)
-        self._last_restore = 0
-        record.add_view()
 
     def __del__(self) -> None:
         self.record.drop_view(self._last_restore)

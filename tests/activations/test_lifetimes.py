@@ -1,5 +1,6 @@
 """Restored bytes are released after the last view was unpacked, whenever other views are freed."""
 
+import sys
 import threading
 from collections import deque
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations import record as records
-from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, SavedStorage, State
+from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, SavedStorage, State, bytes_of
 from lightning_ssd.activations.tier import Load, StoredCopy
 from tests.support.locks import WatchedLock
 
@@ -76,6 +77,18 @@ def test_a_view_that_is_freed_while_bytes_are_restored(attribute: str, shown_bef
         assert record.data is not None
         assert torch.equal(views.pop().materialize(), saved)
     assert record.data is None and record.views == 0
+
+
+def test_a_view_that_cannot_be_made_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are made in inference mode have no version counter. The finalizer of the view raises no error."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    with torch.inference_mode():
+        saved = torch.arange(4.0)
+    record = SavedStorage(bytes_of(torch.arange(4.0).untyped_storage()), None, 0, deque())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="version counter"):
+        SavedHandle(saved, record, EMPTY)
+    assert not ignored and record.views == 0
 
 
 @pytest.mark.parametrize("change", ["add", "drop", "consume"])

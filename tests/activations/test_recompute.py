@@ -3,7 +3,7 @@
 import gc
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +350,47 @@ def test_recomputation_ignores_data_that_is_assigned_after_the_operation(offload
     directed.end_direct()
     assert offloader.stats().recomputed > before
     assert torch.equal(actual, expected)
+
+
+def shifted(x: Tensor, constant: Tensor) -> Tensor:
+    return (x - constant).sin().exp().sum()
+
+
+def shifted_by_a_view(x: Tensor, constant: Tensor) -> Tensor:
+    return (x - constant.view(1, 100)).sin().exp().sum()
+
+
+def concatenated(x: Tensor, constant: Tensor) -> Tensor:
+    return torch.cat([x, constant]).sin().exp().sum()
+
+
+def shifted_by_a_result(x: Tensor, constant: Tensor) -> Tensor:
+    """The shift is computed in inference mode if `constant` was."""
+    with torch.inference_mode(constant.is_inference()):
+        shift = x.detach().cos()
+    return (x * 2 - shift).sin().exp().sum()
+
+
+@pytest.mark.parametrize("forward", [shifted, shifted_by_a_view, concatenated, shifted_by_a_result])
+@pytest.mark.parametrize("policy", ["recompute", "checking", "host", "none"])
+def test_a_tensor_that_is_made_in_inference_mode_after_the_recorded_forward(
+    offloader: ActivationOffloader, forward: Forward, policy: str
+) -> None:
+    """As a validation makes it. Plain autograd accepts it where no operation saves it."""
+    leaves, early = [torch.randn(100)], torch.ones(100)
+    directed = Directed(offloader)
+    gradients(lambda x: forward(x, early), leaves, directed.record)
+    saved = directed.end_record()
+    assert "recompute" in everything(saved).values()
+    with torch.inference_mode():
+        late = torch.full((100,), 0.5)
+    expected = gradients(lambda x: forward(x, late), leaves)
+
+    def hooks() -> AbstractContextManager[None]:
+        if policy == "checking":
+            return directed.check()
+        choices: dict[int, Choice] = {item.buffer: "host" for item in saved} if policy == "host" else {}
+        return directed.direct(everything(saved) if policy == "recompute" else choices)
+
+    assert_same(gradients(lambda x: forward(x, late), leaves, hooks), expected)
+    directed.end_direct()
