@@ -34,7 +34,7 @@ class SavedWrapper:
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         wrapped = {name: getattr(tensor, name) for name in names}
-        self._packed = {name: pack(value) for name, value in wrapped.items() if isinstance(value, Tensor)}
+        self._packed = {name: pack(value) for name, value in wrapped.items() if _is_packed(value)}
         self._others = {name: value for name, value in wrapped.items() if name not in self._packed}
         self._type = type(tensor)
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
@@ -60,3 +60,8 @@ class SavedWrapper:
 def is_wrapper(tensor: Tensor) -> bool:
     """Returns whether `tensor` is described completely by wrapped tensors and a context."""
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _NOT_UNWRAPPED)
+
+
+def _is_packed(value: Any) -> bool:
+    """Returns whether `value` is a tensor that may be packed: one made in inference mode has no version counter."""
+    return isinstance(value, Tensor) and not value.is_inference()

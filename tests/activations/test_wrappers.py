@@ -180,6 +180,24 @@ def test_a_subclass_of_two_tensors(offloader: ActivationOffloader) -> None:
     assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
 
 
+def test_a_subclass_around_a_tensor_that_is_made_in_inference_mode(offloader: ActivationOffloader) -> None:
+    """That tensor is kept, and the other one is offloaded. Plain autograd saves such a wrapper, too."""
+    with torch.inference_mode():
+        constant = torch.full((8, 8), 0.5)
+    grads = []
+    for hooks in (nullcontext, offloader.hooks):
+        torch.manual_seed(0)
+        x = TwoTensor(torch.randn(8, 8), torch.randn(8, 8)).requires_grad_()
+        offloader.begin_micro_batch()
+        with hooks():
+            loss = (x * TwoTensor(torch.randn(8, 8), constant)).sin().sum()
+        loss.backward()
+        assert isinstance(x.grad, TwoTensor)
+        grads.append(x.grad)
+    assert offloader.stats().stored == (1 + 2) * 8 * 8 * 4  # the other one, and both of the product
+    assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
+
+
 def test_jagged_tensors_are_kept(offloader: ActivationOffloader) -> None:
     """Their sizes are tied to their offsets, which must be the same object in backward."""
     grads = []
