@@ -161,6 +161,8 @@ class Arguments:
     def _pack(self, value: Any) -> Any:
         kind = type(value)
         if kind in (Tensor, nn.Parameter, FakeTensor) and torch._C._has_storage(value):  # not inside of `torch.vmap`
+            if value.is_inference():  # torch saves the arguments, which autograd refuses then
+                raise _OtherArgumentError
             self.tensors.append(value)
             return _Position(len(self.tensors) - 1)
         if kind in _VALUES or kind in (tuple, list, dict):
@@ -182,7 +184,7 @@ def _unpack(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class _OtherArgumentError(Exception):
-    """An argument is an object whose state may change between forward and backward."""
+    """An argument was made in inference mode, or is an object whose state may change between forward and backward."""
 
 
 def rerun_arguments(

@@ -303,6 +303,13 @@ def with_object(model: Layers) -> None:
     model.call = lambda value: model.middle(value, state=object())
 
 
+def with_a_tensor_made_in_inference_mode(model: Layers) -> None:
+    with torch.inference_mode():
+        scale = torch.full((4, 8), 0.5)
+    model.middle.inside = lambda hidden: hidden + model.middle.seen.keywords[-1]["mask"][0]["causal"].sum()
+    model.call = lambda value: model.middle(value, mask=[{"causal": scale}])
+
+
 def without_gradients(model: Layers) -> None:
     def call(value: Tensor) -> Tensor:
         with torch.no_grad():
@@ -422,6 +429,7 @@ def with_wrapper_inside(model: Layers) -> None:
         with_compiled_calls,
         with_compiled_class,
         with_object,
+        with_a_tensor_made_in_inference_mode,
         without_gradients,
         in_evaluation,
         with_a_tensor_of_another_layer,
@@ -709,7 +717,15 @@ def test_an_argument_may_be_changed_before_the_call(offloader: ActivationOffload
 
 @pytest.mark.parametrize(
     "prepare",
-    [with_hook, with_hook_on_arguments, with_first_hook_on_result, with_own_forward, with_object, in_evaluation],
+    [
+        with_hook,
+        with_hook_on_arguments,
+        with_first_hook_on_result,
+        with_own_forward,
+        with_object,
+        with_a_tensor_made_in_inference_mode,
+        in_evaluation,
+    ],
 )
 def test_layers_that_must_run_once_since_the_recorded_forward(
     offloader: ActivationOffloader, prepare: Callable[[Layers], None]
