@@ -18,6 +18,7 @@ import torch
 
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
+from lightning_ssd.storage.preallocation import preallocate
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import align_up
@@ -170,7 +171,7 @@ def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direct
             try:
                 fd = directory.files.open_file(file.name, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
                 stack.callback(os.close, fd)
-                os.posix_fallocate(fd, 0, blocks * _BLOCK)
+                preallocate(fd, 0, blocks * _BLOCK, file)
             except OSError as error:
                 raise from_os_error(error, f"make a file of {blocks * _BLOCK} bytes with O_DIRECT", file) from error
             fds.append(fd)

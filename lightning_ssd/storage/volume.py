@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,13 +10,13 @@ from pathlib import Path
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
+from lightning_ssd.storage.preallocation import preallocate
 from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import SlotAllocator, align_down, align_up
 
 __all__ = ["Volume"]
 
-_log = logging.getLogger(__name__)
 _FILE = "scratch.bin"
 _SMALLEST_EXTENT = 64 * 2**20
 _LARGEST_EXTENT = 2**30
@@ -98,16 +96,7 @@ class Volume:
         size = self.slots.capacity
         action = f"preallocate {nbytes} bytes at offset {size} ({self.disk_free()} bytes free)"
         try:
-            try:
-                os.posix_fallocate(self._fd, size, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                # This filesystem can't preallocate: a full disk is an error when a piece is written, not now.
-                os.ftruncate(self._fd, size + nbytes)
-                _log.warning(
-                    "the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path
-                )
+            preallocate(self._fd, size, nbytes, self.path)
         except OSError as error:
             with clean_up(f"free the bytes that were preallocated from offset {size}", self.path):
                 os.ftruncate(self._fd, size)

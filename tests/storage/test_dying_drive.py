@@ -17,15 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.storage import BlobStore, ChecksumError, StorageError, StorageFullError, calibration
+from lightning_ssd.storage import BlobStore, ChecksumError, StorageError, StorageFullError, calibration, preallocation
 from tests.support.garbage import collect
 from tests.support.storage import CPU, KIB, noise, open_files, read, write
 
 PAGE = 4096
 CALLS = {
-    os: ("open", "close", "mkdir", "listdir", "stat", "fstat", "fstatvfs", "posix_fallocate", "ftruncate", "pwritev",
-         "preadv", "fdatasync", "fsync", "rename", "unlink", "rmdir"),
+    os: ("open", "close", "mkdir", "listdir", "stat", "fstat", "fstatvfs", "ftruncate", "pwritev", "preadv",
+         "fdatasync", "fsync", "rename", "unlink", "rmdir"),
     fcntl: ("flock",),
+    preallocation: ("fallocate",),
 }  # fmt: skip
 REMOVALS = {"ftruncate", "unlink", "rmdir", "listdir", "stat", "fstat", "close"}
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENODEV]
@@ -139,7 +140,7 @@ def check_position(
     where = f"{drive.failed[:1]} at {position}, {errno.errorcode[number]}, lasting={lasting}"
     if raised is None:
         # Only clean-up failed, or a call with a fallback, on which nothing depends.
-        assert not drive.failed or drive.failed[0] in REMOVALS | {"posix_fallocate", "open"}, where
+        assert not drive.failed or drive.failed[0] in REMOVALS | {"fallocate", "open"}, where
     else:
         cause: BaseException | None = raised
         while isinstance(cause, StorageError):  # the first failure is the direct cause
@@ -221,7 +222,7 @@ def test_short_transfers(tmp_path: Path, name: str, moved: int) -> None:
 
 def test_the_reason_why_a_file_can_not_grow_is_named(tmp_path: Path) -> None:
     full = False
-    with failing(lambda index, name: errno.EDQUOT if full and name == "posix_fallocate" else None):
+    with failing(lambda index, name: errno.EDQUOT if full and name == "fallocate" else None):
         store = BlobStore([tmp_path], device=CPU)
         full = True
         try:
