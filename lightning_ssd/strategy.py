@@ -70,6 +70,7 @@ from lightning_ssd.model_states import (
     materialize_on,
     meta_to_placeholder,
     move_model_states,
+    note_unread,
     offloaded_parameters,
     present_tiers,
     regroup_model_states,
@@ -1044,6 +1045,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._failure = exception
         if (trainer := self._find_trainer()) is not None:
             _drop_unread_loader(trainer)
+        if self._ever_offloaded:
+            note_unread(exception)
         if isinstance(exception, torch.OutOfMemoryError) and self.offloader is not None:
             assert self.lightning_module is not None
             exception.add_note(

@@ -29,7 +29,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import is_power_of_two
 from lightning_ssd.model_states.journal import CommitRecord
 from lightning_ssd.model_states.layout import Layout, StagedState
-from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
+from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, note_unread, save
 from lightning_ssd.model_states.loaded import Loaded, LoadedValues, exact_value, loading_to_meta
 from lightning_ssd.model_states.locations import (
     StateClass,
@@ -110,6 +110,7 @@ __all__ = [
     "materialize_on",
     "meta_to_placeholder",
     "model_settings",
+    "note_unread",
     "move_model_states",
     "offloaded_parameters",
     "register_optimizer",

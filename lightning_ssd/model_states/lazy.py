@@ -25,12 +25,15 @@ _MARK_BYTES = 32
 
 
 class LazyTensor(Tensor):
-    """A CPU tensor whose values are read when an operator first uses them.
+    """A CPU tensor whose values are read when a function first uses them, and which is an ordinary tensor from then on.
 
-    It takes no RAM until then: its memory is allocated but not touched, so the kernel commits no pages.
+    It has no memory until then. Functions of torch read the values by `__torch_function__`, or, if they read tensors in
+    C++ alone (`torch.tensor(lazy)`), by `__torch_dispatch__`. C++ code that calls neither raises an error: it finds a
+    tensor on `meta` (`parameter.data = lazy`), or a storage that refuses access.
     """
 
-    _read: Callable[[], Tensor] | None
+    _read: Callable[[], Tensor]
+    _loaded: Tensor | None
 
     @staticmethod
     def make(like: Tensor, read: Callable[[], Tensor]) -> "LazyTensor":
@@ -41,22 +44,39 @@ class LazyTensor(Tensor):
             read: returns the values, on the CPU, with any strides.
         """
         with torch.inference_mode(False):  # an evaluation may make it, and its end read the values
-            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).as_subclass(LazyTensor)
+            tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
+                LazyTensor,
+                like.shape,
+                strides=like.stride(),
+                dtype=like.dtype,
+                device=torch.device("meta"),
+                dispatch_device=True,
+            )
+            torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor._read = read
+        tensor._loaded = None
         return tensor
 
     def load(self) -> Tensor:
-        """Reads the values unless they were read before, and returns an ordinary tensor over them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(Tensor)
-            if self._read is not None:
-                plain.copy_(self._read())
-                self._read = None
-            return plain
+        """Reads the values unless they were read before, and returns this tensor, which is an ordinary one now."""
+        with torch.inference_mode(False):
+            values = self._alias()
+        torch._C._swap_tensor_impl(self, values)
+        del self._read, self._loaded
+        self.__class__ = Tensor  # type: ignore[assignment]
+        return self
 
     def values(self) -> Tensor:
         """Returns the values without storing them in the tensor."""
-        return self.load() if self._read is None else self._read()
+        return self._read() if self._loaded is None else self._loaded
+
+    def _alias(self) -> Tensor:
+        """Reads the values unless they were read before, and returns a new tensor that shares their memory."""
+        if self._loaded is None:
+            with torch.inference_mode(False):
+                values = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype)
+            self._loaded = values.copy_(self._read())
+        return self._loaded.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         # `__torch_function__` would search all objects in `memo`, and pass a copy of it on.
@@ -70,10 +90,25 @@ class LazyTensor(Tensor):
         shown = cast(Any, func).__self__.__name__ if name == "__get__" else name
         if shown in _CONVERSIONS and _changes_nothing(*args, **(kwargs or {})):
             return args[0]
-        if shown not in _SHAPES:
-            args, kwargs = load_lazy((args, dict(kwargs or {})))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if shown in _SHAPES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = load_lazy((args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        # C++ code holds the tensors at present, so that they can't become ordinary ones yet.
+        args, kwargs = replace_values((args, dict(kwargs or {})), _aliased)
+        return func(*args, **kwargs)
+
+
+def _aliased(_: str, value: Any) -> Any:
+    return value._alias() if isinstance(value, LazyTensor) else value
 
 
 _SHAPES = ("shape", "dtype", "device", "size", "dim", "ndim", "numel", "element_size", "is_floating_point", "layout",
@@ -96,10 +131,11 @@ class LazyTensors:
     """All lazy tensors that are alive, and the context in which state dicts have lazy tensors."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
-        self._copies: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        """Lazy tensors, and those that have become ordinary ones."""
+        self._copies: weakref.WeakSet[Tensor] = weakref.WeakSet()
         """Those of `_alive` that are copies in plain training."""
-        self._made: dict[object, LazyTensor] = {}
+        self._made: dict[object, Tensor] = {}
         self.enabled = False
         """Whether state dicts have lazy tensors."""
 
@@ -113,7 +149,7 @@ class LazyTensors:
             self.enabled = False
             self._made.clear()
 
-    def make(self, key: object, like: Tensor, read: Callable[[], Tensor], *, copied: bool) -> LazyTensor:
+    def make(self, key: object, like: Tensor, read: Callable[[], Tensor], *, copied: bool) -> Tensor:
         """Returns a lazy tensor.
 
         Args:
@@ -135,20 +171,27 @@ class LazyTensors:
     def load_all(self) -> None:
         """Reads the values of all lazy tensors, before a step changes the stored values."""
         self.load_copies()
-        for tensor in list(self._alive):
-            tensor.load()
+        load_lazy(list(self._alive))
         self._alive.clear()
 
     def load_copies(self) -> None:
         """Reads the values of lazy tensors that are copies, before user code changes the stored values."""
-        for tensor in list(self._copies):
-            tensor.load()
+        load_lazy(list(self._copies))
         self._copies.clear()
 
 
 def load_lazy(checkpoint: Any) -> Any:
-    """Returns `checkpoint` with ordinary tensors for the lazy ones in its dicts, lists and tuples."""
+    """Returns `checkpoint`, in whose dicts, lists and tuples the lazy tensors have become ordinary ones."""
     return replace_values(checkpoint, lambda _, value: value.load() if isinstance(value, LazyTensor) else value)
+
+
+def note_unread(error: BaseException) -> None:
+    """Adds the remedy to torch's error about an assignment to `Tensor.data`, which calls no hook of a lazy tensor."""
+    if isinstance(error, RuntimeError) and "variable.set_data" in str(error):
+        error.add_note(
+            "If a value of a checkpoint or an optimizer state is assigned to `.data`: with offloaded states it has no "
+            "memory until it is read. Assign `value.detach()`."
+        )
 
 
 def save(checkpoint: Any, path: str | Path) -> None:
@@ -169,7 +212,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
         if not _alive(leftover):  # its process was killed
             remove(leftover)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    marks: dict[bytes, LazyTensor] = {}
+    marks: dict[bytes, Tensor] = {}
     stand_ins: dict[LazyTensor, Tensor] = {}
 
     def marked(_: str, tensor: Any) -> Any:
@@ -177,7 +220,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
             return tensor
         if tensor in stand_ins:
             return stand_ins[tensor]
-        if tensor._read is None or tensor.nbytes < _MARK_BYTES:
+        if tensor._loaded is not None or tensor.nbytes < _MARK_BYTES:
             return tensor.load()
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -213,7 +256,7 @@ class _Filling(io.RawIOBase):
     a hole is known only after all objects of the checkpoint are unpickled from the file.
     """
 
-    def __init__(self, file: io.BufferedWriter, marks: dict[bytes, LazyTensor]) -> None:
+    def __init__(self, file: io.BufferedWriter, marks: dict[bytes, Tensor]) -> None:
         self._file = file
         self._marks = marks
         self.error: BaseException | None = None
@@ -228,7 +271,8 @@ class _Filling(io.RawIOBase):
 
     def _write(self, data: Any) -> int:
         if len(data) >= _MARK_BYTES and (tensor := self._marks.pop(bytes(data[:_MARK_BYTES]), None)) is not None:
-            values = in_memory_order(tensor.values(), tensor.stride()).view(torch.uint8)
+            loaded = tensor.values() if isinstance(tensor, LazyTensor) else tensor
+            values = in_memory_order(loaded, tensor.stride()).view(torch.uint8)
             assert values.numel() == len(data)
             self._file.write(values.numpy().data)
             return len(data)

@@ -119,11 +119,13 @@ def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
     class Keeping(pl.Callback):
         def __init__(self) -> None:
             self.kept: list[Any] = []
+            self.lazy: list[LazyTensor] = []
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             strategy = trainer.strategy
             state = {"weights": strategy.lightning_module_state_dict()}
             state["optimizer"] = strategy.optimizer_state(trainer.optimizers[0])["state"]
+            self.lazy = [value for value in state["weights"].values() if isinstance(value, LazyTensor)]
             if strategy.strategy_name != "ssd_offload":  # which are the model's own
                 state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, state)
             self.kept.append(state)
@@ -131,7 +133,7 @@ def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
     plain, ours = Keeping(), Keeping()
     train(tmp_path, "auto", Model(), callbacks=[plain])
     train(tmp_path, ssd(), Model(), callbacks=[ours])
-    assert any(isinstance(value, LazyTensor) for value in ours.kept[0]["weights"].values())
+    assert ours.lazy and all(type(value) is Tensor for value in ours.kept[0]["weights"].values())
     for a, b in zip(ours.kept, plain.kept, strict=True):
         for name, value in b["weights"].items():
             assert torch.equal(a["weights"][name], value), name
@@ -536,7 +538,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
     values = [torch.randn(40, 50), torch.randn(3), torch.randn(()), torch.arange(100), torch.randn(64).bfloat16()]
     reads: list[int] = []
 
-    def make(index: int) -> LazyTensor:
+    def make(index: int) -> Tensor:
         def read() -> Tensor:
             reads.append(index)
             return values[index]

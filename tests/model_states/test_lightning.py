@@ -448,9 +448,9 @@ def test_optimizer_states_on_ssds_are_kept_there_until_the_optimizer_is_freed(tm
     (optimizer,) = trainer.optimizers
     tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     lazy = [value for value in tensors if isinstance(value, LazyTensor)]
-    assert len(lazy) == len(tensors) and all(value._read is not None for value in lazy)
+    assert len(lazy) == len(tensors) and all(value._loaded is None for value in lazy)
     assert len(open_scratch_files()) == others + 1 and not list(tmp_path.rglob("lightning_ssd-*"))
-    assert copy.deepcopy(optimizer.state_dict())["state"] and lazy[0]._read is None
+    assert copy.deepcopy(optimizer.state_dict())["state"] and type(lazy[0]) is Tensor
     del optimizer, tensors, lazy, trainer
     collect()
     assert len(open_scratch_files()) <= others
