@@ -121,10 +121,10 @@ _CONVERSIONS = ("to", "cpu")
 """Functions that may return the tensor itself: Lightning moves optimizer states to the CPU after training."""
 
 
-def _changes_nothing(tensor: Tensor, device: object = "cpu", **options: object) -> bool:
-    """Returns whether `tensor.to(device, **options)` is `tensor` itself, which is on the CPU."""
+def _changes_nothing(tensor: Tensor, device: object = "cpu", *more: object, **options: object) -> bool:
+    """Returns whether `tensor.to(device, *more, **options)` is known to be `tensor`, which is on the CPU."""
     to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
-    return to_cpu and set(options) <= {"non_blocking"}
+    return to_cpu and not more and set(options) <= {"non_blocking"}
 
 
 class LazyTensors:

@@ -147,6 +147,54 @@ def test_the_error_of_an_assignment_to_data_names_the_remedy(tmp_path: Path) -> 
     assert any("Assign `value.detach()`" in note for note in raised.value.__notes__)
 
 
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to(device)": lambda value: value.to("cpu"),
+    "to(device=)": lambda value: value.to(device=torch.device("cpu")),
+    "to(device, non_blocking=)": lambda value: value.to("cpu", non_blocking=True),
+    "to(dtype)": lambda value: value.to(torch.float16),
+    "to(dtype=)": lambda value: value.to(dtype=torch.float16),
+    "to(dtype, non_blocking, copy)": lambda value: value.to(torch.float32, False, True),
+    "to(device, dtype)": lambda value: value.to("cpu", torch.float16),
+    "to(device, same dtype)": lambda value: value.to("cpu", torch.float32),
+    "to(device, dtype=)": lambda value: value.to("cpu", dtype=torch.bfloat16),
+    "to(device, dtype, non_blocking)": lambda value: value.to(torch.device("cpu"), torch.float32, True),
+    "to(device, dtype, non_blocking, copy)": lambda value: value.to("cpu", torch.float32, False, True),
+    "to(device, None, True)": lambda value: value.to("cpu", None, True),
+    "to(device, non_blocking)": lambda value: value.to("cpu", True),  # type: ignore[call-overload]
+    "to(device, copy=)": lambda value: value.to("cpu", copy=True),
+    "to(memory_format=)": lambda value: value.to(memory_format=torch.contiguous_format),
+    "to(tensor)": lambda value: value.to(torch.zeros(1, dtype=torch.float16)),
+    "to(lazy)": lambda value: torch.zeros(1, dtype=torch.float16).to(value),
+    "cpu": lambda value: value.cpu(),
+    "cpu(memory_format)": lambda value: value.cpu(torch.contiguous_format),
+    "cpu(memory_format=)": lambda value: value.cpu(memory_format=torch.contiguous_format),
+    "float": lambda value: value.float(),
+    "half": lambda value: value.half(),
+    "half(memory_format)": lambda value: value.half(torch.contiguous_format),
+    "bfloat16": lambda value: value.bfloat16(),
+    "double": lambda value: value.double(),
+    "type": lambda value: value.type(),
+    "type(dtype)": lambda value: value.type(torch.float16),
+    "type(name)": lambda value: value.type("torch.HalfTensor"),
+    "type(dtype, non_blocking)": lambda value: value.type(torch.float64, True),
+    "type_as": lambda value: value.type_as(torch.zeros(1, dtype=torch.float16)),
+}
+"""All forms of the functions that convert tensors."""
+
+
+def _outcome(function: Callable[[Tensor], Any], value: Tensor) -> Any:
+    try:
+        result = function(value)
+    except TypeError as error:
+        return str(error).splitlines()[0]
+    return (result + 0, result.stride(), result is value) if isinstance(result, Tensor) else result
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_conversions_have_the_results_of_ordinary_tensors(conversion: str) -> None:
+    assert same(_outcome(CONVERSIONS[conversion], make()), _outcome(CONVERSIONS[conversion], VALUES.clone()))
+
+
 def test_tensors_are_freed_after_every_use() -> None:
     tensors = [make() for _ in range(3)]
     references = [weakref.ref(tensor) for tensor in tensors]
@@ -166,6 +214,7 @@ def _read_all(tensors: list[Tensor]) -> list[Tensor]:
         lambda value: torch.zeros(1).set_(value),  # type: ignore[call-overload]
         lambda value: value.as_subclass(Tensor),
         lambda value: nn.Parameter(value).detach(),
+        lambda value: value.to("cpu", torch.float16),
     ]
     return [readers[index % len(readers)](value).clone() for index, value in enumerate(tensors)]
 
