@@ -1,8 +1,10 @@
 """Hooks on the modules of a model, which keep the weights of a unit on the device while its forward runs."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -68,7 +70,7 @@ class UnitHooks:
             for module in unit.modules if flat_params else ():
                 begin = partial(self._pre_forward, index, flat_params, module)
                 removals.append(around_calls(module, begin, partial(self._post_forward, index, flat_params)))
-        return removals + self._hook_fused_layers()
+        return removals + self._hook_fused_layers() + self._keep_recurrent_weights()
 
     # ---- the forward of a unit ----
 
@@ -188,6 +190,19 @@ class UnitHooks:
                 stack.enter_context(self._access.ordinary(offloaded))
             yield
 
+    # ---- recurrent modules ----
+
+    def _keep_recurrent_weights(self) -> list[Callable[[], None]]:
+        """Makes `flatten_parameters` of recurrent modules with offloaded weights do nothing.
+
+        User code calls it anywhere. It compares the addresses of the weights, and gives them other memory.
+        """
+        return [
+            _disable_flattening(module)
+            for module in self._model.modules()
+            if isinstance(module, nn.RNNBase) and any(one in self._flat_of for one in module.parameters())
+        ]
+
 
 class _CompiledWeights(NamedTuple):
     """The weights of modules that compiled code uses.
@@ -269,3 +284,19 @@ def _without_own_hooks(layer: nn.Module) -> Iterator[None]:
         yield
     finally:
         del vars(layer)["modules"]
+
+
+def _disable_flattening(module: nn.RNNBase) -> Callable[[], None]:
+    """Makes `module.flatten_parameters` do nothing, except in copies of it; returns a function that restores it.
+
+    A pickle of a method has its name: after unpickling it is the method of the class.
+    """
+    name, attributes, original = "flatten_parameters", vars(module), weakref.ref(module)
+
+    def flatten_parameters(called: nn.RNNBase) -> None:
+        if called is not original():  # `copy.deepcopy` gives the method to the copy, whose weights are ordinary ones
+            type(called).flatten_parameters(called)
+
+    restore = partial(setattr, module, name, attributes[name]) if name in attributes else partial(delattr, module, name)
+    attributes[name] = MethodType(flatten_parameters, module)
+    return restore
