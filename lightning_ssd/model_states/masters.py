@@ -39,6 +39,8 @@ class MasteredParameter(TrainedParameter):
         assigned: an assigned gradient that was converted, and its version at that time.
     """
 
+    _OWN = ("master", "exposed", "assigned")
+
     master: nn.Parameter
     exposed: bool
     assigned: tuple[Tensor, int] | None

@@ -56,6 +56,9 @@ def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None])
 class TrainedParameter(nn.Parameter):
     """Base class of parameters with additional state during a training. Copies and pickles are ordinary parameters."""
 
+    _OWN: tuple[str, ...]
+    """Names of the attributes that a parameter has during a training only. All others are of user code."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self._plain()
@@ -68,7 +71,9 @@ class TrainedParameter(nn.Parameter):
                 "it can't share the memory of its weights, as torch's processes do. Give it a `copy.deepcopy` of the "
                 "model."
             )
-        return self._plain().__reduce_ex__(protocol)
+        plain = self._plain()
+        vars(plain).update((name, value) for name, value in vars(self).items() if name not in self._OWN)
+        return plain.__reduce_ex__(protocol)
 
     def _plain(self) -> nn.Parameter:
         with torch.inference_mode(False), torch.no_grad():
@@ -146,6 +151,7 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
     """
 
     _DIRECT = (Kind.METADATA,)
+    _OWN = ("flat", "source", "used")
 
     flat: "FlatParameter"
     source: "Source"

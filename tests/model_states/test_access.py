@@ -1,6 +1,9 @@
 """User code that reads and writes offloaded weights, against plain Lightning."""
 
+import copy
 import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,9 @@ from torch import Tensor, nn
 
 from tests.support.access import ACTIONS, PLACES, Action, Toy, _frozen, _prune, compare, fit
 from tests.support.compare import assert_same, same
-from tests.support.models import BlocksModel
+from tests.support.models import BlocksModel, Model
 from tests.support.products import thorough
-from tests.support.states import offloading
+from tests.support.states import loader, offloading
 from tests.support.trainings import rows, train
 
 # ---- every method of tensors ----
@@ -525,3 +528,38 @@ def _of_another_dtype(module: Any) -> None:
 def test_a_change_that_no_training_allows_names_the_time_before_it(tmp_path: Path, change: Any) -> None:
     with pytest.raises(RuntimeError, match="blocks.0.up.weight.*before `fit`, in `configure_model`"):
         fit(tmp_path, Toy("on_train_epoch_start", change), "host")
+
+
+class Tagged(Model):
+    """Has parameters with attributes, and records those of copies and pickles amid the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def setup(self, stage: str) -> None:
+        for index, (name, parameter) in enumerate(self.named_parameters()):
+            vars(parameter).update(number=index, scale=torch.full((2,), index), groups={"names": [name]})
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pickled = pickle.loads(pickle.dumps(self.blocks))
+        saved = io.BytesIO()
+        torch.save(self.blocks[0].up.weight, saved)
+        saved.seek(0)
+        parameters = [
+            *(copied for parameter in self.parameters() for copied in (copy.copy(parameter), copy.deepcopy(parameter))),
+            *pickled.parameters(),
+            torch.load(saved, weights_only=False),
+        ]
+        self.seen.append([(type(one), one.requires_grad, vars(one)) for one in parameters])
+
+
+@pytest.mark.parametrize(
+    ("states", "precision"), [("host", "32-true"), ("ssd", "bf16-mixed"), ("auto", "32-true"), ("auto", "bf16-true")]
+)
+def test_copies_and_pickles_have_the_attributes_of_parameters(tmp_path: Path, states: str, precision: Any) -> None:
+    def run(strategy: Any) -> Any:
+        return train(tmp_path, strategy, Tagged(), loader(2), max_epochs=1, precision=precision).seen
+
+    limits = {"gpu_memory": "90kB"} if states == "auto" else {}
+    assert same(run(offloading(states, **limits)), run("auto"))

@@ -207,7 +207,7 @@ def test_a_closure_that_is_called_again_reads_weights_that_the_step_has_changed(
 def test_copies_are_ordinary_parameters() -> None:
     parameter, _ = _masters()
     for other in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
-        assert type(other) is nn.Parameter and torch.equal(other, parameter)
+        assert type(other) is nn.Parameter and torch.equal(other, parameter) and not vars(other)
 
 
 class Regrouped(Model):
