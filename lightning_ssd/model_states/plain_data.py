@@ -177,6 +177,10 @@ class _Encoder:
             self._arrays.append(self._copy(whole).view(-1).view(torch.uint8))
             dtype = str(value.dtype).removeprefix("torch.")
             return {"tensor": [dtype, list(value.shape), len(self._arrays) - 1]}
+        if kind is np.str_:  # a NumPy array would drop null characters at its end
+            return {"str_": str.__str__(value)}
+        if kind is np.bytes_:
+            return {"bytes_": value.hex()}
         if isinstance(value, np.ndarray | np.generic) and kind.__module__ == "numpy" and value.dtype.kind in "biufcSU":
             content = np.frombuffer(value.tobytes(), dtype=np.uint8).copy()
             self._arrays.append(torch.from_numpy(content))
@@ -205,8 +209,11 @@ def _decode_tensor(content: Any, arrays: Sequence[Tensor]) -> Tensor:
 
 
 def _decode_numpy(content: Any, arrays: Sequence[Tensor]) -> Any:
-    dtype, shape, index = content
-    return np.frombuffer(arrays[index].numpy().tobytes(), dtype=np.dtype(dtype)).reshape(shape).copy()
+    name, shape, index = content
+    dtype = np.dtype(name)
+    if not dtype.itemsize:  # empty strings, for which NumPy makes no array from bytes
+        return np.zeros(shape, dtype)
+    return np.frombuffer(arrays[index].numpy().tobytes(), dtype=dtype).reshape(shape).copy()
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -235,6 +242,8 @@ _KINDS: dict[str, Callable[[Any, Sequence[Tensor]], Any]] = {
     "defaultdict": lambda content, arrays: defaultdict(_FACTORIES[content[0]], _decode_pairs(content[1], arrays)),
     "tensor": _decode_tensor,
     "ndarray": _decode_numpy,
+    "str_": lambda content, _: np.str_(content),
+    "bytes_": lambda content, _: np.bytes_(bytes.fromhex(content)),
     "numpy": lambda content, arrays: _decode_numpy(content, arrays)[()],
 }
 """Functions that decode the values of each kind that JSON does not have."""

@@ -49,6 +49,7 @@ arrays = st.builds(
 )
 keys = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.text(max_size=3).map(np.str_), st.binary(max_size=3).map(np.bytes_),
     st.tuples(st.integers(), st.text()), st.frozensets(st.integers()),
 )  # fmt: skip
 leaves = st.one_of(
@@ -82,6 +83,25 @@ def test_all_written_bytes_are_read_back(value: Any) -> None:
 @given(values)
 def test_all_written_bytes_are_read_back_thoroughly(value: Any) -> None:
     assert same(there_and_back(value), value)
+
+
+@pytest.mark.parametrize("text", [np.str_, np.bytes_])
+@pytest.mark.parametrize("content", ["", "a", "a\0", "\0", "\0a"])
+def test_numpy_strings_of_every_length(text: Any, content: str) -> None:
+    """Null characters at the end belong to them; NumPy's comparisons and its arrays ignore these."""
+    value = text(content if text is np.str_ else content.encode())
+    read = there_and_back({"value": value, value: 1})
+    assert [type(one) for one in (read["value"], *read)] == [text, str, text]
+    assert all(list(one) == list(value) for one in (read["value"], list(read)[1]))
+
+
+@pytest.mark.parametrize("dtype", ["U0", "S0", "U3", "S3", "f4"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3)])
+def test_numpy_arrays_without_bytes(dtype: str, shape: tuple[int, ...]) -> None:
+    """NumPy makes arrays of strings of length 0 only as fields of other arrays."""
+    array = np.zeros(shape, dtype=[("field", dtype)])["field"]
+    read = there_and_back(array)
+    assert read.shape == shape and read.dtype.kind == array.dtype.kind and np.array_equal(read, array)
 
 
 def test_encoded_data_does_not_change_with_the_value() -> None:
