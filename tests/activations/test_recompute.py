@@ -376,7 +376,7 @@ def shifted_by_a_result(x: Tensor, constant: Tensor) -> Tensor:
 def test_a_tensor_that_is_made_in_inference_mode_after_the_recorded_forward(
     offloader: ActivationOffloader, forward: Forward, policy: str
 ) -> None:
-    """As a validation makes it. Plain autograd accepts it where no operation saves it."""
+    """As a hook of user code may make it. Plain autograd accepts it where no operation saves it."""
     leaves, early = [torch.randn(100)], torch.ones(100)
     directed = Directed(offloader)
     gradients(lambda x: forward(x, early), leaves, directed.record)
