@@ -1,6 +1,6 @@
 """The limit of saved bytes that are kept on the device, so that a training step does not run out of its memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +32,8 @@ class MeasuredPeaks:
 
     Attributes:
         others: peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended.
-        levels: bytes that were allocated before each measured micro-batch. If empty, `others` includes saved storages.
+        levels: bytes that were allocated before the last measured micro-batches. If empty, `others` includes saved
+            storages.
         measured_bytes: expected saved bytes of the last measured micro-batch.
         largest_bytes: the most saved bytes of a micro-batch.
         lowest: the least bytes that were allocated before a micro-batch.
@@ -48,6 +49,13 @@ class MeasuredPeaks:
     lowest: int = 2**63
     unfinished: bool = False
     spare_bytes: float = 0.0
+
+    @classmethod
+    def bound(cls, parts: "Sequence[MeasuredPeaks]") -> "MeasuredPeaks":
+        """Returns the memory of micro-batches that need no more than those of several known kinds at a time."""
+        lowest = min(part.lowest for part in parts)
+        others = lowest + sum(part.others - part.lowest for part in parts)
+        return cls(others, largest_bytes=sum(part.largest_bytes for part in parts), lowest=lowest)
 
 
 class ResidentLimit:
@@ -135,7 +143,7 @@ class ResidentLimit:
         peaks.unfinished = self.measuring and not self._peak
         if self._peak and self.measuring:
             peaks.others = max(peaks.others if peaks.levels else 0.0, self._peak)
-            peaks.levels.append(self._level)
+            peaks.levels = [*peaks.levels, self._level][-self.MOST_LEVELS :]
             peaks.measured_bytes = expected_bytes
         elif self._peak and not peaks.others:
             peaks.others = self._peak

@@ -353,8 +353,8 @@ class AutoPlanner(pl.Callback):
     ) -> None:
         """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
         guard.begin(self._shape, trained)
-        if self.states is not None and not guard.limit.known:
-            guard.limit.measure()  # model states that were moved may have left no room to keep saved tensors
+        if (self.states is not None or self.regions is not None) and not guard.limit.known:
+            guard.limit.measure()  # model states that were moved, or compiled code, may have left no room
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
         offloader.limit_window()

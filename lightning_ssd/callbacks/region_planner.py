@@ -211,19 +211,21 @@ class RegionPlanner:
     def _follow(self, found: PlannedShape[RegionProgress] | None) -> None:
         """Puts the rule of a shape in force for the present micro-batch, or that of micro-batches without a plan."""
         self._followed = found
-        progress = None if found is None else found.state
-        trial = None if progress is None else progress.applied
+        if found is None:  # the guard limits it
+            self._placement.follow(None)
+            return
+        progress, trial = found.state, found.state.applied
         plan = None if trial is None else trial.plan
-        self._limit.select(None if progress is None else progress.peaks)
-        if progress is not None and progress.room_bytes is None and self._limit.known:
+        self._limit.select(progress.peaks)
+        if progress.room_bytes is None and self._limit.known:
             progress.room_bytes = self._limit.room_bytes
         if not self._limit.known:
             self._limit.measure()
-        if progress is not None and trial is not None:
+        if trial is not None:
             window = progress.window_bytes if plan is None else plan.window_bytes
             self._offloader.run(replace(self._offloader.policy, window_bytes=window))
         self._offloader.limit_window()
-        timeline = None if progress is None or plan is None else progress.timeline
+        timeline = None if plan is None else progress.timeline
         self._placement.follow(plan, () if timeline is None else timeline.saved_at)
 
     def _record(self, shape: BatchShape, trained: tuple[bool, ...]) -> None:

@@ -1,8 +1,10 @@
 """Memory of `offload="auto"` on a simulated allocator, from the first steps to plans and larger batches."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from lightning_ssd.callbacks.planned_shapes import PlannedShapes
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from tests.support.allocator import TRAININGS, Allocator, Training
 
-EVENTS = ["", "", "validation", "reset", "forward", "larger", "smaller", "thaw", "leak"]
+EVENTS = ["", "", "validation", "reset", "forward", "larger", "smaller", "thaw", "freeze", "leak"]
 
 
 @dataclass
@@ -30,7 +32,7 @@ def micro_batches(events: list[str]) -> list[Micro]:
     found, scale, thawed = [], 2, False
     for event in ("", *events, *[""] * (19 - len(events))):
         scale += {"larger": 1, "smaller": -1 if scale > 1 else 0}.get(event, 0)
-        thawed |= event == "thaw"
+        thawed = event == "thaw" or (thawed and event != "freeze")
         found.append(Micro(event, scale, thawed))
     return found
 
@@ -41,11 +43,13 @@ class Run:
 
     training: Training
     memory: Allocator
-    allocated: list[bool] = field(default_factory=list)
-    stepped: tuple[bool, ...] = ()
+    allocated: list[int] = field(default_factory=list)
+    """Bytes of each layer's gradients."""
+    stepped: set[int] = field(default_factory=set)
+    """Layers with optimizer states."""
 
     def gradients(self, micro: Micro) -> list[int]:
-        """Half of the layers are frozen before a thaw."""
+        """Half of the layers are frozen before a thaw, and after a freeze."""
         whole = self.training.gradients
         return whole if micro.thawed else [*[0] * (len(whole) // 2), *whole[len(whole) // 2 :]]
 
@@ -63,7 +67,7 @@ class Run:
     def micro_batch(self, micro: Micro, keep: Callable[[int], bool]) -> int:
         """Returns the peak of a micro-batch."""
         memory, gradients = self.memory, self.gradients(micro)
-        self.allocated = self.allocated or [False] * len(gradients)
+        self.allocated = self.allocated or [0] * len(gradients)
         memory.highest_of_micro_batch = 0
         kept = []
         for size, transient in zip(self.training.sizes, self.training.transients, strict=True):
@@ -77,19 +81,17 @@ class Run:
             memory.change(size - kept[index] + transient)
             if not self.allocated[index]:
                 memory.change(gradients[index])
-                self.allocated[index] = True
+                self.allocated[index] = gradients[index]
             memory.change(-transient - size)
         return memory.highest_of_micro_batch
 
-    def step(self, micro: Micro) -> None:
+    def step(self) -> None:
         """Steps the optimizer, which allocates the states of parameters at their first step."""
-        gradients = self.gradients(micro)
-        if not self.stepped:
-            self.memory.change(2 * sum(gradients))
-        elif micro.thawed and not self.stepped[0]:
-            self.memory.change(2 * (sum(gradients) - sum(self.gradients(Micro("", 1, thawed=False)))))
-        self.stepped = (micro.thawed,)
-        self.memory.change(-sum(g for g, allocated in zip(gradients, self.allocated, strict=True) if allocated))
+        for index, nbytes in enumerate(self.allocated):
+            if nbytes and index not in self.stepped:
+                self.memory.change(2 * nbytes)
+                self.stepped.add(index)
+        self.memory.change(-sum(self.allocated))
         self.allocated = []
 
 
@@ -102,7 +104,7 @@ def least_memory(training: Training, micros: list[Micro]) -> int:
         run.happen(micro.event)
         peaks.append(run.micro_batch(micro, lambda nbytes: False))
         if (number + 1) % training.accumulate == 0:
-            run.step(micro)
+            run.step()
     return max(peaks)
 
 
@@ -161,7 +163,7 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
 
                 peaks.append(run.micro_batch(micro, keep))
         if (number + 1) % training.accumulate == 0:
-            run.step(micro)
+            run.step()
             steps += 1
             planning |= plannable and short and steps >= 2 and not limit.measuring
             short = False
@@ -197,7 +199,7 @@ def test_keeps_everything_where_everything_fits(training: Training) -> None:
         peak = free.micro_batch(micro, lambda nbytes: True)
         assert number == 0 or peaks[number] == peak
         if (number + 1) % training.accumulate == 0:
-            free.step(micro)
+            free.step()
     assert not memory.resets
 
 
@@ -208,3 +210,42 @@ def test_a_measured_small_batch_tells_nothing_of_an_earlier_larger_one() -> None
     memory = Allocator()
     memory.most = least_memory(training, micros)
     assert max(train_by_default(training, memory, micros, plannable=False)[1:]) <= memory.most
+
+
+Trained = tuple[bool, ...]
+
+
+def measured(order: Sequence[Trained], most: float) -> list[int]:
+    """Returns the numbers of the measured micro-batches of a training that trains other parameters in each of them."""
+    memory = Allocator()
+    memory.most = most
+    limit = ResidentLimit(memory)
+    placement, guard = OffloadExcess(("host",), limit), MemoryGuard(limit)
+    shape, sizes = BatchShape(((2, 8),), 64), [100] * 4
+    memory.change(1000)
+    found = []
+    for number, trained in enumerate(order):
+        placement.begin(sum(sizes))
+        guard.begin(shape, trained)
+        placement.spread()
+        found += [number] if limit.measuring else []
+        kept = [size for size in sizes if guard.fits or not placement.tiers_for(size)]
+        memory.change(sum(kept) + 50)
+        memory.change(-sum(kept) - 50)
+        limit.end(hooks=not guard.fits)
+        guard.end(shape)
+    assert memory.highest_of_micro_batch <= most
+    return found
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1e6, [1]), (1450.0, [1, 2])], ids=["ample", "short"])
+def test_each_set_of_trained_parameters_is_measured_once(most: float, expected: list[int]) -> None:
+    """With room, the peak of the first micro-batch is enough for the set that it trains."""
+    assert measured([(True, False), (False, True)] * 20, most) == expected
+
+
+def test_parameters_that_others_have_trained_are_not_measured_where_there_is_room() -> None:
+    """Each micro-batch trains other layers. From the third one on, all of them were trained before."""
+    sets = [one for one in itertools.product((False, True), repeat=6) if sum(one) == 3]
+    found = measured([sets[0], sets[-1], *sets], 1e6)
+    assert found == [1]
