@@ -70,8 +70,9 @@ class PlannedShapes(Generic[StateT]):
         return PlannedShape(shape, trained, self._allocated_bytes, state)
 
     def add(self, planned: PlannedShape[StateT]) -> list[PlannedShape[StateT]]:
-        """Adds a plan in place of one of the same shape; returns the plans that were removed."""
-        removed = [one for one in self._plans if one is not planned and one.shape == planned.shape]
+        """Adds a plan in place of one of the same shape and trained parameters; returns the plans that were removed."""
+        kind = planned.shape, planned.trained
+        removed = [one for one in self._plans if one is not planned and (one.shape, one.trained) == kind]
         self._plans = [one for one in self._plans if one is not planned and one not in removed]
         removed += self._plans[: -self.COUNT + 1]
         self._plans = [*self._plans[-self.COUNT + 1 :], planned]

@@ -1,6 +1,6 @@
 """Batches of several shapes: a plan for each, all saved tensors of new ones offloaded, plain Lightning's numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,6 +102,36 @@ def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatc
     see = fit_short([*[LARGE] * 16, *[SMALL] * 22, LARGE, SMALL], monkeypatch)
     assert see.modes[16:24] == ["PlanMode"] * 8 and len(set(see.plans[15:24])) == 1
     assert see.modes.count("TraceMode") == 2 and len(set(see.plans[-2:])) == 2
+
+
+def fit_and_freeze(frozen: Callable[[AutoPlanner, int], bool], monkeypatch: pytest.MonkeyPatch) -> See:
+    """Trains where saved tensors do not fit, with a layer that is frozen in some steps, as plain Lightning does."""
+
+    class Freeze(pl.Callback):
+        def __init__(self) -> None:
+            self.steps: list[bool] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+            self.steps.append(frozen(auto, batch_idx))
+            pl_module.layers[0].requires_grad_(not self.steps[-1])
+
+    class FreezeAgain(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.layers[0].requires_grad_(not freeze.steps[batch_idx])
+
+    see, freeze, shapes = See(), Freeze(), [WIDE] * 64
+    use(Meter(6e4, 59_000), monkeypatch)
+    found = fit(SSDOffloadStrategy(**BOTH), shapes, [freeze, see])
+    assert_same(fit("auto", shapes, [FreezeAgain()]), found)
+    return see
+
+
+def test_alternating_trained_parameters_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    see = fit_and_freeze(lambda auto, batch_idx: batch_idx % 2 == 0, monkeypatch)
+    assert see.modes.count("TraceMode") == 2
+    last = see.plans[-8:]
+    assert 0 not in last and len(set(last)) == 2
 
 
 class BatchClock:
