@@ -146,7 +146,8 @@ class ShapePlanner(SwapPlanner):
         if self.runner is not None:
             self.runner.deactivate(in_step=not self._at_boundary)
         self._planned = None
-        self._progress = replace(self._progress, runner=None, comparison=None)  # `planned.state` keeps them
+        # `planned.state` keeps the progress of that plan, which may be a calibration plan.
+        self._progress = replace(self._progress, runner=None, comparison=None, calibrating=False)
         offload_all(self._offloader)
 
     def _enter(self, planned: PlannedShape[PlanProgress]) -> None:

@@ -134,6 +134,18 @@ def test_alternating_trained_parameters_have_a_plan_each(monkeypatch: pytest.Mon
     assert 0 not in last and len(set(last)) == 2
 
 
+def test_parameters_that_are_unfrozen_under_a_calibration_plan_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated = False
+
+    def frozen(auto: AutoPlanner, batch_idx: int) -> bool:
+        nonlocal calibrated
+        calibrated = calibrated or (auto.planner is not None and auto.planner.calibrating)
+        return not calibrated
+
+    see = fit_and_freeze(frozen, monkeypatch)
+    assert calibrated and see.modes.count("TraceMode") == 2 and 0 not in see.plans[-8:]
+
+
 class BatchClock:
     """A clock on which a batch lasts a second."""
 
