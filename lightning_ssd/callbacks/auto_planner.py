@@ -279,7 +279,7 @@ class AutoPlanner(pl.Callback):
             return
         self._at_boundary = True
         self._steps += 1
-        if ends_short_window(trainer, batch_idx):
+        if ends_short_window(trainer):
             for timing in (self.regions, self.states):
                 if timing is not None:
                     timing.skip_step()

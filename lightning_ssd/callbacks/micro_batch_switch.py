@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,14 @@ class MicroBatchInfo:
         return "step" if self.is_last else "forward"
 
 
-def ends_short_window(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Returns whether a step that ends with a batch has fewer micro-batches than others: it is an epoch's last one."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches != 0
+def ends_short_window(trainer: pl.Trainer) -> bool:
+    """Returns whether a step that ends with the present batch has fewer micro-batches than others of the training.
+
+    It is the last one of an epoch. If all epochs have fewer batches than steps may accumulate, it is none.
+    """
+    switch = next(one for one in trainer_callbacks(trainer) if isinstance(one, MicroBatchSwitch))
+    usual = min(trainer.accumulate_grad_batches, switch.longest_window)
+    return switch.current is not None and switch.current.index + 1 < usual
 
 
 class MicroBatchSwitch(pl.Callback):
@@ -43,10 +48,13 @@ class MicroBatchSwitch(pl.Callback):
 
     def __init__(self) -> None:
         self.current: MicroBatchInfo | None = None
+        self.longest_window = 0
+        """Micro-batches of the longest window of the training so far."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.current = None  # an earlier fit may have ended inside a window
+        self.longest_window = 0
 
     @override
     def on_train_batch_start(
@@ -55,6 +63,7 @@ class MicroBatchSwitch(pl.Callback):
         same_window = self.current is not None and not self.current.is_last and batch_idx > 0
         index = self.current.index + 1 if self.current is not None and same_window else 0
         self.current = MicroBatchInfo(index, is_last=not trainer.fit_loop._should_accumulate())
+        self.longest_window = max(self.longest_window, index + 1)
         if (offloader := find_offloader(trainer)) is not None:
             offloader.begin_micro_batch()
 

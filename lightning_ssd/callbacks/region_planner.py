@@ -23,7 +23,7 @@ from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline
 
 MAX_MISSED = 25
-"""Steps in a row without a batch of the shape that is planned, after which another shape is planned."""
+"""Steps in a row that are not timed with batches of the shape that is planned, after which another one is planned."""
 
 Phase = Literal["compiling", "recording", "reading", "timing", "decided"]
 
@@ -110,7 +110,7 @@ class RegionPlanner:
         self._fragment_reserve = 0.0
         """Share of the limit that is withheld for fragments."""
         self._num_missed = 0
-        """Steps since the last one of the shape that is being planned."""
+        """Steps since the last one that was timed with the shape that is being planned."""
         self._num_abandoned = 0
         """Shapes that did not occur again."""
         offloader.run(replace(offloader.policy, placement=self._placement))
@@ -266,6 +266,7 @@ class RegionPlanner:
         """Excludes the present step, which has fewer micro-batches than others, from timed ones."""
         if self._timed is not None:
             self._timed.state.timer.skip()
+            self._timed = None
 
     def end_step(self, *, ran_out: bool) -> None:
         """Called when a step has ended.

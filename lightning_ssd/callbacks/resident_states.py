@@ -23,6 +23,9 @@ single steps."""
 MAX_MISSED = 8
 """Steps in a row with batches of other sizes, after which one of these is timed instead."""
 
+MAX_UNTIMED = 48
+"""Steps with batches of other sizes since a change of tiers, after which the fastest tiers so far are applied."""
+
 LEAST_SAVED = (0.1, 0.4)
 """Tried shares of its saved bytes for which compiled code needs memory if `activation_memory_budget` is lowered and
 saved tensors are offloaded: a Llama of 0.85B saved 0.39 of them with a budget of 0.5, at 4 % more time, and 0.27 with
@@ -44,8 +47,9 @@ class ResidentStates:
     If saved tensors have no room, a `RegionPlanner` plans them before steps are timed, and anew after each move.
 
     Only steps whose micro-batches have about the size of the first timed one are timed, and only while no plan for
-    saved tensors is being made. If that size does not occur, another one is timed. All methods are called on the
-    training thread, outside of forward and backward; only `end_step` waits for the device, when it moves states.
+    saved tensors is being made. If that size does not occur, another one is timed. The trials also end if few steps can
+    be timed, as each has batches of several sizes. All methods are called on the training thread, outside of forward
+    and backward; only `end_step` waits for the device, when it moves states.
 
     Args:
         strategy: the strategy of the training, whose states may be moved.
@@ -58,8 +62,12 @@ class ResidentStates:
         self._phase: Phase = "timing"
         self._shape: BatchShape | None = None
         """Shape of the first timed batch."""
+        self._awaited = False
+        """Whether the present step is timed unless its batches have another size."""
         self._num_missed = 0
         """Steps in a row with batches of another size."""
+        self._num_untimed = 0
+        """All such steps since tiers were changed."""
         self._seconds = 0.0
         """Seconds of a step before the first move."""
         self._fastest = 0.0
@@ -85,17 +93,22 @@ class ResidentStates:
         if self.decided:
             return
         if begins_step:
-            self._timer.end()
-            if timed and self._timer.begin() and self._shape is None:
+            self._end_timed_step()
+            self._awaited = timed and self._timer.begin()
+            if self._awaited and self._shape is None:
                 self._shape = shape
         alike = shape == self._shape or (shape is not None and self._shape is not None and shape.is_like(self._shape))
         if not timed or not alike:
             self._timer.skip()
-        if begins_step and timed:
-            self._count_missed(missed=not alike)
 
-    def _count_missed(self, *, missed: bool) -> None:
-        """Times batches of another size, before the first trial, if the size of the first one does not occur."""
+    def _end_timed_step(self) -> None:
+        """Ends the step before. Times batches of another size, before the first trial, if that size does not occur."""
+        before = self._timer.num_steps
+        self._timer.end()
+        if not self._awaited:
+            return
+        missed = self._timer.num_steps == before
+        self._num_untimed += missed
         self._num_missed = self._num_missed + 1 if missed else 0
         if self._num_missed == MAX_MISSED and self._phase == "timing":
             self._shape, self._num_missed = None, 0
@@ -127,7 +140,11 @@ class ResidentStates:
         Returns:
             Whether states were moved, so that the strategy has another offloader and the memory of steps is not known.
         """
-        if self.decided or len(self._timer.seconds) < TIMED_STEPS:
+        if self.decided:
+            return False
+        if self._num_untimed >= MAX_UNTIMED:
+            return self._give_up()
+        if len(self._timer.seconds) < TIMED_STEPS:
             return False
         seconds = min(self._timer.seconds)
         present = self._strategy.present_tiers()
@@ -146,10 +163,23 @@ class ResidentStates:
             self._trials.clear()
         return self._try_next(present)
 
+    def _give_up(self) -> bool:
+        """Ends the trials, as steps can't be timed. Returns whether states were moved."""
+        self._trials.clear()
+        if self._phase == "trying":
+            return self._try_next(self._strategy.present_tiers())
+        self._phase = "decided"
+        pl.utilities.rank_zero_info(
+            "offload='auto': model states stay in their tiers, as the batches of a step differ too much in size to "
+            "compare its time with others."
+        )
+        return False
+
     def _try_next(self, present: Any) -> bool:
         """Moves states to the tiers of the next trial, or to the fastest ones. Returns whether they were moved."""
         self._phase = "trying"
         self._timer.reset(WARM_UP)
+        self._num_missed = self._num_untimed = 0
         while self._trials:
             if self._move(self._trials.pop(0)):
                 return True

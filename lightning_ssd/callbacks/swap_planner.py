@@ -255,7 +255,7 @@ class SwapPlanner(StepProfiling):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self.runner is not None and self._at_boundary and ends_short_window(trainer, batch_idx):
+        if self.runner is not None and self._at_boundary and ends_short_window(trainer):
             self.runner.skip_step()
 
     def _begin_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor
 
 from lightning_ssd import MicroBatchSwitch
+from lightning_ssd.callbacks.micro_batch_switch import ends_short_window
 from tests.support.trainings import SmallModel, batches, make_trainer, nothing_left, offloading, small_model  # noqa: F401
 
 
@@ -55,6 +56,21 @@ def test_windows_of_three_with_a_ragged_end(tmp_path: Path, strategy: str) -> No
     """The positions are the same with and without an offloading strategy, in every epoch."""
     recorder = _record(tmp_path, 10, strategy=strategy, accumulate_grad_batches=3, max_epochs=2)
     assert recorder.indices == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(7, [False, False, True]), (6, [False, False]), (2, [False])], ids=["ragged", "even", "one"]
+)
+def test_a_window_is_short_if_others_are_longer(tmp_path: Path, count: int, expected: list[bool]) -> None:
+    found = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if not trainer.fit_loop._should_accumulate():
+                found.append(ends_short_window(trainer))
+
+    _record(tmp_path, count, Look(), accumulate_grad_batches=3, max_epochs=2)
+    assert found == expected * 2
 
 
 def test_every_batch_is_a_window_without_accumulation(tmp_path: Path) -> None:

@@ -47,6 +47,19 @@ def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     assert set(see.settings) == {1.0}
 
 
+def test_epochs_that_are_shorter_than_an_accumulation_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps have two micro-batches of four."""
+    how: dict[str, Any] = {"accumulate_grad_batches": 4, "limit_train_batches": 2, "steps": 20}
+    plain, _ = train("aot_eager", "auto", tmp_path, **how)
+    see = See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    numbers, _ = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
+    assert_same(numbers, plain)
+    assert see.regions.decided and len(see.regions.trials) == 2
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_validations_and_checkpoints_are_not_part_of_a_step(
     accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -495,3 +495,20 @@ def test_the_fastest_of_the_trials_is_applied(seconds: list[int], most: int, sav
     tried = list(dict.fromkeys(units.moves))
     assert [one for one in tried if one] == sorted((one for one in tried if one), reverse=True)
     assert tried == [10] or tried[:1] != [10] or seconds[10] >= seconds[0]
+
+
+@pytest.mark.parametrize("alike", [0, 6])
+def test_the_trials_end_if_batches_of_a_step_differ_in_size(alike: int) -> None:
+    """From the first step on, or from the first trial on, whose tiers are not applied then."""
+    torch.use_deterministic_algorithms(False)
+    limit, clock, units = ResidentLimit(Meter(2000, 1000)), Clock(0.0), Units()
+    limit.begin(0)
+    limit.end()
+    limit.begin(100)
+    states = ResidentStates(units, clock)  # type: ignore[arg-type]
+    for step in range(100):
+        for index, rows in enumerate((8, 8 if step < alike else 1)):
+            states.begin_micro_batch(BatchShape(((rows,),), rows), begins_step=index == 0, timed=True)
+            clock.seconds += rows
+        states.end_step(limit)
+    assert states.decided and units.on_device == 0 and bool(units.moves) == bool(alike)
