@@ -317,12 +317,16 @@ class AutoPlanner(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._guard is not None and self.planner is None:
+            self._profiling_budget.pause()
         for timed in (self.regions, self.states):
             if timed is not None:
                 timed.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._guard is not None and self.planner is None:
+            self._profiling_budget.resume()
         for timed in (self.regions, self.states):
             if timed is not None:
                 timed.resume()
@@ -395,7 +399,8 @@ class AutoPlanner(pl.Callback):
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
         _make_states_movable(trainer)
         planner = ShapePlanner(guard.limit.meter, self._batches)
-        planner.on_train_start(trainer, pl_module)
+        with self._profiling_budget.counted():
+            planner.on_train_start(trainer, pl_module)
         planner.continue_budget(self._profiling_budget)
         self.planner = planner
         callbacks = trainer_callbacks(trainer)

@@ -48,6 +48,7 @@ class StepProfiling(pl.Callback):
         self._at_boundary = True
         """True if the next micro-batch is the first of a step."""
         self._samples = self._tokens = 1
+        self._profiling_budget = ProfilingBudget()
         self._code: CompiledCode | None = None
 
     def has_time(self, steps: int) -> bool:
@@ -202,6 +203,11 @@ class StepProfiling(pl.Callback):
         self._step += 1
         self._at_boundary = True
         self._profiling_budget.end_step()
+        with self._profiling_budget.counted():
+            self._continue_profiling(trainer, pl_module)
+
+    def _continue_profiling(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Calls `recorded` or `profiled` at the end of a step, if it is due."""
         if self._phase == "checking":
             self.recorded(trainer, pl_module)
             return
@@ -221,11 +227,13 @@ class StepProfiling(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._profiling_budget.pause()
         if self._phase == "timing":
             self.profiler.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._profiling_budget.resume()
         if self._phase == "timing":
             self.profiler.resume()
 

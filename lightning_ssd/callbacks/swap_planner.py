@@ -209,14 +209,10 @@ class SwapPlanner(StepProfiling):
             check_output("`save` of SwapPlanner", self._save)
         super().on_train_start(trainer, pl_module)
         check_can_plan(trainer, pl_module)
-        self._maker = PlanMaker(
-            self._planner,
-            self.user_plan,
-            self._gpu_memory,
-            measure_training_machine(self._offloader) if self._machine is None else self._machine,
-            self._per_day,
-            self._offloader.device,
-        )
+        with self._profiling_budget.counted():
+            machine = measure_training_machine(self._offloader) if self._machine is None else self._machine
+        device = self._offloader.device
+        self._maker = PlanMaker(self._planner, self.user_plan, self._gpu_memory, machine, self._per_day, device)
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._cache = PlanCache() if self._uses_cache else None
@@ -353,6 +349,7 @@ class SwapPlanner(StepProfiling):
         """Profiles the training again, from the next step on."""
         runner.stop()
         self._profiling_budget = ProfilingBudget()
+        self._profiling_budget.begin_step()
         self.schedule(1)
 
     # ---- reuse ----

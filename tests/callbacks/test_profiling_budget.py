@@ -47,3 +47,30 @@ def test_a_step_is_allowed_if_it_ends_within_the_budget(clock: Clock) -> None:
 def test_short_steps_are_limited_by_their_number(clock: Clock) -> None:
     budget = spend(clock, [0.1] * 10)
     assert budget.allows(MAX_STEPS - 10) and not budget.allows(MAX_STEPS - 9)
+
+
+def test_waits_that_are_no_profiling_are_not_counted(clock: Clock) -> None:
+    """For the first batch, the next one, and a validation amid a step."""
+    budget = ProfilingBudget()
+    clock.now += 40.0
+    for _ in range(3):
+        budget.begin_step()
+        clock.now += 1.0
+        budget.pause()
+        clock.now += 100.0
+        budget.resume()
+        clock.now += 1.0
+        budget.end_step()
+        budget.pause()
+        clock.now += 100.0
+        budget.resume()
+    assert budget.seconds == pytest.approx(6.0) and budget.allows(12) and not budget.allows(13)
+
+
+def test_the_time_of_the_planner_between_steps_is_counted(clock: Clock) -> None:
+    budget = spend(clock, [1.0, 1.0])
+    with budget.counted():
+        clock.now += 5.0
+        assert budget.seconds == pytest.approx(7.0)
+    clock.now += 5.0
+    assert budget.seconds == pytest.approx(7.0)

@@ -1188,6 +1188,24 @@ def test_profiling_is_shortened_to_its_budget(
     assert ("profiling is limited to 25 steps or 30 s" in caplog.text) == (len(in_force) == 1 or in_force[0][1] < 7)
 
 
+def test_a_slow_first_batch_does_not_shorten_profiling(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither do waits for the next batches."""
+    monkeypatch.setattr(profiling_budget, "perf_counter", time.perf_counter)
+
+    class Waits(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            time.now += 40.0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            time.now += 20.0
+
+    planner = SwapPlanner(machine=MACHINE)
+    applied = AppliedPlans(planner, time)
+    strategy = SSDOffloadStrategy(**BOTH)
+    train(strategy, callbacks=[planner, applied, Waits()], model=TinyGPT, steps=14, recorded=False)
+    assert [(item.calibrating, item.step) for item in applied.found] == [(True, 7), (False, 12)]
+
+
 @pytest.mark.parametrize("skipped", [range(0, 100, 2), range(1, 100, 2), range(1, 100, 3), range(7), range(100)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_batches_that_training_step_skips_before_the_forward(
