@@ -1,8 +1,8 @@
 """`OffloadMonitor` shows offloaded bytes, bandwidths and stalls in the user's loggers and progress bar."""
 
 import weakref
-from collections.abc import Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -66,8 +66,8 @@ class OffloadMonitor(pl.Callback):
         self._loggers = loggers
         self._shown: dict[str, float] = {}
         """Metrics in the progress bar."""
-        self._bar: pl.callbacks.ProgressBar | None = None
-        """The progress bar with these metrics, during a training."""
+        self._in_bar: _ShownMetrics | None = None
+        """Shows these metrics in the progress bar, during a training."""
         self._endurance = None if endurance is None else parse_bytes(endurance, "endurance", least=LEAST_BUDGET)
         self._offloaders = _Counts()
         self._stores = _Counts()
@@ -98,19 +98,13 @@ class OffloadMonitor(pl.Callback):
         self._restore_progress_bar()
         if bar is None:
             return
-        get_metrics = bar.get_metrics
-
-        @wraps(get_metrics)
-        def get_all(*args: Any, **kwargs: Any) -> Any:
-            return {**get_metrics(*args, **kwargs), **self._shown}
-
-        bar.get_metrics = get_all  # type: ignore[method-assign]
-        self._bar = bar
+        self._in_bar = _ShownMetrics(bar, vars(bar).get("get_metrics"), self._shown)
+        bar.get_metrics = self._in_bar  # type: ignore[method-assign]
 
     def _restore_progress_bar(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            del bar.get_metrics
+        in_bar, self._in_bar = self._in_bar, None
+        if in_bar is not None:
+            in_bar.remove()
 
     @override
     def on_train_batch_end(
@@ -180,6 +174,40 @@ class OffloadMonitor(pl.Callback):
         if self._endurance is not None:
             metrics["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR
         return metrics
+
+
+class _ShownMetrics:
+    """`get_metrics` of a progress bar, with further metrics. A copy, or one that was pickled, shows none of these.
+
+    Args:
+        bar: the progress bar.
+        former: the bar's own attribute `get_metrics`; `None`: it has none, so that its class's method is called.
+        shown: the metrics.
+    """
+
+    def __init__(
+        self, bar: "pl.callbacks.ProgressBar", former: Callable[..., Any] | None, shown: Mapping[str, float]
+    ) -> None:
+        self._bar = bar
+        self._former = former
+        self._shown = shown
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_shown": {}}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        former = self._former or partial(type(self._bar).get_metrics, self._bar)
+        return {**former(*args, **kwargs), **self._shown}
+
+    def remove(self) -> None:
+        """Restores the bar's own attribute, unless user code has replaced it since."""
+        self._shown = {}
+        if vars(self._bar).get("get_metrics") is not self:
+            return
+        if self._former is None:
+            del self._bar.get_metrics
+        else:
+            self._bar.get_metrics = self._former
 
 
 class _Counts:

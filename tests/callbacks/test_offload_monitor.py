@@ -1,7 +1,9 @@
 """`OffloadMonitor`: names, times and values of its metrics, which agree with the transferred bytes."""
 
+import copy
 import csv
 import json
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,50 @@ def test_the_progress_bar_shows_two_metrics_where_something_moves(tmp_path: Path
         assert all("out_gb" not in metrics for metrics in still)
     hidden, _ = _shown(tmp_path, offloading(), OffloadMonitor(progress_bar=False))
     assert all("out_gb" not in metrics for metrics in hidden)
+
+
+def test_an_attribute_of_the_progress_bar_is_called_and_restored(tmp_path: Path) -> None:
+    """It is the user's own `get_metrics` of that object."""
+
+    class Own(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.progress_bar_callback.get_metrics = self.get_metrics
+
+        def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+            return {"own": 1}
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            restored.append(trainer.progress_bar_callback.get_metrics == self.get_metrics)
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            restored.append(trainer.progress_bar_callback.get_metrics == self.get_metrics)
+            del trainer.progress_bar_callback.get_metrics
+
+    restored: list[bool] = []
+    seen, _ = _shown(tmp_path, offloading(), OffloadMonitor(), Own())
+    assert set(seen[-1]) == {"own", "out_gb", "stall_s"} and restored == [False, True]
+
+
+def test_the_progress_bar_can_be_copied_amid_a_training(tmp_path: Path) -> None:
+    """A copy shows the metrics of Lightning, also where the monitor is copied with it."""
+    copies: list[dict[str, Any]] = []
+
+    class Duplicate(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            bar, monitor = (
+                trainer.progress_bar_callback,
+                next(x for x in trainer.callbacks if type(x) is OffloadMonitor),
+            )
+            bar._trainer, trainer = None, bar._trainer  # which has more than callbacks
+            both = pickle.loads(pickle.dumps((bar, monitor))), copy.deepcopy((monitor, bar))[::-1]
+            bar._trainer = trainer
+            for other, monitor in both:
+                copies.append(other.get_metrics(trainer, pl_module))
+                monitor.teardown(trainer, pl_module, "fit")
+                assert "get_metrics" not in vars(other)
+
+    seen, _ = _shown(tmp_path, offloading(), Duplicate())
+    assert copies and all("out_gb" not in metrics for metrics in copies) and "out_gb" in seen[-1]
 
 
 def test_the_trainers_metrics_and_loggers_get_the_same_as_from_plain_lightning(tmp_path: Path) -> None:
