@@ -47,6 +47,8 @@ class StepProfiling(pl.Callback):
         """Number of the first timed step."""
         self._at_boundary = True
         """True if the next micro-batch is the first of a step."""
+        self._had_backward = False
+        """Whether a backward of the present micro-batch has begun."""
         self._samples = self._tokens = 1
         self._profiling_budget = ProfilingBudget()
         self._code: CompiledCode | None = None
@@ -143,6 +145,7 @@ class StepProfiling(pl.Callback):
         if self._phase != "waiting":
             self._compiled.close()
         at_boundary, self._at_boundary = self._at_boundary, False
+        self._had_backward = False
         if at_boundary:
             self._profiling_budget.begin_step()
         if self._phase == "waiting" and at_boundary and (self._is_due(batch) or self._must_end_warm_up()):
@@ -163,6 +166,7 @@ class StepProfiling(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._check_not_compiled(self._compiled.ran_under_mode)
+        self._had_backward = True
         self.profiler.begin_backward()
 
     def _check_not_compiled(self, compiled: bool) -> None:
@@ -192,8 +196,10 @@ class StepProfiling(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.profiler.end_recording()  # the batch may have had no backward
-        if self._phase == "recording" and not self.profiler.graph.operations:
-            self.discard()  # `training_step` skipped the batch before its forward
+        # Lightning sees no backward in manual optimization that calls `loss.backward()`.
+        skipped = pl_module.automatic_optimization and not self._had_backward
+        if self._phase == "recording" and (skipped or not self.profiler.graph.operations):
+            self.discard()  # `training_step` skipped the batch, before its forward or after it
         self.profiler.end_optimizer()
         if not pl_module.automatic_optimization:
             self._end_backward()

@@ -1207,15 +1207,17 @@ def test_a_slow_first_batch_does_not_shorten_profiling(time: Clock, monkeypatch:
 
 
 @pytest.mark.parametrize("skipped", [range(0, 100, 2), range(1, 100, 2), range(1, 100, 3), range(7), range(100)])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_batches_that_training_step_skips_before_the_forward(
-    skipped: Sequence[int], accumulate: int, tmp_path: Path
+@pytest.mark.parametrize(("accumulate", "after"), [(1, False), (2, False), (2, True)])
+def test_batches_that_training_step_skips_before_or_after_the_forward(
+    skipped: Sequence[int], accumulate: int, after: bool, tmp_path: Path
 ) -> None:
-    """The next step that begins with a forward is recorded in place of one that does not."""
+    """The next step that begins with a forward and its backward is recorded in place of one that does not."""
 
     class Skips(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in skipped else super().training_step(batch, batch_idx)
+            skips = batch_idx in skipped
+            loss = None if skips and not after else super().training_step(batch, batch_idx)
+            return None if skips else loss
 
     how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "batches": 12}
     plain = train_states(tmp_path, "auto", Skips(), **how)
