@@ -25,7 +25,7 @@ __all__ = ["CacheEntry", "CachedPlan", "PlanCache", "parse_number", "warn_unused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files' content."""
 
 MOST_FILES = 64
@@ -60,6 +60,7 @@ class CachedPlan:
         machine: the machine as measured when that training began.
         fragment_reserve: share of the GPU limit that plans reserve for fragments.
         confirmed: whether the corrected profiles favor another plan, whose steps were measured to be slower.
+        allocated_bytes: `Profiler.allocated_bytes` of the training that the profile is of.
     """
 
     plan: Plan
@@ -68,6 +69,7 @@ class CachedPlan:
     machine: HardwareProfile
     fragment_reserve: float
     confirmed: bool
+    allocated_bytes: int
 
     @classmethod
     def from_content(cls, content: Mapping[Any, Any]) -> Self:
@@ -82,13 +84,14 @@ class CachedPlan:
             _hardware(content.get("machine")),
             reserve,
             content["confirmed"],
+            int(parse_number(content, "allocated_bytes")),
         )
 
     def to_content(self) -> dict[str, Any]:
         """Returns the content of a file."""
         content = {"plan": self.plan.to_content()}
         content |= {name: asdict(getattr(self, name)) for name in ("profile", "hardware", "machine")}
-        return content | {name: getattr(self, name) for name in ("fragment_reserve", "confirmed")}
+        return content | {name: getattr(self, name) for name in ("fragment_reserve", "confirmed", "allocated_bytes")}
 
     def obstacle(self, recorded: ModelProfile, machine: HardwareProfile) -> str | None:
         """Returns why the plan is not one for a training with its key; `None`: it is.

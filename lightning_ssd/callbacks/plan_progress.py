@@ -47,6 +47,7 @@ class PlanProgress:
 
     Attributes:
         recorded: the recorded batch; `None`: none was recorded.
+        allocated_bytes: `Profiler.allocated_bytes` of the training that the profiles are of.
         runner: runs the steps under plans; `None`: the recorded micro-batch has no profile yet.
         key: key of the plan in the cache.
         calibrating: True while the calibration plan is in force.
@@ -60,6 +61,7 @@ class PlanProgress:
     """
 
     recorded: RecordedBatch | None = None
+    allocated_bytes: int = 0
     runner: PlanRunner | None = None
     key: str = ""
     calibrating: bool = False

@@ -11,6 +11,7 @@ A training has these phases, in the order of the methods. All of them are called
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from lightning_ssd.callbacks.plan_report import (
     report_move,
 )
 from lightning_ssd.callbacks.plan_runner import HISTORY, WARMUP_AFTER_CHANGE, Comparison, PlanRunner, offload_all
+from lightning_ssd.callbacks.planned_shapes import PlannedShapes
 from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape
@@ -235,6 +237,7 @@ class SwapPlanner(StepProfiling):
         shape = BatchShape.of(batch)
         if self._phase == "recording":
             self._progress.recorded = RecordedBatch(shape, count_trained(pl_module))
+            self._progress.allocated_bytes = self.profiler.allocated_bytes
         runner = self.runner
         if runner is not None and runner.hooks_skippable:
             self._toggle_hooks(pl_module, shape, runner)
@@ -383,15 +386,16 @@ class SwapPlanner(StepProfiling):
         placement: FixedPlacement,
     ) -> None:
         """Applies a plan from the cache, or one made from its measurements if the limits of memory have changed."""
-        maker, profile = self._maker, cached.measured(recorded)
+        maker, before = self._maker, cached.measured(recorded)
         maker.fragment_reserve = max(maker.fragment_reserve, min(cached.fragment_reserve, MAX_FRAGMENT_RESERVE))
-        hardware = maker.limit(cached.hardware, profile, placement, self._offloader)
+        hardware = maker.limit(cached.hardware, before, placement, self._offloader)
+        profile = self._add_allocated_memory(cached, before, hardware)
         slowdown = profile.forward_seconds / recorded.forward_seconds
         runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
         plan = placement.apply(profile, cached.plan)
-        prediction = simulate(profile, hardware, plan)
         # The stored plan may not fit, if none does.
-        fits = prediction.excess_bytes(hardware) <= prediction.excess_bytes(cached.hardware)
+        allowed = simulate(before, cached.hardware, plan).excess_bytes(cached.hardware)
+        fits = simulate(profile, hardware, plan).excess_bytes(hardware) <= allowed
         now, then = ((one.gpu_bytes, one.host_bytes) for one in (hardware, cached.hardware))
         same = fits and not has_more_memory(now, then)
         pl.utilities.rank_zero_info(
@@ -404,11 +408,22 @@ class SwapPlanner(StepProfiling):
             self._progress.calibrations = MAX_CALIBRATIONS
         self._decide(trainer, pl_module, runner, plan if same else None)
 
+    def _add_allocated_memory(
+        self, cached: CachedPlan, profile: ModelProfile, hardware: HardwareProfile
+    ) -> ModelProfile:
+        """Returns the profile with GPU memory that is allocated before steps, and was not in the stored training."""
+        more = self._progress.allocated_bytes - cached.allocated_bytes
+        if more <= PlannedShapes.GROWTH * hardware.gpu_bytes:
+            self._progress.allocated_bytes = cached.allocated_bytes
+            return profile
+        return replace(profile, other_gpu_bytes=profile.other_gpu_bytes + more)
+
     def _store(self, runner: PlanRunner, plan: Plan, *, confirmed: bool = False) -> None:
         """Stores a plan and the measurements that it was made from."""
         if self._cache is not None and self._progress.key:
             maker = self._maker
-            cached = CachedPlan(plan, runner.profile, runner.hardware, maker.machine, maker.fragment_reserve, confirmed)
+            machine, reserve, allocated_bytes = maker.machine, maker.fragment_reserve, self._progress.allocated_bytes
+            cached = CachedPlan(plan, runner.profile, runner.hardware, machine, reserve, confirmed, allocated_bytes)
             self._cache.save(self._progress.key, cached)
 
     # ---- calibrate ----

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.callbacks import plan_cache, step_drift
+from lightning_ssd.profiling import model as profiling_model
 from tests.support.compare import assert_same
 from tests.support.meter import Meter, use
 from tests.support.parity import TinyGPT, train
@@ -150,6 +151,24 @@ def test_with_another_limit_of_memory_a_plan_is_made_from_the_measurements(
     assert "a plan for the present limits of memory is made and applied" in caplog.text
 
 
+@pytest.mark.parametrize("change", ["more", "same", "less"])
+def test_a_plan_is_made_again_where_other_tensors_take_more_memory(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a second copy of the weights. With it, all saved tensors would exceed the limit by a byte."""
+    meter, reused = Meter(1e9, 0, 10_000), change != "more"
+    monkeypatch.setattr(profiling_model, "allocator_memory", lambda device: meter)
+    first, second, third = (planner(gpu_memory="1GiB") for _ in range(3))
+    fit(tmp_path, swaps=first)
+    assert first.plan is not None and first.plan.keeps_all and first.prediction is not None
+    meter.level += {"more": 2**30 - first.prediction.gpu_peak_bytes + 1, "same": 0, "less": -5000}[change]
+    with caplog.at_level("INFO"):
+        assert fit(tmp_path, swaps=second) == LATER
+    assert second.plan is not None and second.plan.keeps_all == reused
+    assert ("its plan is applied" in caplog.text) == reused
+    assert fit(tmp_path, swaps=third) == LATER and third.plan == second.plan
+
+
 def test_an_environment_variable_switches_the_cache_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("LIGHTNING_SSD_PLAN_CACHE", "0")
@@ -217,6 +236,7 @@ def load(path: Path) -> plan_cache.CachedPlan | None:
         lambda content: content.pop("plan"),
         lambda content: content.update(fragment_reserve="much"),
         lambda content: content.update(confirmed=1),
+        lambda content: content.pop("allocated_bytes"),
         lambda content: content["hardware"].update(copy_in=float("nan")),
     ],
 )
