@@ -124,7 +124,7 @@ class Access:
                 item.parameter.flat = flat
                 item.parameter.source = Weights(self, flat, index)
                 item.parameter.used = 0
-        self.grad_dtype.end_step()
+        self.grad_dtype.open()
 
     def close(self) -> None:
         """Makes the parameters ordinary ones, without values, which the caller restores."""
@@ -416,7 +416,7 @@ class Access:
                 if not source.flat.mixed and source.flat.memory(source.index) is None:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
-                    self.grad_dtype.summed_on_host.add(source.flat)
+                    self.grad_dtype.sum_on_host(source.flat)
                 return apply(WholeWeight, tensor, source)
         if computing and tensor.requires_grad:
             return apply(_Values, tensor, self._value(tensor))

@@ -196,7 +196,7 @@ class ModelStates(Uncopied):
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
         self._grads = GradientAccess(gradients, self._gradients, self._apply_clipping)
-        self._grad_dtype = GradDtype(self.stores)
+        self._grad_dtype = GradDtype(self.stores, offloaded.groups)
         self._access = Access(
             self.stores,
             self._prefetcher,
@@ -477,7 +477,7 @@ class ModelStates(Uncopied):
         if self._steps.optimizer is optimizer:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             self._steps.end()
-            self._grad_dtype.end_step()
+            self._grad_dtype.end_step(optimizer)
 
     @uninterrupted
     def cancel_step(self, optimizer: Optimizer) -> None:
@@ -492,7 +492,7 @@ class ModelStates(Uncopied):
             self.end_step(optimizer)
             return
         self._steps.cancel()
-        self._grad_dtype.end_step()
+        self._grad_dtype.end_step(optimizer)
 
     @uninterrupted
     def skip_step(self, optimizer: Optimizer) -> None:
