@@ -131,8 +131,7 @@ class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
         # As in Lightning's, except that the step begins before backward, and that offloaded gradients are unscaled on
         # the host.
         torch_optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not self.states.defer_to_user_hooks:
-            self.states.begin_step(torch_optimizer)
+        self.states.begin_scaled_step(torch_optimizer)
         result = closure()
         skipped = result is None and model.automatic_optimization
         by_optimizer = unscales_itself(torch_optimizer)  # hooks read scaled gradients then

@@ -539,14 +539,13 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         config, user_plan = self.states_config, self._user_plan() if fitting else None
         if user_plan is not None and user_plan.clip != "off":
             config = replace(config, clip=user_plan.clip)
-        algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
-        clip_norm = _clips(trainer) and algorithm == "norm"
+        exact = scales_exactly(self.precision_plugin)
         whole = stepped_whole(self.optimizers, self._to_offload) if fitting else []
         defer_to_user_hooks = (
             not trainer.lightning_module.automatic_optimization
             or user_sees_gradients(trainer)
             or bool(whole)
-            or (clip_norm and not scales_exactly(self.precision_plugin))
+            or (_clips_norm(trainer) and not exact)
             or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers)
         )
         return Setup(
@@ -554,9 +553,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             storage=self._storage,
             default_path=self._default_path,
             autocast=autocast,
-            clip_norm=clip_norm,
-            clip_value=functools.partial(_clip_value, trainer),  # a partial can be pickled with the strategy
+            clip_norm=functools.partial(_clips_norm, trainer),  # a partial can be pickled with the strategy
+            clip_value=functools.partial(_clip_value, trainer),
             defer_to_user_hooks=defer_to_user_hooks,
+            scales_exactly=exact,
             whole=whole,
             sums_gradients=fitting and _accumulates(trainer),
             settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
@@ -1128,6 +1128,12 @@ def _find_callback(trainer: pl.Trainer, kind: type[_Callback]) -> _Callback | No
 def _clips(trainer: pl.Trainer) -> bool:
     """Returns whether Lightning clips gradients by the Trainer's arguments: not at a value of 0 or less."""
     return (trainer.gradient_clip_val or 0) > 0
+
+
+def _clips_norm(trainer: pl.Trainer) -> bool:
+    """Returns whether gradients are clipped by their norm at present, which callbacks may change."""
+    algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
+    return _clips(trainer) and algorithm == "norm"
 
 
 def _clip_value(trainer: pl.Trainer) -> float | None:

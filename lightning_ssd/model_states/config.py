@@ -126,11 +126,12 @@ class Setup:
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
         autocast: dtype of matrix products under autocast; None: without autocast.
-        clip_norm: whether gradients are clipped by their norm in each step.
+        clip_norm: returns whether gradients are clipped by their norm in the step that begins.
         clip_value: returns the largest absolute value of gradients' elements in the step that begins; None: they are
             not clamped.
         defer_to_user_hooks: whether user code may read gradients or options between backward and `optimizer.step`, so
             that no step begins earlier.
+        scales_exactly: whether losses are scaled by powers of two, or not scaled.
         settings: settings of the training, if it is recorded.
         start_over: whether training starts from a checkpoint although a killed run has left a record.
         whole: optimizers that are stepped whole (see `WholeStep`); `defer_to_user_hooks` is set if there are any.
@@ -141,9 +142,10 @@ class Setup:
     storage: OffloadConfig
     default_path: str | Path
     autocast: torch.dtype | None
-    clip_norm: bool
+    clip_norm: Callable[[], bool]
     clip_value: Callable[[], float | None]
     defer_to_user_hooks: bool
+    scales_exactly: bool = True
     settings: Settings = field(default_factory=Settings.none)
     start_over: bool = False
     whole: Sequence[Optimizer] = ()
@@ -164,8 +166,11 @@ class Setup:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether a step needs all gradients, to clip them by their norm or to skip it if one is not finite."""
-        return self.clip_norm or self.loss_scaled
+        """Whether the next step needs all gradients, to clip them by their norm or to skip it if one is not finite.
+
+        Callbacks may change that between two steps. Memory is planned for its value when the tiers are chosen.
+        """
+        return self.clip_norm() or self.loss_scaled
 
     @property
     def shares_gradients(self) -> bool:

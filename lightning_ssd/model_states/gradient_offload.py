@@ -114,6 +114,11 @@ class GradientOffloader:
         return self._gradients.items()
 
     @property
+    def share_memory(self) -> bool:
+        """Whether gradients share host memory, which has no room for all of them."""
+        return self._pool is not None
+
+    @property
     def pending(self) -> bool:
         """Whether there are gradients that no step has used."""
         return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
@@ -401,6 +406,16 @@ class GradientOffloader:
             norms.pop(flat.param_views[index].parameter, None)
             if gradient.accumulating:  # else `has_accum` belongs to the last step
                 _measure_accumulated(gradient, flat, index, norms)
+
+    def measure_norms(self, needed: bool) -> None:
+        """Has the norms of gradients measured as they arrive, or not, from the step on that begins now.
+
+        Norms of earlier micro-batches are measured when they are needed.
+        """
+        if self._decision.needs_norm and not needed:
+            for flat in self._gradients:
+                self.reset_norms(flat)
+        self._decision.needs_norm = needed
 
     def pop_waited(self) -> float:
         """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""

@@ -165,6 +165,7 @@ class ModelStates(Uncopied):
             nbytes.device,
             self._staged.unstage,
             self._staged.pull,
+            setup.config.overlap,
         )
         pin = copies.device.type == "cuda"
         gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in offloaded.flat_optimizers}
@@ -443,6 +444,15 @@ class ModelStates(Uncopied):
             self.state_dicts.before_step()
             self._steps.begin(optimizer)
 
+    def begin_scaled_step(self, optimizer: Optimizer) -> None:
+        """Begins a step of `optimizer` whose losses are scaled, before its backward if no user code may read gradients.
+
+        Otherwise the optimizer's `step` begins it.
+        """
+        self._steps.defer_inexact_clipping()
+        if not self.defer_to_user_hooks:
+            self.begin_step(optimizer)
+
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
         if self.defer_to_user_hooks and unscales_itself(optimizer):
@@ -557,6 +567,7 @@ class ModelStates(Uncopied):
             with self._grads.hidden():
                 self._steps.clip(optimizer, algorithm, limit)
         else:
+            self._steps.check_not_begun(optimizer)
             with self.full_grads(optimizer):
                 clip(parameters, limit)
 

@@ -29,6 +29,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Urgency
+from lightning_ssd.types import Overlap
 
 
 class ParamPrefetcher:
@@ -41,6 +42,7 @@ class ParamPrefetcher:
         budget: bytes of device memory for compute weights; units in use are resident even if they exceed it.
         unstage: unstages values that are staged for user code; called before weights are prefetched.
         pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
+        overlap: argument of the strategy, for messages.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ParamPrefetcher:
         budget: int,
         unstage: Callable[[], None],
         pull: Callable[[FlatParameter], None],
+        overlap: Overlap = "optimized",
     ) -> None:
         self._units = units
         self._unit_of = {flat: index for index, flat_params in enumerate(units) for flat in flat_params}
@@ -61,6 +64,7 @@ class ParamPrefetcher:
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
+        self._overlap = overlap
         self._process = forks.process
         self._loads: dict[FlatParameter, _Load] = {}
         """Loads of the resident flat parameters."""
@@ -198,10 +202,13 @@ class ParamPrefetcher:
         an error has ended the backward.
         """
         if flat in self._retired:
+            remedy = "Set `overlap='none'`."
+            if self._overlap == "none":
+                remedy = "Override `on_after_backward`: steps begin with `optimizer.step` then."
             raise RuntimeError(
                 f"the weights or optimizer states of {flat.name} are used after their gradient was complete and their "
                 "step had begun, in the same backward: by a hook, after an error (as in `on_exception`), or where no "
-                "gradient flows (detached). Set `overlap='none'`."
+                f"gradient flows (detached). {remedy}"
             )
 
     def check_process(self) -> None:

@@ -97,8 +97,7 @@ class StepScheduler:
         offloaded_units = [flat_params for _, flat_params in offloaded.units if flat_params]
         self._priorities = {flat: index for index, flat_params in enumerate(offloaded_units) for flat in flat_params}
         self._overlap = setup.config.overlap
-        self._clip_value = setup.clip_value
-        self._whole = setup.whole
+        self._setup = setup
         self._journal = journal
         self.defer_to_user_hooks = setup.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
@@ -142,6 +141,14 @@ class StepScheduler:
         if self.optimizer is None:
             self.defer_to_user_hooks = True  # else when the running step ends
 
+    def defer_inexact_clipping(self) -> None:
+        """Delays steps from the next one on, if gradients are clipped by norm and the loss scale is no power of two.
+
+        Unscaling and clipping both round then, and jobs multiply by one factor. Called between two steps.
+        """
+        if not self._setup.scales_exactly and self._setup.clip_norm():
+            self.defer_next()
+
     @property
     def defers_next(self) -> bool:
         """`defer_to_user_hooks` of the next step."""
@@ -150,7 +157,10 @@ class StepScheduler:
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
         self.optimizer = optimizer
-        self._limit = None if self.defer_to_user_hooks else self._clip_value()
+        self._limit = None
+        if not self.defer_to_user_hooks:  # else calls of `clip` decide
+            self._limit = self._setup.clip_value()
+            self._gradients.measure_norms(self._setup.needs_norm)
         self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
         scale = self._decision.scale
         self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
@@ -170,7 +180,9 @@ class StepScheduler:
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""
-        return self._overlap != "none" and not self._gradients.steps_delayed and self._is_stepping(flat)
+        # Steps that wait for all gradients would keep shared memory, which the other gradients wait for.
+        waits = self._decision.needs_norm and self._gradients.share_memory
+        return self._overlap != "none" and not (waits or self._gradients.steps_delayed) and self._is_stepping(flat)
 
     def keeps_gradient(self, flat: FlatParameter) -> bool:
         """Whether a gradient of `flat`, which a plan keeps, stays on the device: its step may be made there."""
@@ -187,6 +199,14 @@ class StepScheduler:
             raise RuntimeError(
                 f"a gradient of {flat.param_views[index].name} arrived after the optimizer step of {flat.name} had "
                 "begun: it is used differently from step to step. Set `overlap='none'`."
+            )
+
+    def check_not_begun(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if gradients of `optimizer` are clipped otherwise than was known when steps began."""
+        if self.optimizer is optimizer and self.has_submitted:
+            raise RuntimeError(
+                "gradients are clipped otherwise than by `gradient_clip_val` and `gradient_clip_algorithm` of the "
+                "Trainer when the step began. Change them before it, such as in `on_train_batch_start`."
             )
 
     def resume_stepped(self, optimizer: Optimizer) -> None:
@@ -343,7 +363,7 @@ class StepScheduler:
             limit: the largest norm, or value.
         """
         if self.defer_to_user_hooks:
-            return optimizer not in self._whole
+            return optimizer not in self._setup.whole
         known = self._decision.needs_norm if algorithm == "norm" else limit == self._limit
         return known and self.optimizer is optimizer
 

@@ -523,7 +523,7 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
             storage=OffloadConfig(tmp_path),
             default_path=tmp_path,
             autocast=torch.float16,
-            clip_norm=clipped,
+            clip_norm=lambda: clipped,
             clip_value=lambda: None,
             defer_to_user_hooks=False,
         ),
