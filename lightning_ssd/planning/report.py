@@ -13,7 +13,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import min_memory_plan, plan_holistic
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.resident import resident_by_kind
+from lightning_ssd.planning.resident import kept_weights, resident_by_kind
 from lightning_ssd.planning.saved_groups import FixedPlacement
 from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import required_write_bandwidth
@@ -157,15 +157,18 @@ def breakeven_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan)
     """Returns the tokens per step from which on SSD transfers are hidden behind computation; None: they never are.
 
     Transfers of model states do not depend on the tokens of a step; computation and activations are proportional.
+    Each micro-batch reads weights for its forward and for its backward, except those kept between them.
     """
     stages = cut_stages(model, plan)
     per_byte = 1 / hardware.ssd_read + 1 / hardware.ssd_write
     compute = sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages) / model.tokens
     activations = per_byte * sum(stage.to_ssd for stage in stages) / model.tokens
     fixed = 0.0
-    for (_, profile), part in zip(model.parts, plan.parts(model), strict=True):
+    kept = kept_weights(model, plan)
+    for (unit, profile), part in zip(model.parts, plan.parts(model), strict=True):
         if part.weights == "ssd":
-            fixed += profile.weight_bytes * (2 / hardware.ssd_read + 1 / hardware.ssd_write)
+            reads = model.micro_batches * (1 if unit in kept else 2)
+            fixed += profile.weight_bytes * (reads / hardware.ssd_read + 1 / hardware.ssd_write)
         if part.states == "ssd":
             fixed += profile.state_bytes_read / hardware.ssd_read + profile.state_bytes_written / hardware.ssd_write
     if compute <= activations:

@@ -89,6 +89,26 @@ def test_hidden_tokens() -> None:
     assert breakeven_tokens(GPT, slow, plan) is None
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+@pytest.mark.parametrize("budget", [None, 0, 2 * GB, 100 * GB])
+def test_hidden_tokens_are_those_of_the_simulated_transfers(micro_batches: int, budget: int | None) -> None:
+    """Each micro-batch reads weights from SSDs twice, or once if memory keeps them from forward to backward."""
+    model = replace(GPT, micro_batches=micro_batches, param_budget_bytes=budget)
+    plan = make_plan(model, SMALL, "fuyou")
+    units = {name: replace(unit, weights="ssd", states="ssd", parts={}) for name, unit in plan.units.items()}
+    plan = replace(plan, units=units)
+    machine = replace(SMALL, ssd_read=20e9, ssd_write=20e9, ssd_mixed=20e9)
+    tokens = breakeven_tokens(model, machine, plan)
+    assert tokens is not None
+    stages = cut_stages(model, plan)
+    factor = tokens / model.tokens
+    compute = factor * sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages)
+    activations = 2 * (factor - micro_batches) * sum(stage.to_ssd for stage in stages)
+    prediction = simulate(model, machine, plan)
+    simulated = prediction.ssd_read_bytes + prediction.ssd_written_bytes
+    assert compute == pytest.approx((simulated + activations) / 20e9)
+
+
 def test_lifts_name_the_bound() -> None:
     """If SSDs bound the step, faster ones are a gain. If the GPU is always busy, no change is."""
     bound = find_what_ifs(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
