@@ -75,7 +75,7 @@ class CompletionDataModule(RecipeDataModule):
 
         Raises:
             FileNotFoundError: If there are no samples, or no tokenizer.
-            ValueError: If a sample can't be read, or its prompt is longer than a row.
+            ValueError: If a sample can't be read, its prompt is longer than a row, or no token but its first is predicted.
         """
         folder = self._tokenizer_folder()
         tokenizer = load_tokenizer(folder)
@@ -101,9 +101,11 @@ class CompletionDataModule(RecipeDataModule):
         for source, (ids, predicted) in read:
             if self.max_samples is not None and len(samples) == self.max_samples:
                 break
-            if True not in predicted[: self.block_size]:
+            if True not in predicted[1:]:
+                raise ValueError(f"{source} has nothing to predict after its first token: add an answer, or remove it")
+            if True not in predicted[1 : self.block_size]:  # no token precedes the first one
                 raise ValueError(
-                    f"{source} has a prompt of {predicted.index(True)} tokens, and data.block_size={self.block_size}"
+                    f"{source} has a prompt of {predicted.index(True, 1)} tokens, and data.block_size={self.block_size}"
                     f" leaves none of its answer: shorten or remove it, or raise data.block_size"
                 )
             cut += len(ids) > self.block_size

@@ -125,6 +125,30 @@ def test_long_answers_are_cut_with_a_warning(tmp_path: Path, folder: Path, caplo
     assert "1 of 2 samples were longer than data.block_size=64" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (["Hi.", "a", "\nb" * 50], r"a\.jsonl:1 has nothing to predict after its first token"),
+        (["Hi.", "a", "\nb" * 50, "\nc"], r"a\.jsonl:1 has a prompt of \d+ tokens, and data\.block_size=64 leaves none"),
+    ],
+)
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_answer_of_the_first_token_alone_is_refused(
+    tmp_path: Path, folder: Path, contents: list[str], message: str, packing: bool
+) -> None:
+    """The first token is predicted from no other, so that the row would have no target and a loss of NaN."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.role != 'user' %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    roles = ["user", "assistant", "system", "assistant"]
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    path = written(tmp_path / "a.jsonl", {"messages": messages}, chat("Hi.", "Hello!"))
+    with pytest.raises(ValueError, match=message):
+        rows(tmp_path / "tokenizer", path, packing=packing)
+
+
 def test_functions_of_the_standard_library_are_the_default(folder: Path) -> None:
     data = CompletionDataModule(tokenizer=folder, block_size=256, max_samples=20)
     data.batch_size = 1
