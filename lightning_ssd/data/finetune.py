@@ -29,10 +29,11 @@ class CompletionDataModule(RecipeDataModule):
     """Chats, or prompts with completions, of which only the answers are predicted.
 
     A batch has `input_ids`, `labels` (-100 where nothing is predicted) and `position_ids`, each int64
-    (batch_size, block_size). Samples are packed into rows. Positions begin at 0 with each sample, by which transformers
-    restricts attention to the sample, and the last token of a sample does not predict the first one of the next; so a
-    packed sample has the loss that it has alone. The samples of a row are the same in each epoch, and the order of the
-    rows in training depends on `seed` and the epoch only.
+    (batch_size, block_size). Samples are packed into rows. Positions begin at 0 with each sample, by which many models
+    of transformers restrict attention to the sample, and the last token of a sample does not predict the first one of
+    the next; so a packed sample has the loss that it has alone. `CausalLM` refuses packing for models that do not
+    separate samples. The samples of a row are the same in each epoch, and the order of the rows in training depends on
+    `seed` and the epoch only.
 
     Args:
         path: A `.jsonl` file; each line has `messages` (of `role` and `content`), or `prompt` and `completion`. None:
@@ -75,7 +76,7 @@ class CompletionDataModule(RecipeDataModule):
 
         Raises:
             FileNotFoundError: If there are no samples, or no tokenizer.
-            ValueError: If a sample can't be read, its prompt is longer than a row, or no token but its first is predicted.
+            ValueError: If a sample can't be read, its prompt fills a row, or only its first token is predicted.
         """
         folder = self._tokenizer_folder()
         tokenizer = load_tokenizer(folder)

@@ -28,6 +28,7 @@ from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
 from lightning_ssd.models.pretrained import PretrainedFolder, check_replaceable, save_new
 from lightning_ssd.models.sizes import check_data, check_sizes
+from lightning_ssd.models.small_model import changes_logits, mixes_samples
 from lightning_ssd.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.sizes import check_least
 from lightning_ssd.strategy import SSDOffloadStrategy
@@ -40,7 +41,8 @@ class CausalLM(RecipeModule):
 
     A batch is token ids, int64 (batch, sequence), alone or as `{"input_ids": ids}`. It may have `labels`: aligned with
     the ids, -100 for tokens that are not predicted; and `position_ids`, which begin at 0 with every document of a
-    packed sequence: attention does not cross from one document to another then.
+    packed sequence. Many model types of transformers separate the documents by them, but not all. `setup` measures this
+    for data modules that state `packing`, with a small random model; for other data the user has to know it.
 
     The weights of a folder are read from its files one tensor at a time: with this package's strategy to host memory or
     SSDs, with others to the device.
@@ -122,10 +124,11 @@ class CausalLM(RecipeModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Checks that the data fits the model, where the data module states its sizes.
+        """Checks that the data fits the model, where the data module states its sizes and whether it packs samples.
 
         Raises:
-            ValueError: If the data has more token ids, or longer sequences, than the model.
+            ValueError: If the data has more token ids, or longer sequences, than the model, or if it packs samples that
+                the model does not separate.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
         # A mean over no predicted token would be NaN.
@@ -133,6 +136,8 @@ class CausalLM(RecipeModule):
         longer = "if the model is to learn longer ones, scale its `max_position_embeddings` in its configuration"
         where = "config.json of model.pretrained, or model.config"
         check_data(data, self.config, "model.config.vocab_size", f"{longer} ({where})")
+        if getattr(data, "packing", False):
+            _check_separation(self.config)
 
     @override
     def forward(self, ids: Tensor) -> Tensor:
@@ -274,11 +279,31 @@ def _check_causal(config: PretrainedConfig, key: str) -> None:
         )
 
 
+def _check_separation(config: PretrainedConfig) -> None:
+    """Raises ValueError if packed samples are not known to have the logits that they have alone."""
+    mixed = mixes_samples(config)
+    if mixed is None:
+        raise ValueError(
+            f"data.packing=true needs a model that separates the samples of a row, which can't be measured for the"
+            f" model type {config.model_type!r}: set data.packing=false"
+        )
+    if mixed:
+        raise ValueError(
+            f"data.packing=true puts several samples into a row, and {config.model_type!r} computes the tokens of a"
+            f" sample from those of the samples before it, too: set data.packing=false"
+        )
+
+
 def _check_linear_head(config: PretrainedConfig) -> None:
-    """Raises ValueError if logits are more than the linear output layer returns."""
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"model.chunked_loss=true computes logits by the output layer alone, and {config.model_type!r} changes"
-                f" them by `{name}`: set it to false"
-            )
+    """Raises ValueError if logits are not known to be those of the linear output layer alone."""
+    changed = changes_logits(config)
+    if changed is None:
+        raise ValueError(
+            f"model.chunked_loss=true computes logits by the output layer alone, which can't be compared with those of"
+            f" the model type {config.model_type!r}: set it to false"
+        )
+    if changed:
+        raise ValueError(
+            f"model.chunked_loss=true computes logits by the output layer alone, and {config.model_type!r} computes"
+            f" other ones: set it to false"
+        )

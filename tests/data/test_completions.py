@@ -129,7 +129,10 @@ def test_long_answers_are_cut_with_a_warning(tmp_path: Path, folder: Path, caplo
     ("contents", "message"),
     [
         (["Hi.", "a", "\nb" * 50], r"a\.jsonl:1 has nothing to predict after its first token"),
-        (["Hi.", "a", "\nb" * 50, "\nc"], r"a\.jsonl:1 has a prompt of \d+ tokens, and data\.block_size=64 leaves none"),
+        (
+            ["Hi.", "a", "\nb" * 50, "\nc"],
+            r"a\.jsonl:1 has a prompt of \d+ tokens, and data\.block_size=64 leaves none",
+        ),
     ],
 )
 @pytest.mark.parametrize("packing", [True, False])

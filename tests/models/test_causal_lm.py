@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Model, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, T5Config
 
 from lightning_ssd import SaveFolder
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import find_units
 from lightning_ssd.models import CausalLM
 from lightning_ssd.models.pretrained import PretrainedFolder
+from lightning_ssd.models.small_model import mixes_samples
 from tests.support.compare import assert_same
-from tests.support.folders import FAMILIES, VOCABULARY, save_model, strategy, train
+from tests.support.folders import FAMILIES, VOCABULARY, Tokens, save_model, strategy, train
 from tests.support.products import combinations
 
 
@@ -232,7 +233,7 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         ({"config": {"vocab_size": 5}}, "model_type None"),
         ({"config": {"model_type": "t5"}}, "no causal language model"),
         ({"config": {"model_type": "llama"}, "pretrained": "."}, "exclude each other"),
-        ({"config": {"model_type": "gemma2"}, "chunked_loss": True}, "final_logit_softcapping"),
+        ({"config": {"model_type": "gemma2"}, "chunked_loss": True}, "computes other ones"),
     ],
 )
 def test_arguments_that_are_not_right_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -270,3 +271,102 @@ def test_checkpoints_hold_plain_types(tmp_path: Path) -> None:
     shutil.move(tmp_path / "model", tmp_path / "moved")
     loaded = CausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True, pretrained=tmp_path / "moved")
     assert_same(loaded, mine)
+
+
+class PackedTokens(Tokens):
+    """Rows of two samples."""
+
+    def __init__(self, packing: bool = True) -> None:
+        super().__init__()
+        self.packing = packing
+
+    def read(self) -> Any:
+        train_set, val_set = super().read()
+        return tuple(
+            [row | {"position_ids": torch.arange(8).repeat(2)} for row in rows] for rows in (train_set, val_set)
+        )
+
+
+LAYERS = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
+SMALL = LAYERS | {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
+SEPARATING: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"intermediate_size": 64},
+    "gpt2": SMALL,
+    "gemma2": SMALL | {"intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2},
+    "qwen3_moe": SMALL | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+MIXING: dict[str, dict[str, Any]] = {
+    "opt": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": LAYERS | {"hidden_size": 32, "state_size": 8},
+    "biogpt": SMALL | {"intermediate_size": 64},
+    "bert": SMALL | {"intermediate_size": 64, "is_decoder": True},
+}
+
+
+@pytest.mark.parametrize("kind", [*SEPARATING, *MIXING])
+def test_samples_of_a_row_that_are_not_separated_are_refused(tmp_path: Path, kind: str) -> None:
+    sizes = (SEPARATING | MIXING)[kind]
+    mine = CausalLM(config={"model_type": kind, **sizes}, warmup_steps=1)
+    if kind in SEPARATING:
+        train(tmp_path, mine, data=PackedTokens(), max_steps=1)
+        return
+    with pytest.raises(ValueError, match=rf"'{kind}' computes.*set data\.packing=false"):
+        train(tmp_path, mine, data=PackedTokens(), max_steps=1)
+    train(tmp_path, mine, data=PackedTokens(packing=False), max_steps=1)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}])
+@pytest.mark.parametrize(("kind", "mixes"), [("mistral", False), ("falcon", True), ("phi3", False)])
+def test_separation_is_measured_for_large_models(kind: str, mixes: bool, sizes: dict[str, Any]) -> None:
+    """The model is never made in its own size, and no random number is drawn from the training's generator."""
+    config = AutoConfig.for_model(kind, **sizes)
+    before = torch.get_rng_state()
+    assert mixes_samples(config) is mixes
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_architecture_that_can_not_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no model")
+
+    config = {"model_type": "llama", **SEPARATING["llama"]}
+    mine = CausalLM(config=config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", fail)
+    with pytest.raises(ValueError, match=r"can't be measured.*set data\.packing=false"):
+        train(tmp_path, mine, data=PackedTokens())
+    with pytest.raises(ValueError, match=r"chunked_loss=true.*can't be compared.*set it to false"):
+        CausalLM(config=config, chunked_loss=True)
+
+
+CHANGING: dict[str, dict[str, Any]] = {
+    "gemma2": SEPARATING["gemma2"],
+    "cohere": SMALL | {"intermediate_size": 64, "logit_scale": 0.5},
+    "granite": SMALL | {"intermediate_size": 64, "logits_scaling": 2.0},
+    "falcon_h1": SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "lm_head_multiplier": 0.04}
+    | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8},
+    "recurrent_gemma": SMALL | {"lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 32},
+    "modernbert-decoder": SMALL | {"intermediate_size": 64},
+    "bert": MIXING["bert"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_chunks_are_refused_if_logits_are_more_than_the_output_layer(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"chunked_loss=true.*'{kind}' computes other ones: set it to false"):
+        CausalLM(config={"model_type": kind, **CHANGING[kind]}, chunked_loss=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "opt"])
+def test_the_loss_in_chunks_is_that_of_all_logits(kind: str) -> None:
+    whole, chunked = (
+        CausalLM(config={"model_type": kind, **(SEPARATING | MIXING)[kind]}, chunked_loss=chunks)
+        for chunks in (False, True)
+    )
+    whole.configure_model()
+    chunked.model = whole.model
+    ids = torch.randint(VOCABULARY, (2, 16))
+    assert whole.model is not None
+    whole.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(chunked.training_loss(ids), whole.training_loss(ids))
