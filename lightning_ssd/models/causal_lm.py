@@ -1,7 +1,7 @@
 """Causal language models of transformers: those of a folder, to fine-tune, or random weights of any size."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ from lightning_ssd.sizes import check_least
 from lightning_ssd.strategy import SSDOffloadStrategy
 
 __all__ = ["CausalLM", "TokenPerplexity"]
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+"""Names in configurations of the number of experts, and of those that a token is routed to."""
 
 
 class CausalLM(RecipeModule):
@@ -90,7 +95,7 @@ class CausalLM(RecipeModule):
         self.config = _make_config(config) if self.folder is None else self.folder.config  # type: ignore[arg-type]
         if self.folder is not None:
             _check_causal(self.config, f"model.pretrained={self.folder.path}")
-        self.config.use_cache = False
+        self.config.get_text_config().use_cache = False
         if chunked_loss:
             _check_linear_head(self.config)
         self.perplexity = TokenPerplexity()
@@ -102,7 +107,11 @@ class CausalLM(RecipeModule):
         return self.model
 
     def build_model(self) -> nn.Module:
-        """Returns the model, with the weights of the folder or random ones."""
+        """Returns the model, with the weights of the folder or random ones.
+
+        Raises:
+            ValueError: If the folder's weights are not those of the model, or some are of images or sounds.
+        """
         strategy = None if self._trainer is None else self._trainer.strategy
         offloads = isinstance(strategy, SSDOffloadStrategy)
         if self.folder is None:
@@ -110,6 +119,11 @@ class CausalLM(RecipeModule):
                 return self.adapt(self._make())
         with torch.device("meta"):
             made = self._make()
+        if any(_encoders(made)):
+            raise ValueError(
+                f"model.pretrained={self.folder.path} has encoders of images or sounds, which can't be loaded: save the"
+                f" text part alone, of the model type {self.config.get_text_config().model_type!r}, to a folder"
+            )
         values = self.folder.bind(made)
         model = self.adapt(made)
         if offloads:
@@ -165,13 +179,31 @@ class CausalLM(RecipeModule):
 
     def forward_flops(self, batch: Batch) -> int:
         """Returns the FLOPs of a micro-batch's forward: matrix products, with attention as if it were not causal."""
-        model, length = self.causal_lm, input_ids(batch).shape[1]
+        length, config = input_ids(batch).shape[1], self.config.get_text_config()
+        attention: int = 2 * length * config.hidden_size * config.num_hidden_layers
+        return round(2 * count_tokens(batch) * (sum(self._multiplied().values()) + attention))
+
+    @override
+    def training_flops(self, batch: Batch) -> int:
+        """Returns the FLOPs of a micro-batch's forward and backward: frozen weights have no gradient."""
+        frozen = sum(count for weight, count in self._multiplied().items() if not weight.requires_grad)
+        return 3 * self.forward_flops(batch) - round(2 * count_tokens(batch) * frozen)
+
+    def _multiplied(self) -> dict[nn.Parameter, float]:
+        """Returns the elements of each weight that multiply a token: of experts those that it is routed to."""
+        model = self.causal_lm
+        config = self.config.get_text_config()
+        experts, used = (next(filter(None, (getattr(config, n, 0) for n in names)), 1) for names in (_EXPERTS, _USED))
+        counts: dict[nn.Parameter, float] = {}
+        for name, weight in model.named_parameters():
+            routed = "experts" in name.split(".") or (weight.ndim == 3 and weight.shape[0] == experts)
+            if weight.ndim >= 2 and not name.endswith("bias"):
+                counts[weight] = weight.numel() * (used / experts if routed else 1)
         embedding = model.get_input_embeddings().weight
-        weights: int = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2)
         if model.get_output_embeddings().weight is not embedding:
-            weights -= embedding.numel()  # a look-up; a tied one is multiplied with, too
-        attention: int = 2 * length * self.config.hidden_size * self.config.num_hidden_layers
-        return 2 * count_tokens(batch) * (weights + attention)
+            del counts[embedding]  # a look-up; a tied one is multiplied with, too
+        unused = {weight for part in _encoders(model) for weight in part.parameters()}
+        return {weight: count for weight, count in counts.items() if weight not in unused}
 
     def check_folder(self, folder: Path) -> None:
         """Checks that `folder` may be replaced: a new one, or one that holds a saved model but not this one's weights.
@@ -242,6 +274,14 @@ class TokenPerplexity(Metric):
     def compute(self) -> Tensor:
         """Returns the perplexity."""
         return (self.total / self.tokens).exp()
+
+
+def _encoders(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yields the parts of a model that do not run on texts: those of images or sounds."""
+    texts = {type(model.config), type(model.config.get_text_config())}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and type(part.config) not in texts:
+            yield part
 
 
 def _make_config(sizes: dict[str, Any]) -> PretrainedConfig:

@@ -95,6 +95,10 @@ class RecipeModule(pl.LightningModule):
         """Returns the FLOPs of a micro-batch's forward; 0: unknown."""
         return 0
 
+    def training_flops(self, batch: Any) -> int:
+        """Returns the FLOPs of a micro-batch's forward and backward; 0: unknown."""
+        return 3 * self.forward_flops(batch)
+
     @override
     def configure_model(self) -> None:
         """Builds the model, unless it is built already.
@@ -113,7 +117,7 @@ class RecipeModule(pl.LightningModule):
         """Returns the mean loss of a micro-batch, and logs it."""
         loss = self.training_loss(batch)
         self.seen += self.count(batch) * self.trainer.world_size
-        self.flops_per_batch = 3 * self.forward_flops(batch)
+        self.flops_per_batch = self.training_flops(batch)
         exact(self.train_loss).update(loss.detach())
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/loss_mean", self.train_loss.compute())

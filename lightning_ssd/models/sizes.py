@@ -15,12 +15,17 @@ def check_sizes(config: Any, key: str) -> None:
     """Checks that sizes are 1 or more, and that they divide into attention heads.
 
     Args:
-        config: Configuration of a model of transformers.
+        config: Configuration of a model of transformers; of one for texts and images, its part for texts is checked.
         key: Key of a recipe that holds the sizes, such as `model`.
 
     Raises:
         ValueError: If they do not; the message names the size as the configuration's class calls it.
     """
+
+    text = config.get_text_config()
+    if text is not config:
+        key += ".text_config"
+    config = text
 
     def named(size: str) -> str:
         return f"{key}.{getattr(config, 'attribute_map', {}).get(size, size)}"
@@ -63,6 +68,7 @@ def check_data(data: Any, config: Any, vocabulary: str, lengthen: str) -> None:
     Raises:
         ValueError: If the data has more token ids, or longer sequences, than the model.
     """
+    config = config.get_text_config()
     tokens, block = getattr(data, "vocab_size", 0), getattr(data, "block_size", 0)
     if tokens > config.vocab_size:
         raise ValueError(

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, T5Config
 
 from lightning_ssd import SaveFolder
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import find_units
-from lightning_ssd.models import CausalLM
+from lightning_ssd.models import CausalLM, LoRACausalLM
 from lightning_ssd.models.pretrained import PretrainedFolder
 from lightning_ssd.models.small_model import mixes_samples
 from tests.support.compare import assert_same
@@ -370,3 +371,84 @@ def test_the_loss_in_chunks_is_that_of_all_logits(kind: str) -> None:
     whole.model.eval()
     with torch.no_grad():
         torch.testing.assert_close(chunked.training_loss(ids), whole.training_loss(ids))
+
+
+def counted_flops(module: CausalLM, ids: Tensor, backward: bool) -> int:
+    """Returns the FLOPs of the operators of a forward, and of its backward."""
+    # The counter knows these kernels.
+    module.causal_lm.set_attn_implementation("eager")
+    if hasattr(module.causal_lm, "set_experts_implementation"):
+        module.causal_lm.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        logits = module(ids)
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", **SEPARATING["llama"]},
+        {"model_type": "qwen3_moe", **SEPARATING["qwen3_moe"], "num_experts": 16},
+        {"model_type": "mixtral", **SEPARATING["llama"], "num_local_experts": 8},
+        {
+            "model_type": "gpt_oss",
+            **SEPARATING["llama"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)
+@pytest.mark.parametrize("lora", [False, True])
+def test_flops_are_those_of_the_operators(config: dict[str, Any], lora: bool) -> None:
+    """Of experts those that tokens are routed to; a frozen base has no gradients of its weights."""
+    config = {"num_key_value_heads": 2} | config
+    mine = LoRACausalLM(config=config, rank=2, targets=["q_proj", "v_proj"]) if lora else CausalLM(config=config)
+    mine.configure_model()
+    ids = torch.randint(VOCABULARY, (2, 32))
+    assert mine.forward_flops(ids) == pytest.approx(counted_flops(mine, ids, backward=False), rel=0.01)
+    # The first layer needs no gradient of its input, which is a tenth of a model as small.
+    assert mine.training_flops(ids) == pytest.approx(counted_flops(mine, ids, backward=True), rel=0.1)
+
+
+def gemma3(**sizes: Any) -> dict[str, Any]:
+    """Returns the configuration of a model of texts and images."""
+    text = SEPARATING["gemma2"] | {"sliding_window": 8} | sizes
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {"model_type": "gemma3", "text_config": text, "vision_config": vision | {"image_size": 28, "patch_size": 14}}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("states", ["auto", "ssd"])
+def test_a_model_of_texts_and_images_is_trained_on_texts(tmp_path: Path, states: str, chunked: bool) -> None:
+    expected, found = (CausalLM(config=gemma3(), chunked_loss=chunked, warmup_steps=1) for _ in range(2))
+    train(tmp_path, expected, data=PackedTokens())
+    train(tmp_path, found, strategy(states), data=PackedTokens())
+    assert_same(found, expected)
+    ids = torch.randint(VOCABULARY, (2, 16))
+    assert expected.forward_flops(ids) == pytest.approx(counted_flops(expected, ids, backward=False), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": 0}, r"model\.config\.text_config\.vocab_size=0 is out of range"),
+        ({"num_key_value_heads": 3}, r"=4 is not a multiple of model\.config\.text_config\.num_key_value_heads=3"),
+        ({"max_position_embeddings": 8}, r"sequences of 16 tokens and the model takes 8"),
+        ({"vocab_size": 32}, r"64 token ids and the model 32"),
+    ],
+)
+def test_sizes_of_a_models_text_part_are_checked(tmp_path: Path, sizes: dict[str, Any], message: str) -> None:
+    data = Tokens()
+    data.block_size, data.vocab_size = 16, 64  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, CausalLM(config=gemma3(**sizes)), data=data)
+
+
+def test_a_folder_of_a_model_of_texts_and_images_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, CausalLM(config=gemma3()), callbacks=[SaveFolder(tmp_path / "model")], max_steps=1)
+    with pytest.raises(ValueError, match=r"has encoders of images.*text part alone, of the model type 'gemma3_text'"):
+        module(tmp_path / "model").configure_model()
