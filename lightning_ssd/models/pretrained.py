@@ -75,6 +75,12 @@ class PretrainedFolder:
                 unexpected.append(stored)
         missing = [name for name, parameter in model.named_parameters() if parameter not in found]
         if missing:
+            if self._in_other_layout(model, missing):
+                raise ValueError(
+                    f"{self.path} has the weights of {type(model).__name__} in a layout of files that transformers"
+                    f" converts when it loads them, such as experts one by one, which is not supported: load the"
+                    f" model by transformers, and save its `state_dict()` to model.safetensors by safetensors' `save_file`"
+                )
             raise ValueError(
                 f"{self.path} has no tensor for {_some(missing)} of {type(model).__name__}: it is incomplete, or its"
                 f" config.json belongs to another model"
@@ -129,6 +135,20 @@ class PretrainedFolder:
         for stored in self._file_of:
             candidates = (stored, prefix + stored, stored.removeprefix(prefix))
             yield stored, next((name for name in candidates if name in known), stored)
+
+    def _in_other_layout(self, model: nn.Module, missing: Iterable[str]) -> bool:
+        """Returns whether transformers 5 makes `missing` parameters from tensors of the folder with other names."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, rename_source_key
+        except ImportError:  # earlier versions store the names of parameters
+            return False
+        untyped: Any = model
+        found: list[Any] = get_model_conversion_mapping(untyped)
+        converters = [one for one in found if isinstance(one, WeightConverter)]
+        renamings = [one for one in found if not isinstance(one, WeightConverter)]
+        targets = {rename_source_key(stored, renamings, converters)[0] for stored in self._file_of}
+        return not targets.isdisjoint(missing)
 
     def _check(self, stored: str, parameter: nn.Parameter) -> None:
         with _opened(self._file_of[stored]) as file:

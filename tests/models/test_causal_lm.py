@@ -452,3 +452,19 @@ def test_a_folder_of_a_model_of_texts_and_images_is_refused(tmp_path: Path) -> N
     train(tmp_path, CausalLM(config=gemma3()), callbacks=[SaveFolder(tmp_path / "model")], max_steps=1)
     with pytest.raises(ValueError, match=r"has encoders of images.*text part alone, of the model type 'gemma3_text'"):
         module(tmp_path / "model").configure_model()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_folder_whose_layout_transformers_converts_is_refused(tmp_path: Path, kind: str) -> None:
+    """Files have each expert alone; the model has all of them in one parameter."""
+    sizes = SEPARATING["qwen3_moe"] | {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
+    config = AutoConfig.for_model(kind, **sizes)
+    saved = AutoModelForCausalLM.from_config(config)
+    saved.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"layout of files that transformers converts.*not supported: load the model"):
+        module(tmp_path / "model").configure_model()
+    save_file(saved.state_dict(), tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    mine = module(tmp_path / "model")
+    mine.configure_model()
+    assert mine.model is not None
+    assert_same(mine.model, saved)
