@@ -1,6 +1,10 @@
-"""Tests marked `gpu` are skipped without a CUDA device, and the machine is measured on few bytes."""
+"""Tests marked `gpu` are skipped without a CUDA device, and the machine is measured on few bytes.
+
+Of a test marked `quick_cases(count)`, all cases but the first ones are `thorough`.
+"""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -64,7 +68,16 @@ def pytest_configure() -> None:
         providers.is_local_module_file = lambda path: False
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    counts: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("quick_cases")
+        if mark is not None and item.get_closest_marker("thorough") is None:
+            name = item.nodeid.partition("[")[0]
+            counts[name] += 1
+            if counts[name] > mark.args[0]:
+                item.add_marker(pytest.mark.thorough)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

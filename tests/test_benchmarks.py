@@ -103,6 +103,7 @@ def test_the_cost_of_planning_is_that_of_steps_before_the_plan_is_in_force() -> 
     assert found["plain_step"] == 1.0 and found["later_ratio"] == 1.1875
 
 
+@pytest.mark.thorough
 def test_the_bounds_of_a_planned_training_and_of_one_without_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

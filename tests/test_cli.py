@@ -98,6 +98,7 @@ class TestRun:
         cli.main(["run", recipe, "--trainer.max_steps", "5", "--ckpt_path", checkpoint])
         assert torch.load("checkpoints/epoch=0-step=5.ckpt", weights_only=True)["global_step"] == 5
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         ("overrides", "strategy"),
         [
@@ -141,6 +142,7 @@ class TestRun:
     def test_trains_with_a_strategy_by_name(self, recipe: str, strategy: str) -> None:
         assert cli.main(["run", recipe, f"--trainer.strategy={strategy}"]) == 0
 
+    @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         "path",
         [path for path in sorted(ROOT.glob("recipes/*.yaml")) if path.name != "defaults.yaml"],
@@ -295,6 +297,7 @@ class TestPlan:
         # All fits on the GPU: Teraio's plan never waits.
         assert re.search(r"4 GB/s +1\.000", printed) and "31,200" in printed
 
+    @pytest.mark.thorough
     def test_a_replay_takes_lifetimes_of_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The operators of the file take 10,000 times as long as traced ones, and save 1,000 times as many bytes."""
         shape = ["--machine", self.MACHINE, "--batch", "input_ids=2x64:int64"]
@@ -485,6 +488,7 @@ def test_errors_name_the_command_and_missing_arguments(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_inputs_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command prints its usage and the error without a traceback, and leaves no files."""

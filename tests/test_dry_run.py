@@ -188,6 +188,7 @@ def test_building_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", ["2048x24", pytest.param("3072x34", marks=pytest.mark.thorough)])
 def test_predicts_the_run_without_a_planner(shape: str) -> None:
     """Steps of full fine-tuning with states in RAM, measured on the machine of `h100.json` with the GPU capped."""

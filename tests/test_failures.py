@@ -243,6 +243,7 @@ _FAULTS: dict[str, tuple[Callable[[FaultyBackend], object], type[StorageError], 
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("under_the_strategy", [True, False])
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
@@ -405,6 +406,7 @@ def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen
             process.kill()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("number", "forward"),
     [
@@ -425,6 +427,7 @@ def test_a_terminated_run_leaves_no_files(tmp_path: Path, number: signal.Signals
     assert scratch_directories(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_the_next_run_removes_files_of_killed_runs_and_none_of_live_ones(tmp_path: Path) -> None:
     plain, beside, after = _plain(tmp_path), small_model(), small_model()
     with _held_run(tmp_path) as process:

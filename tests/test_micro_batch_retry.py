@@ -179,6 +179,7 @@ def train_by_default(
         return train(SSDOffloadStrategy(**BOTH | {"states": states} | (arguments or {})), memory, **how)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("failures", "meter", "accumulate", "checkpointing"),
     [
@@ -277,6 +278,7 @@ class CodeState(Stateful):
         return super().training_step(self.scripted(batch).detach(), batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("allocation", [2, 12, 50, 58])
 def test_state_that_code_reaches_is_restored(allocation: int) -> None:
     run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), module=CodeState, batches=3)
@@ -340,6 +342,7 @@ class NestedState(Stateful):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("failures", [[(1, 30)], [(2, 40)], [(3, 30), (4, 40), (6, 10)]])
 def test_state_of_modules_that_have_not_changed_before_is_restored(failures: list[tuple[int, int]]) -> None:
     run = train_by_default(AMPLE, LimitedMemory(fails_at=failures), module=NestedState, batches=4)
@@ -432,6 +435,7 @@ class OddObjects(Stateful):
         return super().training_step(self.bare(batch), batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("module", [ElementState, OddObjects])
 def test_state_of_elements_and_odd_objects_is_restored(module: type[Stateful]) -> None:
     run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 10)]), module=module, batches=3)
@@ -483,6 +487,7 @@ def train_offloaded(
 with_enough_memory = cache(train_offloaded)
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "allocation, precision, clip_accumulate, sees_gradients",
     [5, 25, 34, 40],  # the first gradient arrives in the 30th
@@ -516,6 +521,7 @@ class UsesTwice(Stateful):
         self.last = nn.Sequential(layer, nn.ReLU(), layer)  # type: ignore[assignment]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("allocation", "sees_gradients"), [(50, False), (56, True), thorough(50, True), thorough(56, False)]
 )

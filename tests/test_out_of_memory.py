@@ -190,6 +190,7 @@ def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> No
     assert "states='host'" not in note and "`offload=" not in note
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "where, states", ["forward", "backward"], ["gpu", "host"], quick=[("forward", "host"), ("backward", "gpu")]
 )

@@ -75,6 +75,7 @@ class Garbage(pl.Callback):
         gc.enable()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "strategy", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in STRATEGIES]

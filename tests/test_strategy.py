@@ -162,6 +162,7 @@ CLUSTERS: dict[str, tuple[dict[str, str], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cluster", list(CLUSTERS))
 def test_one_device_is_a_world_of_one_whatever_a_cluster_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
@@ -876,6 +877,7 @@ trainer:
         assert "offload" in capsys.readouterr().err + str(refused.value)
 
 
+@pytest.mark.thorough
 def test_the_pytorch_lightning_tree_trains(tmp_path: Path) -> None:
     """The same holds under `pytorch_lightning`, which has its own classes: by name, instance and callback."""
     script = tmp_path / "script.py"

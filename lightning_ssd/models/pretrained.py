@@ -78,8 +78,8 @@ class PretrainedFolder:
             if self._in_other_layout(model, missing):
                 raise ValueError(
                     f"{self.path} has the weights of {type(model).__name__} in a layout of files that transformers"
-                    f" converts when it loads them, such as experts one by one, which is not supported: load the"
-                    f" model by transformers, and save its `state_dict()` to model.safetensors by safetensors' `save_file`"
+                    f" converts when it loads them, such as experts one by one, which is not supported: load the model"
+                    f" by transformers, and save its `state_dict()` to model.safetensors by safetensors' `save_file`"
                 )
             raise ValueError(
                 f"{self.path} has no tensor for {_some(missing)} of {type(model).__name__}: it is incomplete, or its"

@@ -45,6 +45,7 @@ def check(offloader: ActivationOffloader, program: Program, window: int, survivo
 WINDOWS = st.sampled_from([0, 100, 10_000])
 
 
+@pytest.mark.quick_cases(1)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
 def test_random_programs(offloader: ActivationOffloader, program: Program, window: int, survivors: int) -> None:
@@ -58,6 +59,7 @@ def test_many_random_programs(offloader: ActivationOffloader, program: Program, 
     check(offloader, program, window, survivors)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 @pytest.mark.parametrize("early", [False, True], ids=["before", "after"])
 def test_a_change_through_every_alias(offloader: ActivationOffloader, alias: str, early: bool) -> None:
@@ -95,6 +97,7 @@ def test_programs_are_worth_running(offloader: ActivationOffloader) -> None:
     assert after.stored > before.stored and after.loaded > before.loaded
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_that_write_to_parts_of_a_storage(offloader: ActivationOffloader, name: str) -> None:
     torch.manual_seed(0)

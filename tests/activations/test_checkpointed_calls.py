@@ -417,6 +417,7 @@ def with_wrapper_inside(model: Layers) -> None:
     model.middle.up.forward = lambda value: forward(value)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "prepare",
     [

@@ -259,6 +259,7 @@ CASES = [sequential, broken, wrapped, method, nested, doubled, function, one_lay
 LONG = [pytest.param(build, marks=pytest.mark.thorough) for build in (every_layer, decorated, given, conditional)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("build", [*CASES, pytest.param(regional, marks=REGIONAL), *LONG])
 def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], backend: str, tmp_path: Path) -> None:
@@ -291,6 +292,7 @@ def given_weights(backend: str) -> nn.Module:
     return GivenWeights()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_compiled_functions_that_are_given_weights(precision: Any, tmp_path: Path) -> None:
     """They get ordinary weights, and Dynamo compiles the same frames."""
@@ -481,6 +483,7 @@ class OwnWeight(nn.Module):
         return chosen
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("build", [Conditional, OwnWeight])
 def test_operators_that_compile_their_functions_are_refused_in_eager_code(
     build: Callable[[], nn.Module], tmp_path: Path

@@ -62,6 +62,7 @@ def allocated(offloader: ActivationOffloader) -> int:
 # ---- restored numbers ----
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_gradients_are_plain_autograds(offloader: ActivationOffloader, forward: Forward) -> None:
     """Every kind of saved tensor is restored exactly, in a first micro-batch and in one with a known order."""
@@ -381,6 +382,7 @@ def test_graph_dropped_while_it_is_prefetched(offloader: ActivationOffloader) ->
     eventually(is_empty)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("min_bytes", [1, MIB], ids=["offloaded", "kept"])
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, torch.tanh, lambda x: x.softmax(-1)])
 def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> None:
@@ -421,6 +423,7 @@ def test_device_memory_is_freed(offloader: ActivationOffloader) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("used", [True, False], ids=["unpacked", "dropped"])
 @pytest.mark.parametrize("tier", ["host", "ssd"])
 def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, tier: str, used: bool) -> None:

@@ -76,6 +76,7 @@ def offloaded(
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("precision", "accumulate", "checkpointing"),
@@ -97,6 +98,7 @@ def test_ssd(model: str, precision: str, accumulate: int, checkpointing: Checkpo
     assert moved.back["ssd"] > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "checkpointing"),
     [
@@ -113,6 +115,7 @@ def test_host(model: str, precision: str, accumulate: int, checkpointing: Checkp
     assert list(moved.out) == ["host"] and moved.out["host"] == moved.stored > 0 and moved.back["host"] > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "arguments", "host_left"),
     [
@@ -132,6 +135,7 @@ def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str,
     assert sum(moved.out.values()) == moved.stored
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "arguments"),
     [

@@ -59,6 +59,7 @@ def test_random_programs(
             assert one is None or other is None or torch.equal(one, other)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("recompute", [0.5, 1.0])
 def test_hard_forwards(offloader: ActivationOffloader, forward: Forward, recompute: float) -> None:

@@ -226,6 +226,7 @@ def _autocast(a: Tensor, b: Tensor) -> Tensor:
     return hidden.float().softmax(-1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_operators(offloader: ActivationOffloader, name: str) -> None:
     """All buffers that the graph declares recomputable are restored exactly, checked or not, twice in a row."""

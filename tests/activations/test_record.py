@@ -26,6 +26,7 @@ def offloader(
         yield offloader
 
 
+@pytest.mark.quick_cases(1)
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, losses=st.integers(1, 4), window=st.sampled_from([0, 200, 10_000]))
 def test_random_programs(

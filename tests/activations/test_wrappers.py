@@ -306,6 +306,7 @@ class Subclasses(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("use", SUBCLASSES)
 def test_trainings_with_subclasses_are_plain_lightnings(use: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """Offloaded, profiled, and under a plan, whose modes intercept the operators of the wrapped tensors."""

@@ -76,6 +76,7 @@ def test_it_brings_the_callbacks_that_it_needs_once(tmp_path: Path) -> None:
     assert trainer.callbacks == given
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("search", ["batch size", "learning rate"])
 @pytest.mark.parametrize("how", ["tuner", "callback"])
 def test_lightnings_tuner_searches_with_offloaded_activations(search: str, how: str, tmp_path: Path) -> None:
@@ -230,6 +231,7 @@ for name, kind, make in strategies():
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_train_on_one_path_under_ddp_and_fsdp(tmp_path: Path) -> None:
     """Losses and weights are those of the same strategy without it; each rank has its directory, and leaves none.
 

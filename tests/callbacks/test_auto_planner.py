@@ -63,6 +63,7 @@ def see() -> See:
     return See()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate"),
     [
@@ -105,6 +106,7 @@ class Losses(TinyGPT):
         return loss
 
 
+@pytest.mark.thorough
 def test_loggers_get_no_metrics_that_plain_lightning_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(SHORT, monkeypatch)
     monkeypatch.setattr(step_drift, "MEDIAN_STEPS", 1)
@@ -201,6 +203,7 @@ def test_a_training_that_outgrows_its_memory_is_planned(
     assert all(see.hooks[5:]) and see.outcomes[-1] == "plan"
 
 
+@pytest.mark.thorough
 def test_larger_batches_do_not_follow_the_plan_and_are_planned_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
@@ -247,6 +250,7 @@ def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(
     assert all(see.hooks[14:]) and see.outcomes[-1] == "plan"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("unplanned", [1, 2])
 def test_the_plan_stays_in_force_after_a_skipped_batch(
     unplanned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
@@ -336,6 +340,7 @@ class TorchScript(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["gpu", "host"])
 def test_modules_of_torchscript_are_planned_with_the_numbers_of_plain_lightning(
     states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See

@@ -61,6 +61,7 @@ class Sized(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "how", "states", "smallest"),
     [

@@ -109,6 +109,7 @@ def plan_and_profile(make: Any, path: Path, how: dict[str, Any] = BOTH, **settin
     return first.plan, first.profile
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("make", "states", "settings"),
     [
@@ -292,6 +293,7 @@ def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp
     assert {unit.checkpoint_bytes for unit in first.profile.units} == {None}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [gpt2, t5])
 def test_no_argument_of_a_checkpointed_unit_outlives_its_backward(tmp_path: Path, make: Any) -> None:
     """Later steps would find less memory than those that the plan was made for."""
@@ -320,6 +322,7 @@ def test_no_argument_of_a_checkpointed_unit_outlives_its_backward(tmp_path: Path
     assert alive[True][-3:] == alive[False][-3:]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("precision", "itemsize"), [("bf16-mixed", 2), ("32-true", 0)])
 def test_casts_of_weights_are_freed_with_the_saved_tensors(tmp_path: Path, precision: str, itemsize: int) -> None:
     """Autograd saves autocast's casts of weights, which Lightning's autocast does not cache."""

@@ -51,6 +51,7 @@ def test_a_training_without_hooks_is_profiled_and_has_none_afterwards(tmp_path: 
     assert enabled == [False, True, True, *[False] * (len(enabled) - 3)]  # recorded, then checked
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["gpu", "host"])
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 1.0), (3, 1.0), (1, None)])
 def test_a_profile_has_the_models_bytes_and_flops(

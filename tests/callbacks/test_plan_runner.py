@@ -52,6 +52,7 @@ class Sweep(pl.Callback):
             self._began = trainer.global_step
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_plans_that_a_caller_applies_keep_the_numbers(accumulate: int) -> None:
     how: Any = {"model": TinyGPT, "accumulate": accumulate, "steps": 26}

@@ -100,6 +100,7 @@ def other_index(content: Any) -> None:
     content["plan"]["early"].append(1000)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [slower, thorough(other_storage), thorough(other_index)])
 def test_a_wrong_plan_is_ignored_with_one_line_and_replaced(
     change: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -60,6 +60,7 @@ def test_epochs_that_are_shorter_than_an_accumulation_are_planned(
     assert see.regions.decided and len(see.regions.trials) == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_validations_and_checkpoints_are_not_part_of_a_step(
     accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +204,7 @@ def test_code_is_not_compiled_again_where_it_may_not(
     assert counters["stats"]["unique_graphs"] == 2  # the input of the first block requires no gradient
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stance", ["fail_on_recompile", "eager_on_recompile", "force_eager"])
 def test_a_stance_that_is_set_while_budgets_are_tried_stays_in_force(
     stance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

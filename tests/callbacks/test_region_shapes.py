@@ -84,6 +84,7 @@ def by_length(shape: torch.Size) -> int:
 SMALL, LARGE = (16,), (32,)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_alternating_shapes_have_a_plan_each(
@@ -129,6 +130,7 @@ def fit_short(
     return memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("transient", "shapes"),
     [

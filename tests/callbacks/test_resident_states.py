@@ -158,6 +158,7 @@ def run(
     return numbers, watch, see
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("slow", [False, True])
 def test_states_are_moved_to_a_device_with_room(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -217,6 +218,7 @@ def test_guards_of_weights_are_checked_after_a_change_of_dtype(tmp_path: Path, m
     assert not any(renewed[: moved.index(True)])
 
 
+@pytest.mark.thorough
 def test_the_first_units_are_moved_if_there_is_no_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = train("aot_eager", "auto", tmp_path, 24)
     numbers, watch, _ = run(tmp_path, monkeypatch, Meter(500_000, 300_000), off=1.0)
@@ -237,6 +239,7 @@ def test_states_are_moved_back_if_steps_are_slower(
     assert "model states are in their first tiers again" in caplog.text
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("arguments", [{"states": "host"}, {"gpu_memory": "1MiB"}], ids=["states", "gpu_memory"])
 def test_states_that_the_user_has_placed_stay(
     arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -299,6 +302,7 @@ def _changes(watch: Watch) -> list[int]:
     return [one for one, before in zip(watch.stores[1:], watch.stores, strict=False) if one != before]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("seconds", "trials"), [(1.0, 1), (0.8, 1), (1.2, 2)])
 def test_a_rule_is_found_again_where_states_are_moved_back(
     seconds: float, trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -399,6 +403,7 @@ def test_plans_are_of_the_code_that_runs(best: float, tmp_path: Path, monkeypatc
         assert len({value for value, _ in sizes}) == len(sizes) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("most", "recomputes"),
     [

@@ -90,6 +90,7 @@ def test_alternating_shapes_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) ->
     assert see.modes[-8:] == ["PlanMode"] * 8
 
 
+@pytest.mark.thorough
 def test_a_larger_last_batch_of_an_epoch_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_shapes, "MAX_UNPLANNED", 2)
     see = fit_short([*[SMALL] * 20, *([LARGE, *[SMALL] * 3] * 8)], monkeypatch, accumulate_grad_batches=1)
@@ -97,6 +98,7 @@ def test_a_larger_last_batch_of_an_epoch_has_a_plan(monkeypatch: pytest.MonkeyPa
     assert set(see.modes[-8:]) == {"PlanMode"} and len(set(see.plans[-8:])) == 2
 
 
+@pytest.mark.thorough
 def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_shapes, "LOOSELY_PLANNED", 2)
     see = fit_short([*[LARGE] * 16, *[SMALL] * 22, LARGE, SMALL], monkeypatch)
@@ -243,14 +245,17 @@ def check_never_out_of_memory(pool: Sequence[Shape], order: Sequence[int], share
 SHAPES = st.tuples(st.integers(1, 24), st.integers(1, 24))
 
 
+@pytest.mark.thorough
 def test_shapes_that_alternate_at_the_limit_do_not_run_out_of_memory() -> None:
     check_never_out_of_memory([(8, 24), (24, 8), (10, 24)], [0, 1] * 12 + [2, 0, 1] * 6, 1.05, 1)
 
 
+@pytest.mark.thorough
 def test_a_large_batch_between_small_ones_does_not_run_out_of_memory() -> None:
     check_never_out_of_memory([(1, 1), (24, 2)], [*13 * [0], *4 * [1], 0, 0, 1], 1.01, 1)
 
 
+@pytest.mark.thorough
 def test_a_large_batch_after_many_small_ones_under_a_plan_does_not_run_out_of_memory() -> None:
     check_never_out_of_memory([(5, 7), (7, 19)], [0, 0, 0, 1, 0, 0, 1, *22 * [0], 1, 0], 1.025, 2)
 

@@ -65,6 +65,7 @@ class Steps(Ticks, pl.Callback):
         self.stored = stored
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("together", [False, True])
 def test_a_plan_keeps_what_the_peak_of_its_steps_leaves(
     together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +87,7 @@ def test_a_plan_keeps_what_the_peak_of_its_steps_leaves(
         assert see.stored[-1] - see.stored[-2] == plans[1].offloaded_bytes
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", [1, 13, *(thorough(seed) for seed in range(14, 24))])
 def test_memory_is_within_the_limit_once_it_was_exceeded_by_a_trial(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def test_two_medians_in_a_row_are_a_drift(medians: Sequence[float], drifts: list
     assert found == drifts and drift.usual == medians[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("step_seconds", [1.05, 2.0])

@@ -53,6 +53,7 @@ from tests.support.states import train as train_states
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "checkpointing"),
     [
@@ -80,6 +81,7 @@ def test_results_are_the_same_under_every_plan(model: Any, precision: str, accum
         assert watch.stats.recomputed
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path) -> None:
     how: Any = {"limit_val_batches": 0}
@@ -115,6 +117,7 @@ class SavedByUser(Model):
             return super().forward(tokens)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "hooks",
     [
@@ -178,6 +181,7 @@ class Changing(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", [Unsteady, Changing])
 def test_a_forward_that_differs_from_the_recorded_one(model: Any) -> None:
     plain = train("auto", model=model)
@@ -235,6 +239,7 @@ class Hazards(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["32-true", thorough("bf16-true")])
 def test_effects_that_no_operator_schema_names(precision: str) -> None:
     how: Any = {"model": Hazards, "precision": precision, "steps": 8}
@@ -324,6 +329,7 @@ def test_it_plans_for_the_activation_offload_callback() -> None:
     assert first.plan is not None
 
 
+@pytest.mark.thorough
 def test_a_budget_of_least_memory_keeps_less(tmp_path: Path) -> None:
     """The prediction has fewer bytes, and the saved file has the plan."""
     kept = []
@@ -508,6 +514,7 @@ class Taking(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("factors", "measured"),
     [
@@ -541,6 +548,7 @@ class SlowCalibration(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.thorough
 def test_a_measured_peak_corrects_the_profile_whether_or_not_the_duration_is_explained(
     time: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -651,6 +659,7 @@ class SlowAfterward(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("factor", "runs_out"), [(1.0, False), (4.0, False), (4.0, True)])
 def test_a_plan_whose_steps_are_slower_than_those_before_is_taken_back(
     time: Clock, monkeypatch: pytest.MonkeyPatch, factor: float, runs_out: bool
@@ -709,6 +718,7 @@ class Fragmented(Meter):
         return self._count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("share", "expected"), [thorough(1.0, 1.0), (0.9, 0.88), thorough(0.0, 0.8)])
 def test_plans_leave_memory_to_fragments_that_make_allocations_fail(
     monkeypatch: pytest.MonkeyPatch, share: float, expected: float
@@ -807,6 +817,7 @@ class Plans(SwapPlanner):
         self.count += 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("slow_from", "count"), [thorough(10**9, 2), (50, 3)])
 def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.MonkeyPatch, slow_from: int,
                                                count: int) -> None:  # fmt: skip
@@ -840,6 +851,7 @@ def test_steps_are_compared_while_the_host_runs_ahead(monkeypatch: pytest.Monkey
     assert first.comparison is not None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_validations_are_not_part_of_a_step(accumulate: int, tmp_path: Path, time: Clock) -> None:
     """A validation follows each micro-batch, in steps and between them: steps are measured without it."""
@@ -862,6 +874,7 @@ def test_validations_are_not_part_of_a_step(accumulate: int, tmp_path: Path, tim
     assert first.comparison is not None and first.comparison.step_seconds < 1e4
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_host_memory_of_summed_gradients_is_measured(tmp_path: Path, states: Any) -> None:
     """They are summed in fp32 where a step has several micro-batches, beside the memory that they are copied to."""
@@ -1153,6 +1166,7 @@ class Steady(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("seconds", "in_force"),
     [

@@ -58,6 +58,7 @@ def steps_of(trace: Path) -> list[str]:
     return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "i"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("arguments", "busy"),
     [

@@ -25,6 +25,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_of_transformers(tmp_path: Path, name: str) -> None:
     (case,) = (case for case in TRANSFORMERS if case.name == f"transformers {name}")

@@ -82,6 +82,7 @@ def again(text: TextDataModule, **changed: Any) -> TextDataModule:
     return TextDataModule(text.path, **{"block_size": 16, "batch_size": 2, **changed})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("end", [{"max_steps": 12}, {"max_epochs": 3}], ids=["steps", "epochs"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(

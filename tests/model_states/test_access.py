@@ -107,6 +107,7 @@ def outcomes(module: Any, *, grad: bool, data: bool, limit: int) -> dict[str, An
     return found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("limit", [1, pytest.param(18, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
@@ -273,6 +274,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_operators_that_write_a_parameter_into_another_tensor(tmp_path: Path, name: str) -> None:
     """`x += p`: the user's tensor is changed, and the parameter gets a gradient, in its unit's forward and outside."""
@@ -312,6 +314,7 @@ STRIDED = {
 """Functions that address elements by their offset in the storage, which a weight shares with others of its unit."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", PLACES)
 @pytest.mark.parametrize("where", ["on_train_batch_end", "forward"])
 def test_offsets_in_a_storage_address_the_weight_itself(tmp_path: Path, states: str, where: str) -> None:
@@ -454,6 +457,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", PLACES)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_a_weight_elsewhere(tmp_path: Path, name: str, states: str) -> None:

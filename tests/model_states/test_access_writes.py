@@ -111,6 +111,7 @@ def outcome(module: Any, write: Callable[[Tensor], Any], alias: Tensor, grad: bo
     return result if isinstance(result, str) else found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("states", PLACES)
@@ -140,6 +141,7 @@ def test_functions_that_write(tmp_path: Path, states: str, precision: Any) -> No
     assert {key for key, value in plain.items() if not same(ours[key], value)} == set()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_operators_leave_no_cycle_of_references(tmp_path: Path, precision: Any) -> None:
     """A cycle would keep the weights on the device until the garbage collector runs."""
@@ -273,6 +275,7 @@ def compare(path: Path, states: str, precision: str, sequences: Any) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.thorough
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["32-true", "bf16-mixed"]), SEQUENCES)
 @example("bf16-mixed", [("on_train_batch_end", [_init])])
@@ -314,6 +317,7 @@ def _merge_and_read(module: Any) -> Any:
     return [values.detach() + 1, values.sum(), values[0] * 2]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("states", PLACES)
 @pytest.mark.parametrize("action", [_merge, _merge_and_read])

@@ -104,6 +104,7 @@ def train(path: Path, states: str | None, where: str, precision: Any, **how: Any
     return block.seen if where == "forward" else module.seen[1::2], module
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("states", PLACES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

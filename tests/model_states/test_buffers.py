@@ -20,6 +20,7 @@ from tests.support.states import assert_nothing_is_left, host, loader, some_stay
 
 
 # 8.0 is above the norm of some steps of `Model`, and below that of others.
+@pytest.mark.quick_cases(1)
 @combinations(
     "overlap, clips, states",
     ["optimized", "naive", "none"],
@@ -158,6 +159,7 @@ def test_auto_accepts_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "budgets",
     [
@@ -247,6 +249,7 @@ def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: 
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("clip", [None, 8.0])
 @pytest.mark.parametrize(
     ("fault", "error", "message"),

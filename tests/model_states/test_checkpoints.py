@@ -98,6 +98,7 @@ def _change_whole_weights(module: Any, checkpoint: Any) -> None:
         module.blocks[1].up.weight.add_(1.0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["host", "ssd"])
 @pytest.mark.parametrize("change", [_change_data, _change_in_place, _load_weights, _load_states, _change_whole_weights])
 def test_values_that_change_while_a_checkpoint_is_made(tmp_path: Path, change: Any, states: str) -> None:
@@ -188,6 +189,7 @@ PATCHED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("patched", PATCHED)
 @pytest.mark.parametrize("writes", [False, True])
 def test_functions_that_save_may_be_replaced(
@@ -575,6 +577,7 @@ class OnMeta(Model):
                 self.blocks = nn.ModuleList(Block() for _ in range(4))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["host", "ssd", "gpu"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_checkpoint_is_loaded_exactly_before_optimizers_are_made(tmp_path: Path, states: Any, precision: Any) -> None:

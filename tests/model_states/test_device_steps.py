@@ -63,6 +63,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "states, optimizer, precision, state_format, accumulate, clip",
     ["host", "ssd"],
@@ -449,6 +450,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "versions, tiers, prefetched, waiting",
     [1, 2],

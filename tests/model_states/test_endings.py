@@ -138,6 +138,7 @@ def every_fault(root: Path, mode: str, positions: Any, *, model: type[Toy] = Toy
             assert len(positions) < 100
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["speculative", "recover", "deferred"])
 def test_some_transfers_that_fail(tmp_path: Path, mode: str) -> None:
     every_fault(tmp_path, mode, range(1, 40, 6))

@@ -247,6 +247,7 @@ def test_errors_of_user_code(tmp_path: Path, seed: int, number: int) -> None:
     assert any([check_user(tmp_path, chance) for _ in range(number)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed, kills", [(0, 2), pytest.param(1, 12, marks=pytest.mark.thorough)])
 def test_kills_at_any_call(tmp_path: Path, seed: int, kills: int) -> None:
     """By SIGKILL, of runs that are recorded; the process that forks them has no other threads."""

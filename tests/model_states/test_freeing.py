@@ -59,6 +59,7 @@ STRATEGIES: dict[str, Callable[[Path], SSDOffloadStrategy]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough if name == "planned" else ()) for name in STRATEGIES]
 )

@@ -560,6 +560,7 @@ def precise(precision: str | float) -> dict[str, Any]:
     return {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)}
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     uses=st.fixed_dictionaries({hook: st.sampled_from([None, *uses]) for hook, uses in BETWEEN.items()}),

@@ -237,6 +237,7 @@ class LookingAfterBackward(Model):
         assert all(same(*self.found[index : index + 2]) for index in range(0, len(self.found), 2))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries, LookingAfterBackward])
 def test_overridden_hooks_have_the_same_results(tmp_path: Path, strategy: Any, model: Any) -> None:
     assert_same(train(tmp_path, strategy, model()), train(tmp_path, "auto", model()))
@@ -282,6 +283,7 @@ class AtRandom(pl.callbacks.WeightAveraging):
         return step_idx is not None and bool(torch.rand(()) < 0.5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "make_callback",
     [
@@ -306,6 +308,7 @@ def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) 
     assert not [name for name in vars(callback) if name.startswith(("on_", "should_"))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
     def callbacks() -> list[pl.Callback]:
@@ -341,6 +344,7 @@ class OfManyDtypes(Model):
         return logits
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("part", ["weights", "buffers"])
 def test_averages_of_weights_and_buffers_keep_their_dtypes(
@@ -401,6 +405,7 @@ def fitted(path: Path, strategy: Any, model: pl.LightningModule | None = None, *
     return trainer
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
 @pytest.mark.parametrize("checkpoints", ["file", "sharded"])
 def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
@@ -482,6 +487,7 @@ class Keeping(Model):
         return self.kept
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
 def test_an_optimizer_of_two_fits_keeps_its_states(tmp_path: Path, make_optimizer: Any) -> None:
     def twice(first: Any, second: Any) -> Any:
@@ -524,6 +530,7 @@ def _evaluate_by_same_strategy(module: Any, trainer: Any) -> None:
     other.validate(module, loader(), verbose=False)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("act", [_evaluate, _evaluate_by_same_strategy])
 def test_a_run_within_a_run_of_the_same_strategy_is_refused(tmp_path: Path, act: Any) -> None:
     """Model states of the outer run are restored; in `on_fit_end`, as the message says, they are already."""

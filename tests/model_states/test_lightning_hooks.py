@@ -193,6 +193,7 @@ def assert_same_events(found: Log, expected: Log) -> None:
     assert len(found.events) == len(expected.events)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "how",
     [{"sees_gradients": True}, {"sees_gradients": False}, {"sees_gradients": False, "clip": 0.1}],
@@ -226,6 +227,7 @@ class Growing(Net):
         self.grow(checkpoint["width"])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["activations", "host", "ssd"])
 def test_a_layer_that_on_load_checkpoint_replaces_is_trained(tmp_path: Path, name: str) -> None:
     def resumed(strategy: Any, root: Path) -> Any:

@@ -202,6 +202,7 @@ def train(path: Path, make: Any, states: str | None, precision: str, scale: floa
     return fit(path, make(), states, **how, **arguments)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     operations=st.lists(st.lists(OPERATIONS, min_size=2, max_size=10), min_size=3, max_size=3),
@@ -246,6 +247,7 @@ class Counting(Program):
         self.sums = summed(self)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("algorithms", [[], ["norm"], ["value"], ["norm", "value"]])
 @pytest.mark.parametrize("reads", [False, True])
@@ -263,6 +265,7 @@ def test_gradients_that_are_clipped_by_hand_are_not_summed_on_the_host(
     assert bool(found.sums) == reads
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("algorithms", [["norm", "norm"], ["value", "norm"], ["norm", "value", "norm"]])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_gradients_are_clipped_by_the_norm_of_clipped_gradients(
@@ -332,6 +335,7 @@ def test_gradients_that_several_backwards_add_to_are_summed_between_them(tmp_pat
     assert waiting == [True, False, False, False, False, False]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("by", ["clip", "clip_inner", "clip_by_torch", "multiply"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_tensor_that_is_assigned_to_a_gradient_is_changed_in_place(tmp_path: Path, by: str, precision: str) -> None:
@@ -358,6 +362,7 @@ def test_a_tensor_that_is_assigned_to_a_gradient_is_changed_in_place(tmp_path: P
     assert_same(found, train(tmp_path, make, None, precision, 2.0**8))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("scale", [2.0**8, 2.0**60])
 @pytest.mark.parametrize("states", PLACES)

@@ -118,6 +118,7 @@ class Program(Model):
                 self.losses.append(0.0 if gradient is None else float(gradient.float().abs().sum()))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", [0, 1, *(thorough(seed) for seed in range(2, 6))])
 def test_writes_and_gradients_count_as_those_of_offloaded_parameters(tmp_path: Path, seed: int) -> None:
     names = sorted(WRITES) * 2

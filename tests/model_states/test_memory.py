@@ -15,6 +15,7 @@ from tests.support.models import Model
 from tests.support.states import Large, loader, memory, offloading, ssd, train
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_the_end_of_a_training_needs_no_more_memory(tmp_path: Path, states: str) -> None:
     """Whole weights are allocated while other states are freed, one flat parameter after the other."""

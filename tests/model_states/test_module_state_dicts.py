@@ -80,6 +80,7 @@ class Reads(pl.Callback):
             pl_module.seen.append({name: value.clone() for name, value in pl_module.layer.state_dict().items()})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_computed_values_stay(tmp_path: Path, layer: str) -> None:
     def run(strategy: Any) -> Any:
@@ -120,6 +121,7 @@ class Recurrent(Model):
         return self.head(self.gru(self.blocks[0](self.embed(tokens)))[0])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("states", ["host", "ssd"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -32,6 +32,7 @@ def ssd(path: Any, **arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "32MiB"} | arguments)
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "precision_clip, accumulate",
     [("32-true", None), ("32-true", 0.5), ("bf16-mixed", None), ("bf16-true", None)],
@@ -49,6 +50,7 @@ def test_results_do_not_change(tmp_path: Path, accumulate: int, precision_clip: 
     assert mover.moves >= 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "make_optimizer",
     [
@@ -103,6 +105,7 @@ def test_formats_and_versions_are_moved_too(tmp_path: Path, state_format: Any, c
     assert_same(train(tmp_path, ssd(tmp_path, **how_states), Model(), callbacks=[mover], **how), plain)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_loss_scaling_beside_moves(tmp_path: Path, seed: int) -> None:
     """Steps that the scaler may skip have two versions, of which a move frees some: weights alone may have both."""
@@ -235,6 +238,7 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("least", "gpu_memory"), [(PART_ELEMENTS, "125kB"), (512, "130kB")])
 def test_teraios_plan_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, gpu_memory: str, caplog: pytest.LogCaptureFixture

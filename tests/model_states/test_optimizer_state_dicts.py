@@ -84,6 +84,7 @@ def trained(path: Path, strategy: Any, maker: str, load: Callable[[Optimizer, St
     return train(path, strategy, Model(MAKERS[maker]), callbacks=[Loads(load)], max_epochs=1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("change", LOADED)
 def test_a_changed_state_dict_is_loaded_as_by_torch(tmp_path: Path, change: str, maker: str) -> None:
@@ -163,6 +164,7 @@ def test_a_hook_that_would_miss_states_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, offloading(), "AdamW", load)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("strategy", [lambda: offloading(min_bytes=300), some_stay], ids=["small stay", "units stay"])
 def test_states_have_the_order_of_plain_lightning(tmp_path: Path, strategy: Callable[[], Any], maker: str) -> None:
@@ -270,6 +272,7 @@ class ChangesGroups(BlocksModel):
             self.shown.append({**state, "state": dict(sorted(state["state"].items()))})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("change", [thaw, move_to_another_optimizer, replace_parameter])
 @pytest.mark.parametrize("states", ["host", "ssd"])

@@ -69,6 +69,7 @@ def fit(path: Path, make: Any, method: str, *, copied: bool) -> Wrapped:
     return model
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [read, compute])
 @pytest.mark.parametrize(("method", "message"), [("fork", "a forked process"), ("spawn", "a new process")])
 def test_workers_that_are_given_the_model_are_refused(tmp_path: Path, make: Any, method: str, message: str) -> None:
@@ -76,6 +77,7 @@ def test_workers_that_are_given_the_model_are_refused(tmp_path: Path, make: Any,
         fit(tmp_path, make, method, copied=False)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [read, compute])
 def test_workers_may_have_a_copy(tmp_path: Path, make: Any) -> None:
     assert fit(tmp_path, make, "fork", copied=True).losses
@@ -109,6 +111,7 @@ class Inner(Wrapped):
         return super().loss(batch) + sum(super(Inner, self).loss(rows) for rows in inner)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["gpu", "host"])
 @pytest.mark.parametrize("tier", ["host", "ssd"])
 def test_workers_that_are_forked_in_the_forward_use_autograd(tmp_path: Path, tier: Any, states: str) -> None:
@@ -131,6 +134,7 @@ def _loss_without_saved_tensors(model: Wrapped, batch: Tensor) -> Tensor:
     return next(model.parameters()).sum()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("states", "offload", "loss"),
     [

@@ -75,6 +75,7 @@ class Automatic(Scaled):
         self._step(optimizer.optimizer)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("make_model", "scale"), [(Scaled, 2.0**10), (Scaled, 3000.0), (Automatic, 3000.0)])

@@ -372,6 +372,7 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
     return moves
 
 
+@pytest.mark.thorough
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, MACHINES)
 @example([linear, linear, scaled, tied], CONSTRAINED)  # the first forward of the tied weights belongs to a unit inside

@@ -43,6 +43,7 @@ def count(path: Path, depth: int, steps: int, clip: float | None) -> int:
     return calls
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("clip", "limit"), [(None, 600), (1.0, 750)])
 def test_a_block_costs_few_python_calls_in_each_step(tmp_path: Path, clip: float | None, limit: int) -> None:
     """The limits are 4 and 7 % above the present numbers, which depend a little on the times of threads."""

@@ -39,6 +39,7 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
     return fit(recovering(path, **options), **arguments)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kills", "processor"),
     [
@@ -57,6 +58,7 @@ def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> N
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -85,6 +87,7 @@ def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("direct", [False, True])
 def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     """Those of other units from step to step; also without host memory, where the backend takes device buffers."""
@@ -143,6 +146,7 @@ def generator() -> Any:
     return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "train",
     [
@@ -242,6 +246,7 @@ class Skipping(Model):
         return loss
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("recover", [True, False])
 def test_units_that_are_stepped_less_often(tmp_path: Path, recover: bool) -> None:
     """The result has the last step of each unit."""
@@ -427,6 +432,7 @@ def fail_at(batch: int, path: Any, **arguments: Any) -> None:
         fit(recovering(path), callbacks=[FailAt(batch)], **arguments)
 
 
+@pytest.mark.thorough
 def test_a_kill_while_files_are_removed_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next training begins anew."""
     kept: list[bool] = []

@@ -256,6 +256,7 @@ def check_kills(root: Path, before: str, start_over: bool, every: int) -> None:
     assert found == {"goes on", "anew"} and number > 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "start_over", "every"),
     [

@@ -39,6 +39,7 @@ SAVES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
 @pytest.mark.parametrize(
     "saves",
@@ -67,6 +68,7 @@ def test_every_call_that_fails_or_is_the_last(
     assert number_of(path) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
 def test_faults_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     """No complete save is between the kills: files of one kill are not removed by the next save."""

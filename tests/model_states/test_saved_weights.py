@@ -109,6 +109,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("use", list(USES))
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("states", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.thorough)])

@@ -131,6 +131,7 @@ def _some(names: Any, *default: str) -> list[Any]:
     return [name if name in default else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name", _some(REFUSED, "learning rate", "batch size", "activation", "name of a parameter", "min_bytes")
 )

@@ -298,6 +298,7 @@ def test_another_process_shares_the_memory(tmp_path: Path, states: str) -> None:
     assert_same(*runs)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"])
 @pytest.mark.parametrize(
     "convert",

@@ -158,6 +158,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("changes")
 
 
+@pytest.mark.thorough
 @given(CHANGES, st.sampled_from(["host", "ssd"]))
 @settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_random_changes(path: Path, changes: list[tuple[str, int]], states: str) -> None:
@@ -254,6 +255,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "change, training, states",
     STRUCTURES,

@@ -125,6 +125,7 @@ def check(path: Path, name: str, states: str, clip: float | None) -> None:
     assert found == {}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_default_constructors(tmp_path: Path, name: str) -> None:
     check(tmp_path, name, "host", 0.5 if name in ("Adam", "SGD", "Rprop") else None)

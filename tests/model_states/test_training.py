@@ -21,6 +21,7 @@ from tests.support.products import combinations, thorough
 from tests.support.states import host, loader, train
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "accumulate, clip, overlap, gpu_memory",
     [1, 3],
@@ -57,6 +58,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "optimizer, groups",
     OPTIMIZERS,
@@ -113,6 +115,7 @@ class Looking(Model):
             group["lr"] *= 0.9
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make_model", [Manual, Looking])
 def test_user_code_between_backward_and_step(tmp_path: Path, make_model: Callable[[], Model]) -> None:
     arguments: dict[str, Any] = {} if make_model is Manual else dict(accumulate_grad_batches=2, gradient_clip_val=0.5)
@@ -224,6 +227,7 @@ class CompiledUses(Toy):
             block.compile(backend="aot_eager")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("use", ["read", "standardized", "without_autocast", "tied", "hooked"])
 def test_compiled_blocks_that_use_a_weight_in_fp32(tmp_path: Path, use: str) -> None:
     """In mixed precision, compiled code has the whole weights where plain training computes with them."""
@@ -302,6 +306,7 @@ class ReadsInFunction(ReadsInMethod):
         return _scaled(self.linear, x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "block",
     [Gained, lambda: Conv1D(8, 8), ReadsInMethod, ReadsInBase, ReadsByReference, ReadsByNames, ReadsInDecorated,
@@ -333,6 +338,7 @@ class OtherAutocast(Toy):
         return super().loss(batch) + other
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("autocast", "states"),
     [
@@ -349,6 +355,7 @@ def test_compiled_blocks_under_another_autocast(tmp_path: Path, autocast: dict[s
     compare(tmp_path, lambda: OtherAutocast(**autocast), states, precision="bf16-mixed", **arguments)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("hook", ["on_train_start", "on_before_optimizer_step", "on_train_epoch_end"])
 def test_compiled_blocks_in_hooks(tmp_path: Path, hook: str) -> None:
     """Lightning calls hooks under no autocast."""
@@ -410,6 +417,7 @@ def test_activation_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same(train(tmp_path, host(gpu_memory="1B"), Checkpointed()), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", ["host", "auto"])
 @pytest.mark.parametrize("second", ["host", "auto"])
 def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:

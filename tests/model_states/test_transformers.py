@@ -83,6 +83,7 @@ def trained(path: Path, strategy: Any, model: Wrapped) -> Wrapped:
     return model
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "checkpointing, make", [False, True], [gpt2, bert, llama, t5], quick=[(False, gpt2), (True, llama), (False, t5)]
 )
@@ -92,6 +93,7 @@ def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, checkpointing: 
         assert_same(trained(tmp_path, strategy, Wrapped(make, checkpointing=checkpointing)), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
 def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
     """They train, with weights of the distribution of their own initialization."""

@@ -73,6 +73,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "optimizer, precision, state_format, accumulate, share",
     [adamw, adam],

@@ -95,6 +95,7 @@ def test_nothing_of_tokens_times_vocabulary_is_ever_there(tmp_path: Path, grad: 
     assert most[False] >= logits > 2 * most[True]
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "family, states, precision",
     FAMILIES,

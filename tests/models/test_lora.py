@@ -23,6 +23,7 @@ def module(folder: Path, **settings: Any) -> LoRACausalLM:
     return LoRACausalLM(folder, **{"rank": 4, "lr": 1e-2, "warmup_steps": 1} | settings)
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "family, states, precision",
     ["llama", "tied", "qwen2", "mistral", "gpt2"],
@@ -92,6 +93,7 @@ def test_peft_loads_the_adapters(tmp_path: Path, states: str) -> None:
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["auto", "ssd"])
 def test_checkpoints_hold_the_adapters_and_resume(tmp_path: Path, states: str) -> None:
     save_model(tmp_path / "model", "llama")

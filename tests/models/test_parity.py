@@ -92,6 +92,7 @@ def plain(make: Any, steps: int, **settings: Any) -> tuple[list[Tensor], dict[st
         return train(Path(path), "auto", make, steps=steps, **settings)
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "precision, checkpointing, make, states, activations",
     ["32-true", "bf16-mixed"],
@@ -116,6 +117,7 @@ def test_numbers_are_plain_lightnings(
     assert_same(train(tmp_path, strategy, make, **settings), plain(make, **settings))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision, states, make",
     [

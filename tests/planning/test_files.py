@@ -139,6 +139,7 @@ JUNK: list[Any] = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @KIND
 def test_every_value_of_every_kind(kind: Kind, tmp_path: Path) -> None:
     """Each value of a valid file is replaced: the file loads, or one error names the file and the key."""

@@ -34,6 +34,7 @@ def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
     assert measure_host_overhead(CPU) is costs
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("operators", "charged"),
     [

@@ -79,6 +79,7 @@ def traced(make: Any, batch: Tensor) -> LifetimeProfile:
     return recorder.profile("traced", HostClock(), graph, graph.saved(1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", range(len(MODELS)))
 def test_a_measured_step_has_the_tensors_of_a_traced_one(number: int, tmp_path: Path) -> None:
     make, batch = MODELS[number]

@@ -18,6 +18,7 @@ SAVE = (
 )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("recipe", QUICK)
 def test_recipe_learns_and_resumes_exactly(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (*QUICK[recipe], "--data.max_bytes=150000", "--trainer.accelerator=cpu", "--trainer.max_steps=40")

@@ -15,6 +15,7 @@ MODELS = sorted((ROOT / "configs" / "models").glob("llama-*.yaml"))
 RECIPES = [ROOT / "recipes" / f"{name}.yaml" for name in ("finetune", "lora", "long_context")]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda file: file.stem)
 def test_model_file(recipe: Path, file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def check_position(
     return bool(drive.failed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_every_system_call(tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: bool, lasting: bool) -> None:
@@ -184,6 +185,7 @@ def test_every_system_call_with_every_error(
         assert position > 60
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["pwritev", "preadv"])
 @pytest.mark.parametrize("moved", [0, 1, 512, PAGE])
 def test_short_transfers(tmp_path: Path, name: str, moved: int) -> None:

@@ -63,6 +63,7 @@ def test_a_live_runs_directory_is_kept_and_a_killed_ones_is_removed(tmp_path: Pa
     ours.close()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("end", ["", "\nraise KeyboardInterrupt", "\nraise SystemExit(3)"])
 def test_a_store_that_was_not_closed_is_removed_when_the_interpreter_exits(tmp_path: Path, end: str) -> None:
     process = start_store(tmp_path, end)
@@ -87,6 +88,7 @@ def test_a_directory_without_its_lock_is_removed_and_other_files_are_kept(tmp_pa
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
+@pytest.mark.thorough
 def test_processes_that_start_and_end_together(tmp_path: Path) -> None:
     """Each process sweeps while the others make and remove their directories, and none removes another's."""
     run = (
