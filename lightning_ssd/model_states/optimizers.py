@@ -119,8 +119,8 @@ class FlatOptimizer(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} steps on the CPU")
 
-    def commit(self, has_grad: Sequence[bool]) -> None:
-        """Counts the last step, which had gradients of these parameters."""
+    def commit(self, has_grad: Sequence[bool], options: Options) -> None:
+        """Counts the last step, which had gradients of these parameters, and these options."""
         return None
 
     def revert(self) -> None:
@@ -234,7 +234,7 @@ class ElementwiseOptimizer(FlatOptimizer):
     def revert(self) -> None:
         self._steps = self._steps_before
 
-    def commit(self, has_grad: Sequence[bool]) -> None:
+    def commit(self, has_grad: Sequence[bool], options: Options) -> None:
         self._steps_before = self._steps
         self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has_grad, strict=True)]
 
@@ -424,15 +424,18 @@ def _outputs(half: StepHalf, staged: StagedState) -> KernelOutputs:
 
 
 class SGDOptimizer(ElementwiseOptimizer):
-    """`torch.optim.SGD`."""
+    """`torch.optim.SGD`. Only steps with momentum are counted: the first of them makes the buffer."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if options["momentum"] else ()
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         super().load_state(index, state, staged)
-        if staged.states and state.get("momentum_buffer") is None:  # torch's optimizer has made no step with momentum
+        if state.get("momentum_buffer") is None:  # torch's optimizer has made no step with momentum
             self._steps[index] = 0
+
+    def commit(self, has_grad: Sequence[bool], options: Options) -> None:
+        super().commit([has_gradient and bool(options["momentum"]) for has_gradient in has_grad], options)
 
     def _torchs_step(
         self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int

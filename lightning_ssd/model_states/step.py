@@ -357,6 +357,6 @@ class OptimizerStep:
     def _end(self, *, committed: bool) -> None:
         """Commits or skips the step. Runs on the thread of `_commit_or_redo`, too."""
         if committed:
-            self.flat_optimizer.commit(self._has_grad())
+            self.flat_optimizer.commit(self._has_grad(), self.options)
             self.store.commit()
         self.gradient.end_step()

@@ -142,7 +142,7 @@ def test_a_step_in_two_parts_has_the_bits_of_a_whole_one(kind: str, optimizer: A
                 flat_optimizer.step(given, staged, cast(StepHalf, half))
                 if half == "weights":
                     weights = staged.weights.clone()
-            flat_optimizer.commit([True, True])
+            flat_optimizer.commit([True, True], options)
             assert len(parts) == 1 or torch.equal(weights, staged.weights)
         found.append(staged)
     whole, in_parts = found

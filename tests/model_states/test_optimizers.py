@@ -97,12 +97,12 @@ def adams(draw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 @st.composite
-def sgds(draw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def sgds(draw: Any, always: bool = False) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     arguments = draw(
         st.fixed_dictionaries(
             {
                 "lr": st.sampled_from([1e-3, 0.1]),
-                "momentum": st.sampled_from([0.0, 0.9, 0.37]),
+                "momentum": st.sampled_from([0.9, 0.37] if always else [0.0, 0.9, 0.37]),
                 "weight_decay": st.sampled_from([0.0, 0.01]),
                 "maximize": st.booleans(),
             }
@@ -123,6 +123,7 @@ def follow_torch(
     slots: int,
     scale: float,
     all_has: list[list[bool]],
+    momenta: list[float] | None = None,
 ) -> None:
     """Steps a flat parameter, and fp32 parameters with torch's own class, and compares master weights and states."""
     flat = FlatParameter(
@@ -145,7 +146,11 @@ def follow_torch(
     for item, parameter in zip(flat.param_views, parameters, strict=True):
         item.of(masters).copy_(parameter.data)
     staged.set_masters(masters)
-    for has in all_has:
+    for number, has in enumerate(all_has):
+        if momenta is not None:
+            how = {**how, "momentum": momenta[number % len(momenta)]}
+            for group in optimizer.param_groups:
+                group["momentum"] = how["momentum"]
         gradient = torch.zeros(flat.numel, dtype=torch.float32 if fp32_gradient else dtype)
         for item, parameter, given_one in zip(flat.param_views, parameters, has, strict=True):
             item.of(gradient).copy_(torch.randn(item.numel, generator=generator))
@@ -154,7 +159,7 @@ def follow_torch(
         before = [tensor.clone() for tensor in (staged.masters(), *staged.states.values())]
         optimizer.step()
         flat_optimizer.step(StepInput(how, gradient, has, scale), staged)
-        flat_optimizer.commit(has)
+        flat_optimizer.commit(has, how)
         out = staged.out
         if out is not staged:  # the old values exist until the commit
             after = (staged.masters(), *staged.states.values())
@@ -181,7 +186,7 @@ HOW = dict(
 
 def draw_and_follow(kind: Any, parts: list[int], data: Any, **how: Any) -> None:
     has = st.lists(st.booleans(), min_size=len(parts), max_size=len(parts))
-    follow_torch(*kind, parts=parts, all_has=data.draw(st.lists(has, min_size=1, max_size=4)), **how)
+    follow_torch(*kind, parts=parts, all_has=data.draw(st.lists(has, min_size=1, max_size=6)), **how)
 
 
 @given(**HOW)
@@ -196,6 +201,12 @@ def test_steps_have_torchs_bits(**how: Any) -> None:
 @settings(max_examples=500, deadline=None)
 def test_steps_have_torchs_bits_thoroughly(**how: Any) -> None:
     draw_and_follow(**how)
+
+
+@given(momenta=st.lists(st.sampled_from([0.0, 0.9]), min_size=1, max_size=5), **HOW | {"kind": sgds(always=True)})
+@settings(max_examples=40, deadline=None)
+def test_momentum_that_changes_has_torchs_bits(momenta: list[float], **how: Any) -> None:
+    draw_and_follow(momenta=momenta, **how)
 
 
 @pytest.mark.parametrize("flags", FLAGS)

@@ -102,6 +102,23 @@ def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_nothing_is_left(tmp_path)
 
 
+class WarmUp(Model):
+    """SGD without momentum in the first steps, and with dampening, which the first step with momentum leaves out."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9, dampening=0.5)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.9 if self.batches > 8 else 0.0
+
+
+def test_a_warm_up_of_momentum_resumes(tmp_path: Path) -> None:
+    """After failures before and after the first step with momentum."""
+    expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), model=WarmUp)
+    found = fit_with_failures(tmp_path, batches=(5, 13), model=WarmUp)
+    assert same(outcome(found), outcome(expected))
+
+
 def test_numbers_are_plain_lightnings(tmp_path: Path) -> None:
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"))
     assert same(outcome(fit_with_failures(tmp_path)), outcome(expected))
