@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_ssd.model_states import build
-from tests.model_states.test_manual_clipping import ALGORITHMS, LIMITS, Operation, Program, train
 from tests.support.access import PLACES, Toy, compare
 from tests.support.compare import assert_same
 from tests.support.late_device import LateCopies
+from tests.support.manual_programs import ALGORITHMS, LIMITS, Operation, Program, train
 from tests.support.models import Block
 
 
