@@ -22,7 +22,7 @@ def scales_only(precision: pl.plugins.Precision) -> bool:
 def scales_exactly(precision: pl.plugins.Precision) -> bool:
     """Returns whether losses are scaled by powers of two, so that gradients are unscaled and clipped by one factor."""
     scaler = getattr(precision, "scaler", None)
-    if scaler is None:
+    if scaler is None or not scaler.is_enabled():
         return True
     factors = (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor())
     return all(is_power_of_two(factor) for factor in factors)

@@ -50,7 +50,7 @@ def mixes_samples(config: PretrainedConfig) -> bool | None:
     """
 
     def measure(model: PreTrainedModel) -> bool:
-        ids, positions = _draw_ids(), torch.arange(_SAMPLE)
+        ids, positions = _draw_ids(model), torch.arange(_SAMPLE)
         packed = model(input_ids=ids, position_ids=positions.repeat(len(ids), 2), use_cache=False).logits
         alone = model(input_ids=ids[:, _SAMPLE:], position_ids=positions.repeat(len(ids), 1), use_cache=False).logits
         return _differ(packed[:, _SAMPLE:], alone)
@@ -72,7 +72,7 @@ def changes_logits(config: PretrainedConfig) -> bool | None:
         untyped: Any = model
         head = untyped.get_output_embeddings()
         head.weight.mul_(1e3)  # caps change large logits only
-        ids = _draw_ids()
+        ids = _draw_ids(model)
         alone = head(untyped.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         return _differ(model(input_ids=ids, use_cache=False).logits, alone)
 
@@ -85,7 +85,7 @@ def _measure(config: PretrainedConfig, measure: Callable[[PreTrainedModel], bool
     Random states are unchanged. Models are real also while a training is traced with fake tensors.
     """
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would change the generators of devices, too
         for divisor in _DIVISORS:
             try:
                 model = _make_small(config, divisor)
@@ -178,9 +178,10 @@ def _reduced_rope(rope: dict[str, Any], divisor: int) -> dict[str, Any]:
     return found
 
 
-def _draw_ids() -> Tensor:
+def _draw_ids(model: Any) -> Tensor:
     """Returns random tokens of two samples in each of two rows."""
-    return torch.randint(5, _VOCABULARY, (2, 2 * _SAMPLE))
+    vocabulary = min(_VOCABULARY, len(model.get_input_embeddings().weight))
+    return torch.randint(vocabulary, (2, 2 * _SAMPLE))
 
 
 def _differ(found: Tensor, expected: Tensor) -> bool:

@@ -245,10 +245,11 @@ def test_finite_gradients_with_an_infinite_norm_are_stepped(tmp_path: Path, valu
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_scaler_that_is_disabled_skips_no_step(tmp_path: Path, hooked: bool) -> None:
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.01}])
+def test_a_scaler_that_is_disabled_skips_no_step(tmp_path: Path, clip: Any, hooked: bool) -> None:
     def fitted(states: str | None) -> Any:
         plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
-        return fit(tmp_path, (Hooked if hooked else Toy)(), states, plugins=plugin)
+        return fit(tmp_path, (Hooked if hooked else Toy)(), states, plugins=plugin, **clip)
 
     assert_same(fitted("host"), fitted(None))
 

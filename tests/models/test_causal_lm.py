@@ -319,12 +319,19 @@ def test_samples_of_a_row_that_are_not_separated_are_refused(tmp_path: Path, kin
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}])
 @pytest.mark.parametrize(("kind", "mixes"), [("mistral", False), ("falcon", True), ("phi3", False)])
-def test_separation_is_measured_for_large_models(kind: str, mixes: bool, sizes: dict[str, Any]) -> None:
-    """The model is never made in its own size, and no random number is drawn from the training's generator."""
+def test_separation_is_measured_for_large_models(
+    kind: str, mixes: bool, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is never made in its own size, and the random states of the training are unchanged."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)
     config = AutoConfig.for_model(kind, **sizes)
     before = torch.get_rng_state()
     assert mixes_samples(config) is mixes
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_separation_is_measured_for_small_vocabularies() -> None:
+    assert mixes_samples(AutoConfig.for_model("llama", **SEPARATING["llama"] | {"vocab_size": 3})) is False
 
 
 def test_an_architecture_that_can_not_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
