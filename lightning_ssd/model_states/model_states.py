@@ -438,8 +438,8 @@ class ModelStates(Uncopied):
         return self._device_share.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Begins a step of `optimizer`, unless one has begun. Backward then submits steps of complete gradients."""
-        if not self.stepping:
+        """Begins a step of `optimizer`, unless it has begun. Backward then submits steps of complete gradients."""
+        if self._steps.optimizer is not optimizer:
             check_state(optimizer)
             self.state_dicts.before_step()
             self._steps.begin(optimizer)

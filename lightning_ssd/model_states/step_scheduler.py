@@ -114,6 +114,8 @@ class StepScheduler:
         """Clipping that the next step of an optimizer has to do."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
+        self._outer: list[Optimizer] = []
+        """Optimizers whose closures, one within the other, have begun the running step."""
         self._options = GroupOptions(offloaded.groups)
         self.history = StepHistory(offloaded)
         self._lock = threading.Lock()
@@ -155,7 +157,21 @@ class StepScheduler:
         return self._defer_next
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
+        """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once.
+
+        A step whose closure begins this one goes on after it.
+
+        Raises:
+            RuntimeError: such a step has begun in a flat parameter.
+        """
+        if self.optimizer is not None:
+            if self.has_submitted:
+                raise RuntimeError(
+                    "an optimizer is stepped within the step of another one, which has begun in backward. Override "
+                    "`on_after_backward`: steps begin with `optimizer.step` then."
+                )
+            self._decision.cancel()
+            self._outer.append(self.optimizer)
         self.optimizer = optimizer
         self._limit = None
         if not self.defer_to_user_hooks:  # else calls of `clip` decide
@@ -506,6 +522,7 @@ class StepScheduler:
             self._prefetcher.prefetch()
         if optimizer is self._timed:
             self._device_share.note(self.work())
+        self._begin_outer()
 
     def cancel(self) -> None:
         """Ends the step that has begun without a step of any flat parameter. Gradients stay until `zero_grad`."""
@@ -517,6 +534,12 @@ class StepScheduler:
         self._options.end()
         self.defer_to_user_hooks = self._defer_next
         self._prefetcher.reset()
+        self._begin_outer()
+
+    def _begin_outer(self) -> None:
+        """Begins the step again whose closure has made the step that has ended."""
+        if self._outer:
+            self.begin(self._outer.pop())
 
     @property
     def has_submitted(self) -> bool:

@@ -52,6 +52,22 @@ class Alternating(Program):
             super().step(number)
             self.kept_losses = [(used, loss) for used, loss in self.kept_losses if str(number) not in used]
 
+    def step_within(self, outer: int, inner: int, used: str) -> None:
+        """Steps an optimizer in the closure of another one."""
+        optimizer: Any = self.optimizers()[outer]  # type: ignore[index]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.compute(used)
+            self.manual_backward(loss)
+            self.step(inner)
+            self.seen.append(loss.item())
+            return loss
+
+        if str(outer) in used and outer != inner:
+            optimizer.step(closure=closure)
+            self.kept_losses = [kept for kept in self.kept_losses if str(outer) not in kept[0]]
+
     def on_train_end(self) -> None:
         super().on_train_end()
         self.kept_losses.clear()
@@ -64,6 +80,7 @@ OPERATIONS = st.one_of(
     *[st.tuples(st.just("backward_of_kept"), st.integers(0, 3), st.booleans())] * 4,
     *[st.tuples(st.just("step"), NUMBERS)] * 4,
     *[st.tuples(st.just("zero"), NUMBERS, st.booleans())] * 2,
+    *[st.tuples(st.just("step_within"), NUMBERS, NUMBERS, USED)] * 2,
     st.tuples(st.just("clip"), NUMBERS, ALGORITHMS, LIMITS),
     st.tuples(st.just("read_one"), NUMBERS),
     st.tuples(st.just("schedule"), NUMBERS),
@@ -89,6 +106,7 @@ GENERATOR_WAITS: list[Operation] = [
 )
 @example([GENERATOR_WAITS] * 3, (torch.optim.SGD,) * 3, "bf16-mixed", False, "host")
 @example([GENERATOR_WAITS] * 3, (torch.optim.SGD,) * 3, "16-mixed", False, "ssd")
+@example([[("step_within", 0, 1, "01")]] * 3, (torch.optim.AdamW,) * 3, "32-true", False, "host")
 def test_programs_of_several_optimizers(
     operations: list[list[Operation]], kinds: Any, precision: str, late: bool, states: str
 ) -> None:
