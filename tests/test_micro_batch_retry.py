@@ -286,6 +286,7 @@ def test_state_that_code_reaches_is_restored(allocation: int) -> None:
     assert_equal(train("auto", module=CodeState, batches=3), run)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("allocation", [10, 50])
 def test_state_of_other_objects_and_gradients_of_other_tensors_are_restored(allocation: int) -> None:
     run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), module=OtherState, batches=3)
@@ -674,6 +675,7 @@ def check_third_attempt(failures: list[tuple[int, int]], arguments: dict[str, An
     assert_equal(train("auto", **how), run)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("failures", "how"),
     [
@@ -831,12 +833,14 @@ class SeesGradients(Stateful):
         self.seen.append(-1.0 if gradient is None else gradient.sum().item())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("module", [ZeroesRarely, SeesGradients])
 @pytest.mark.parametrize("number", [2, 3])
 def test_gradients_of_the_step_before_are_offloaded_with_the_model_states(module: Any, number: int) -> None:
     check_third_attempt([(number, 5), (number, 18)], module=module)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("number", "how"),
     [

@@ -115,6 +115,7 @@ class KeepsGraph(Model):
         return self.kept
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("states", ["gpu", "host", "ssd"])
 def test_a_model_that_keeps_a_graph_is_freed_after_the_training(tmp_path: Path, states: Any, precision: Any) -> None:

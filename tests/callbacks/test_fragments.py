@@ -62,6 +62,7 @@ class Steps(Ticks, pl.Callback):
         self.seconds += 1.0 if planned == self.planned else 2.0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("planned", [thorough(False), True])
 @pytest.mark.parametrize(("enough", "reserved"), [(MOST, 0), (MOST - 1.5 * SHARE, 2), thorough(0, MOST_RESERVED)])
 def test_plans_leave_memory_to_fragments(

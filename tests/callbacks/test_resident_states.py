@@ -185,6 +185,7 @@ class Functions(Blocks):
         return self.run(nn.Sequential(*self.blocks, self.head), batch).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [lambda: Blocks("aot_eager"), Functions], ids=["modules", "function"])
 def test_code_that_an_earlier_training_has_compiled_is_recognized(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -406,6 +406,7 @@ def _to_nested(batch: Tensor) -> Tensor:
     return torch.nested.nested_tensor(list(batch))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("store", "dense"),
@@ -606,6 +607,7 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
     assert corrected.step_seconds == pytest.approx(1.3 * another.predicted, rel=0.1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_of_less_work_than_the_recorded_one_are_not_measured(time: Clock, accumulate: int) -> None:
     """Without accumulation every second batch is half as large; with it every second step is one micro-batch."""
@@ -730,6 +732,7 @@ def test_plans_leave_memory_to_fragments_that_make_allocations_fail(
     assert first.hardware is not None and first.hardware.gpu_bytes == pytest.approx(expected * 10**10)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("worth", [False, True])
 def test_plans_for_less_memory_are_no_slower_than_retried_allocations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: bool
@@ -1220,6 +1223,7 @@ def test_a_slow_first_batch_does_not_shorten_profiling(time: Clock, monkeypatch:
     assert [(item.calibrating, item.step) for item in applied.found] == [(True, 7), (False, 12)]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("skipped", [range(0, 100, 2), range(1, 100, 2), range(1, 100, 3), range(7), range(100)])
 @pytest.mark.parametrize(("accumulate", "after"), [(1, False), (2, False), (2, True)])
 def test_batches_that_training_step_skips_before_or_after_the_forward(

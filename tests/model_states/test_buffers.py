@@ -95,6 +95,7 @@ class Sparing(Deep):
         return logits
 
 
+@pytest.mark.quick_cases(1)
 @combinations(
     "num_flat_params, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing), (2, 1, Deep)]
 )

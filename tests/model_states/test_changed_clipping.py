@@ -101,6 +101,7 @@ def fit(
     return trainings.fit(path, chosen, model, rows(5), callbacks=callbacks, **defaults | how | arguments)  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("states", PLACES)
 @pytest.mark.parametrize("clip", ["deferred", "speculative"])
 @pytest.mark.parametrize("first", ["none", "norm", "value"])
@@ -126,6 +127,7 @@ def test_clipping_by_norm_that_begins_after_setup(tmp_path: Path, states: str, h
     assert_same(found, expected)
 
 
+@pytest.mark.thorough
 @settings(max_examples=20, deadline=None)
 @given(
     clippings=st.lists(st.sampled_from(sorted(CLIPPINGS)), min_size=1, max_size=9),

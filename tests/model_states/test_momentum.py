@@ -56,6 +56,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("strategy", ["host", "ssd", "small stay", "units stay"])
 @pytest.mark.parametrize("clip", [None, 0.01])

@@ -81,6 +81,7 @@ class ChangesDirectory(Mover):
         os.chdir(self.folder)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("paths", ["one", "several", "none"])
 def test_relative_paths_do_not_follow_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: str

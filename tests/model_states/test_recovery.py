@@ -208,6 +208,7 @@ class SameLength(Model):
         return super().training_step([batch[0][0] + batch[1][0]], batch_idx)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders_that_are_prefetched(tmp_path: Path, mode: Any) -> None:
     """The batch that the killed run has prefetched draws the random numbers of all loaders again, and no other does."""

@@ -96,6 +96,7 @@ GENERATOR_WAITS: list[Operation] = [
 """Block 1 is stepped while the graph of block 0, which has used its weights twice, waits for its backward."""
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     operations=st.lists(st.lists(OPERATIONS, min_size=4, max_size=14), min_size=3, max_size=3),

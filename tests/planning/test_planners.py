@@ -602,6 +602,7 @@ def test_where_launches_bound_a_step_few_units_are_checkpointed() -> None:
     assert best.step_seconds == pytest.approx(kept.step_seconds + count * (0.01 + 3e-4))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("forward", [1e-3, 0.012])
 def test_where_units_are_checkpointed_less_memory_is_never_faster(forward: float) -> None:
     """Plans free whole units, which may be more than asked for, and logits, which are on the GPU at the peak anyway.

@@ -185,6 +185,7 @@ train("fsdp", Sharded, pl.strategies.ModelParallelStrategy(data_parallel_size=2,
 """
 
 
+@pytest.mark.thorough
 def test_collectives_of_two_processes_are_uses(tmp_path: Path) -> None:
     """Under FSDP2, weights, gradients and optimizer states have the bytes of their shard."""
     script = tmp_path / "script.py"
