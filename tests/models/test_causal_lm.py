@@ -411,7 +411,7 @@ def counted_flops(module: CausalLM, ids: Tensor, backward: bool) -> int:
 )
 @pytest.mark.parametrize("lora", [False, True])
 def test_flops_are_those_of_the_operators(config: dict[str, Any], lora: bool) -> None:
-    """Of experts those that tokens are routed to; a frozen base has no gradients of its weights."""
+    """Only experts that tokens are routed to count, and weights of a frozen base have no gradients."""
     config = {"num_key_value_heads": 2} | config
     mine = LoRACausalLM(config=config, rank=2, targets=["q_proj", "v_proj"]) if lora else CausalLM(config=config)
     mine.configure_model()
