@@ -83,7 +83,7 @@ MISTAKES = {
         ("--trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 is out of range"),
         ("--trainer.val_check_interval=0", "trainer.val_check_interval=0 is out of range"),
         ("--trainer.logger.save_dir=file.txt", "file.txt/gpt: Not a directory"),
-        ("--trainer.strategy.path=missing", "path 'missing' does not exist"),
+        ("--trainer.strategy.path=missing", "/missing' does not exist: create it first"),
         ("--ckpt_path=missing.ckpt", "Checkpoint file not found: missing.ckpt"),
         ("--ckpt_path=file.txt", "ckpt_path=file.txt is no whole checkpoint"),
         ("--trainer.max_steps=-5", "`max_steps` must be a non-negative integer or -1"),
