@@ -209,7 +209,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     if args.recipe == "show":
         _show_plan(parser, overrides)
         return
-    from lightning_ssd.dry_run import parse_batch, profile_recipe
+    from lightning_ssd.dry_run import fixed_states, parse_batch, profile_recipe
     from lightning_ssd.planning import (
         LifetimeProfile,
         ModelProfile,
@@ -244,7 +244,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         model = profile_recipe(config, hardware, args.batch) if measured is None else measured
         if lifetimes is not None:
             lifetimes.check(model)
-        plan = make_plan(model, hardware, args.planner)
+        fixed = None if config is None else fixed_states(config, model, hardware)
+        plan = make_plan(model, hardware, args.planner, fixed)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
         if args.save is not None:
@@ -406,7 +407,7 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
         return HardwareProfile.from_json(profile)
     from lightning_ssd.profiling import measure_machine
 
-    return measure_machine(drive or (None if config is None else scratch_path(config)))
+    return measure_machine(drive or (None if config is None else scratch_path(config)), attention=True)
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -15,11 +15,20 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._util import import_object
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import HostClock
-from lightning_ssd.model_states import GPU_SHARE, MOVABLE_GPU_SHARE, Unit, UnitPart, find_units, states_in_memory
+from lightning_ssd.model_states import (
+    GPU_SHARE,
+    MOVABLE_GPU_SHARE,
+    Unit,
+    UnitPart,
+    bytes_on_device,
+    find_units,
+    states_in_memory,
+)
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -33,7 +42,15 @@ from lightning_ssd.planning import (
     resident_bytes,
     simulate,
 )
-from lightning_ssd.profiling import LifetimeRecorder, TracingError, count_samples, fake_tensors, trace, unit_profiles
+from lightning_ssd.profiling import (
+    LifetimeRecorder,
+    TracingError,
+    count_samples,
+    fake_tensors,
+    moved_bytes,
+    trace,
+    unit_profiles,
+)
 from lightning_ssd.recipe import strategy_argument
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
@@ -59,24 +76,40 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     least = _min_bytes(config)
     with _traceable(config, batch) as (module, units, first, mode):
         graph = trace(units, module, _step(module, config), first, mode, hardware, least)
-        moments = _optimizer_bytes(module)
-    wide = str(config["trainer"]["precision"]) in ("32", "32-true", "64", "64-true", "None")
+        moments, moved = _optimizer_bytes(module)
+        nbytes = bytes_on_device(module, fitting=True)
+    wide = _is_wide(config)
     divided = (strategy_argument(config, "states") or "auto") == "auto" and not strategy_argument(config, "recover")
-
-    def parts_of(unit: Unit) -> list[PartProfile]:
-        parts = unit.parts if divided else (UnitPart("", unit.parameters),)
-        return [PartProfile(part.name, *_state_bytes(part, moments, wide=wide)) for part in parts]
 
     samples, tokens = count_samples(first)
     settings = config["trainer"]
-    return ModelProfile(
-        type(module).__name__,
-        unit_profiles(units, graph, graph.saved(least), {}, parts_of, allow_recompute=module.automatic_optimization),
-        settings["accumulate_grad_batches"],
-        samples,
-        tokens,
-        bool(settings["gradient_clip_val"]) and settings["gradient_clip_algorithm"] != "value",
-    )
+    clips = bool(settings["gradient_clip_val"]) and settings["gradient_clip_algorithm"] != "value"
+    width = _default_dtype(settings["precision"]).itemsize
+    if clips:
+        moved += 3 * width  # the norm is of all gradients, which are then scaled
+
+    def profile(*, masters: bool) -> ModelProfile:
+        def parts_of(unit: Unit) -> list[PartProfile]:
+            parts = unit.parts if divided else (UnitPart("", unit.parameters),)
+            return [PartProfile(part.name, *_state_bytes(part, moments, wide=wide, masters=masters)) for part in parts]
+
+        saved = graph.saved(least)
+        found = unit_profiles(units, graph, saved, {}, parts_of, allow_recompute=module.automatic_optimization)
+        return ModelProfile(
+            type(module).__name__,
+            found,
+            settings["accumulate_grad_batches"],
+            samples,
+            tokens,
+            clips,
+            # Gradients of parts on the GPU are counted in fp32.
+            other_gpu_bytes=0 if wide or masters else -2 * sum(unit.parameters for unit in found),
+            step_bytes=moved * (4 / width if masters else 1),
+            placement_bytes=nbytes,
+        )
+
+    model = profile(masters=not wide)
+    return profile(masters=False) if fixed_states(config, model, hardware) is not None else model
 
 
 def profile_lifetimes(config: Any, hardware: HardwareProfile, batch: Sequence[str] = ()) -> LifetimeProfile:
@@ -130,6 +163,36 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
             ) from error
 
 
+def fixed_states(config: Any, model: ModelProfile, hardware: HardwareProfile) -> FixedPlacement | None:
+    """Returns the tiers of model states if no plan may move them; None: plans may.
+
+    16-bit weights that are on the GPU from the start have no master weights, and would get other numbers elsewhere.
+
+    Args:
+        config: the recipe as LightningCLI has parsed it.
+        model: profile of the recipe's model.
+        hardware: profile of the machine.
+    """
+    if _default_dtype(config["trainer"].get("precision")) not in (torch.bfloat16, torch.float16):
+        return None
+    if (strategy_argument(config, "states") or "auto") != "gpu" and not _states_fit(config, model, hardware):
+        return None
+    gpu: Tier = "gpu"
+    tiers = (gpu,) * len(model.parts)
+    return FixedPlacement(tiers, tiers)
+
+
+def _states_fit(config: Any, model: ModelProfile, hardware: HardwareProfile) -> bool:
+    """Returns whether `states="auto"` keeps all model states on the GPU: by the bytes that the strategy counts."""
+    if (strategy_argument(config, "states") or "auto") != "auto" or strategy_argument(config, "recover"):
+        return False
+    nbytes = model.placement_bytes
+    if nbytes is None:
+        nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
+    movable = _default_dtype(config["trainer"].get("precision")) == torch.float32
+    return nbytes <= (MOVABLE_GPU_SHARE if movable else GPU_SHARE) * hardware.gpu_bytes
+
+
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
     """Returns the plan of a run without a user's `SwapPlanner`.
 
@@ -147,9 +210,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     everything = (host,) * len(model.parts)
     in_host = resident_bytes(model, default_plan(model, FixedPlacement(everything, everything), {}, 0))[1]
     if states == "auto":
-        nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
-        movable = _default_dtype(config["trainer"].get("precision")) == torch.float32
-        fits = nbytes <= (MOVABLE_GPU_SHARE if movable else GPU_SHARE) * hardware.gpu_bytes
+        fits = _states_fit(config, model, hardware)
         states = "gpu" if fits else "host" if in_host <= 0.85 * hardware.host_bytes else "ssd"
     tiers: tuple[Tier, ...] = (states,) * len(model.parts)
     transferred = int(model.forward_seconds * hardware.copy_out)
@@ -310,6 +371,11 @@ def _step(module: pl.LightningModule, config: Any) -> Any:
     return run
 
 
+def _is_wide(config: Any) -> bool:
+    """Returns whether weights compute in the precision in which they are stepped."""
+    return str(config["trainer"].get("precision")) in ("32", "32-true", "64", "64-true", "None")
+
+
 def _default_dtype(precision: Any) -> torch.dtype:
     """Returns the dtype of weights under a precision."""
     name, _, kind = str(precision or "32-true").partition("-")
@@ -326,21 +392,39 @@ def _default_type(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
-    """Returns the bytes of fp32 optimizer states of each trained parameter, found by tracing an optimizer step."""
+class _MovedBytes(TorchDispatchMode):
+    """Counts the bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.nbytes += moved_bytes(func, args, kwargs or {}, result)
+        return result
+
+
+def _optimizer_bytes(module: pl.LightningModule) -> tuple[dict[Tensor, int], float]:
+    """Traces optimizer steps. Returns the bytes of each trained parameter's states in fp32, and the bytes that a step
+    reads and writes for each parameter, in the dtype of the weights."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    numel = max(1, sum(parameter.numel() for parameter in trained))
     try:
         optimizers = _optimizers(module)
         for optimizer in optimizers:
-            optimizer.step()
+            optimizer.step()  # makes the states
+        with _MovedBytes() as moved:
+            for optimizer in optimizers:
+                optimizer.step()
         states = states_in_memory(optimizers)
     except Exception as error:
         log.warning("states are counted as Adam's, because no step of the optimizer could be traced: %s", error)
-        return {parameter: 8 * parameter.numel() for parameter in trained}
+        return {parameter: 8 * parameter.numel() for parameter in trained}, 10 * trained[0].element_size()
     return {
         parameter: sum(4 * value.numel() for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
         for parameter, state in states.items()
-    }
+    }, moved.nbytes / numel
 
 
 def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
@@ -350,19 +434,23 @@ def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
 
 
-def _state_bytes(part: UnitPart, moments: Mapping[Tensor, int], *, wide: bool) -> tuple[int, int, int, int, int]:
+def _state_bytes(
+    part: UnitPart, moments: Mapping[Tensor, int], *, wide: bool, masters: bool
+) -> tuple[int, int, int, int, int]:
     """Returns the number of trained parameters, and bytes of weights, gradients and states (read, written).
 
     Args:
         part: part of a unit of the model.
-        moments: bytes of optimizer states of each parameter.
-        wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits and have
-            fp32 master weights.
+        moments: bytes of optimizer states of each parameter, in fp32.
+        wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits.
+        masters: whether 16-bit weights have fp32 master weights; else they are stepped in 16 bits.
     """
     trained = [parameter for _, parameter in part.parameters if parameter.requires_grad]
     numel = sum(parameter.numel() for parameter in trained)
     width = 4 if wide else 2
-    states = sum(moments.get(parameter, 0) for parameter in trained) + (0 if wide else 4 * numel)
+    states = sum(moments.get(parameter, 0) for parameter in trained)
+    if not wide:
+        states = states + 4 * numel if masters else states // 2
     weights = width * sum(parameter.numel() for _, parameter in part.parameters)
     return numel, weights, width * numel, states, states
 

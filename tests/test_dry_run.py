@@ -14,7 +14,8 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_ssd import cli, dry_run
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, simulate
+from lightning_ssd.model_states import GPU_SHARE, MOVABLE_GPU_SHARE, bytes_on_device
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, resident_bytes, simulate
 from lightning_ssd.recipe import read_recipe
 from tests.support.transformer import transformer_profile
 
@@ -49,7 +50,8 @@ def test_a_gpt_is_traced_as_it_is_calculated() -> None:
     """FLOPs, saved bytes and states of a quarter of the layers of a 6.7B model, without their memory."""
     layers = 8
     traced = profile(ROOT / "recipes/gpt.yaml", "-c", str(ROOT / "configs/models/gpt-6.7b.yaml"),
-                     f"--model.n_layer={layers}", "--trainer.precision=bf16-true")  # fmt: skip
+                     f"--model.n_layer={layers}", "--trainer.precision=bf16-true",
+                     "--trainer.strategy.states=host")  # fmt: skip
     sizes: Any = yaml.safe_load((ROOT / "configs/models/gpt-6.7b.yaml").read_text())
     model, data = sizes["model"]["init_args"], sizes["data"]["init_args"]
     calculated = transformer_profile(
@@ -117,6 +119,9 @@ class Mine(pl.LightningModule):
         return {"optimizer": torch.optim.SGD(self.parameters(), 0.1, momentum=0.9 * (self.how == "momentum"))}
 
 
+IN_HOST = ["--trainer.strategy=ssd_offload", "--trainer.strategy.states=host"]
+
+
 def mine(**init_args: Any) -> str:
     Path("mine.yaml").write_text(yaml.safe_dump({"model": {"class_path": f"{__name__}.Mine", "init_args": init_args}}))
     return "mine.yaml"
@@ -134,12 +139,73 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     [("", 0, "32-true", 4), ("momentum", 1, "bf16-true", 2), ("adam", 2, "bf16-mixed", 2)],
 )
 def test_states_are_those_of_the_users_optimizer(how: str, moments: int, precision: str, width: int) -> None:
-    found = profile(mine(how=how), f"--trainer.precision={precision}")
+    found = profile(mine(how=how), f"--trainer.precision={precision}", *IN_HOST)
     trained = 2 * (512 * 512 + 512) + 10 * 512
     assert (found.samples, found.tokens, found.parameters) == (64, 64 * 8, trained)
     assert sum(unit.weight_bytes for unit in found.units) == width * (trained + 512 * 512 + 512)
     assert sum(unit.state_bytes_read for unit in found.units) == 4 * trained * (moments + (width == 2))
     assert found.units[0].name == "embed" and len(found.units) == 4
+
+
+@pytest.mark.parametrize(("how", "moments"), [("", 0), ("momentum", 1), ("adam", 2)])
+@pytest.mark.parametrize("states", ["auto", "gpu"])
+def test_16_bit_weights_on_the_gpu_have_no_master_weights(states: str, how: str, moments: int) -> None:
+    """As in plain Lightning, where gradients and optimizer states have 16 bits, too. No plan moves them."""
+    overrides = ["--trainer.precision=bf16-true", "--trainer.strategy=ssd_offload"]
+    overrides += [f"--trainer.strategy.states={states}"]
+    config = read_recipe(mine(how=how), overrides, run=False)
+    found = dry_run.profile_recipe(config, H100)
+    assert sum(unit.state_bytes_read for unit in found.units) == 2 * moments * found.parameters
+    fixed = dry_run.fixed_states(config, found, H100)
+    assert fixed is not None and set(fixed.states) == {"gpu"}
+    resident = resident_bytes(found, dry_run.plan_as_configured(config, found, H100))[0] + found.other_gpu_bytes
+    weights = sum(unit.weight_bytes for unit in found.units)
+    assert resident == weights + 2 * (1 + moments) * found.parameters
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("room", [0.99, 1.01])
+def test_states_are_on_the_gpu_where_a_training_keeps_them(precision: str, room: float) -> None:
+    """By the bytes that the strategy counts, of trained and of frozen weights."""
+    module = Mine().to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    movable = precision != "bf16-true"
+    share = MOVABLE_GPU_SHARE if movable else GPU_SHARE
+    machine = replace(H100, gpu_bytes=int(room * bytes_on_device(module, fitting=True) / share))
+    config = read_recipe(mine(), [f"--trainer.precision={precision}"], run=False)
+    found = dry_run.profile_recipe(config, machine)
+    plan = dry_run.plan_as_configured(config, found, machine)
+    assert {part.states for part in plan.parts(found)} == {"gpu" if room > 1 else "host"}
+    assert (dry_run.fixed_states(config, found, machine) is not None) == (room > 1 and not movable)
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "nbytes"),
+    [
+        # The norm reads the gradients, which are then scaled: 3 * 4. SGD reads them, and adds them to the weights.
+        ("32-true", "1.0", 3 * 4 + 3 * 4),
+        ("32-true", "0", 3 * 4),
+        ("bf16-true", "0", 3 * 2),
+    ],
+)
+def test_a_step_of_the_optimizer_moves_the_bytes_of_its_operators(precision: str, clip: str, nbytes: int) -> None:
+    overrides = [f"--trainer.precision={precision}", f"--trainer.gradient_clip_val={clip}"]
+    assert profile(mine(), *overrides).step_bytes == pytest.approx(nbytes, rel=0.01)
+
+
+def test_adam_takes_more_passes_than_sgd() -> None:
+    """Torch's Adam, if it is not fused, makes its step by operators that each read and write whole tensors."""
+    assert 32 < (profile(mine(how="adam"), "--trainer.gradient_clip_val=0").step_bytes or 0) < 120
+
+
+def test_attention_has_a_rate_of_its_own() -> None:
+    """It is slower than matrix products, and never faster."""
+    overrides = ["-c", str(ROOT / "configs/models/gpt-1.3b.yaml"), "--model.n_layer=2", "--model.vocab_size=2048"]
+    config = read_recipe(str(ROOT / "recipes/gpt.yaml"), overrides, run=False)
+    seconds = [
+        dry_run.profile_recipe(config, replace(H100, gpu_attention_flops=rate)).forward_seconds
+        for rate in (None, 1e18, 1e14, 1e13)
+    ]
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +255,7 @@ def test_building_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shape", ["2048x24", pytest.param("3072x34", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("shape", ["2048x24", "2560x32", "3072x34"])
 def test_predicts_the_run_without_a_planner(shape: str) -> None:
     """Steps of full fine-tuning with states in RAM, measured on the machine of `h100.json` with the GPU capped."""
     measured = json.loads((ROOT / "benchmarks/results/full_finetune.json").read_text())[f"host:{shape}"]
@@ -199,6 +265,7 @@ def test_predicts_the_run_without_a_planner(shape: str) -> None:
         str(ROOT / "configs/models/gpt-1.3b.yaml"),
         f"--model.n_embd={hidden}",
         f"--model.n_layer={layers}",
+        f"--model.n_head={int(hidden) // 128}",
         "--model.gradient_checkpointing=true",
         "--trainer.precision=bf16-true",
         "--trainer.strategy.states=host",
@@ -209,7 +276,7 @@ def test_predicts_the_run_without_a_planner(shape: str) -> None:
     machine = replace(H100, gpu_bytes=24 * 2**30)
     model = dry_run.profile_recipe(config, machine)
     prediction = simulate(model, machine, dry_run.plan_as_configured(config, model, machine))
-    assert prediction.step_seconds == pytest.approx(median(run["step"] for run in measured), rel=0.15)
+    assert prediction.step_seconds == pytest.approx(median(run["step"] for run in measured), rel=0.05)
 
 
 def test_the_default_keeps_what_fits_and_plans_the_rest() -> None:

@@ -72,6 +72,8 @@ class HardwareProfile:
         host_overhead: the host's overhead of following a plan; zero if it was not measured.
         host_memory_bandwidth: bytes/s of host memory, which copies and the CPU optimizer share; None: they do not
             slow each other.
+        gpu_attention_flops: achieved FLOP/s of the GPU in causal attention, forward and backward together; None: those
+            of matrix products.
     """
 
     name: str
@@ -91,15 +93,16 @@ class HardwareProfile:
     ssd_bytes_per_day: float | None = None
     host_overhead: HostOverhead = HostOverhead()
     host_memory_bandwidth: float | None = None
+    gpu_attention_flops: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name == "ssd_bytes_per_day":
                 if self.ssd_bytes_per_day is not None:
                     check_not_negative(field.name, self.ssd_bytes_per_day)
-            elif field.name == "host_memory_bandwidth":
-                if self.host_memory_bandwidth is not None:
-                    check_positive(field.name, self.host_memory_bandwidth)
+            elif field.name in ("host_memory_bandwidth", "gpu_attention_flops"):
+                if (value := getattr(self, field.name)) is not None:
+                    check_positive(field.name, value)
             elif field.name in ("host_bytes", "ssd_bytes"):
                 check_not_negative(field.name, getattr(self, field.name))
             elif field.name not in ("name", "host_overhead"):
@@ -171,10 +174,12 @@ class HardwareProfile:
     def describe(self) -> str:
         """Returns a readable summary of the profile."""
         overhead = self.host_overhead
+        rate = self.gpu_attention_flops
+        attention = "" if rate is None else f"{rate / 1e12:.0f} in attention, "
         return "\n".join(
             [
                 f"{self.name}",
-                f"  GPU     {self.gpu_flops / 1e12:.0f} TFLOP/s, {format_bytes(self.gpu_bytes)} at "
+                f"  GPU     {self.gpu_flops / 1e12:.0f} TFLOP/s, {attention}{format_bytes(self.gpu_bytes)} at "
                 f"{self.gpu_memory_bandwidth / 1e9:.0f} GB/s",
                 f"  copies  out {self.copy_out / 1e9:.1f} GB/s, in {self.copy_in / 1e9:.1f} GB/s; both at once "
                 f"{self.copy_out_both / 1e9:.1f} and {self.copy_in_both / 1e9:.1f} GB/s",

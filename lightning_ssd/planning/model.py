@@ -229,6 +229,10 @@ class ModelProfile:
             launches the GPU's work further ahead.
         shares_gradients: whether offloaded gradients share host memory as soon as any state is on SSDs. Each has memory
             of its own if steps wait for all of them.
+        step_bytes: bytes of GPU memory that clipping and the optimizer's step read and write for each parameter on the
+            GPU. None: weights, gradients and states are read once, and states written.
+        placement_bytes: GPU bytes of all model states, by which `states="auto"` decides whether they are offloaded.
+            None: weights, gradients and states as counted by the units.
     """
 
     name: str
@@ -244,6 +248,8 @@ class ModelProfile:
     param_budget_bytes: int | None = None
     synchronizes: bool = True
     shares_gradients: bool = False
+    step_bytes: float | None = None
+    placement_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens"):
@@ -251,6 +257,8 @@ class ModelProfile:
         check_not_negative("between_seconds", self.between_seconds or 0.0)
         check_not_negative("between_offloaded", self.between_offloaded)
         check_not_negative("param_budget_bytes", self.param_budget_bytes or 0)
+        check_not_negative("step_bytes", self.step_bytes or 0.0)
+        check_not_negative("placement_bytes", self.placement_bytes or 0)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")
         _check_unique("`units`", [unit.name for unit in self.units])

@@ -345,7 +345,10 @@ class StepTasks:
         placed = [item for parts in self.units for item in parts]
 
         def step_seconds(profiles: Iterable[PartProfile]) -> float:
-            nbytes = sum(profile.resident_bytes + profile.state_bytes_written for profile in profiles)
+            if self.model.step_bytes is not None:
+                nbytes = self.model.step_bytes * sum(profile.parameters for profile in profiles)
+            else:
+                nbytes = sum(profile.resident_bytes + profile.state_bytes_written for profile in profiles)
             return nbytes / self._gpu_memory_bandwidth
 
         measured, offloaded_then = self.model.between_seconds, self.model.between_offloaded

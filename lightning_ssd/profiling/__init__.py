@@ -14,7 +14,7 @@ from lightning_ssd.profiling.machine import adam_step, measure_machine
 from lightning_ssd.profiling.model import Profiler, count_samples
 from lightning_ssd.profiling.saved_timeline import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
-from lightning_ssd.profiling.tracing import TracingError, fake_tensors, trace
+from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_bytes, trace
 from lightning_ssd.profiling.unit_profiles import unit_profiles
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "measure_host_overhead",
     "measure_machine",
     "measure_training_machine",
+    "moved_bytes",
     "with_measured_step_rate",
     "trace",
     "unit_profiles",

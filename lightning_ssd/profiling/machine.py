@@ -18,6 +18,9 @@ from lightning_ssd.storage import BlobStore, Slab
 MATRIX_SIZE = 8192
 """Rows and columns of the matrices that a GPU multiplies; a CPU multiplies matrices of an eighth of this size."""
 
+ATTENTION_TOKENS = 1024
+"""Tokens of a sample of the attention that a GPU computes; a CPU computes that of an eighth of the tokens."""
+
 COPY_BYTES = 2**28
 """Bytes of a copy."""
 
@@ -28,11 +31,12 @@ REPEATS = 5
 """Measured calls, after one that warms up."""
 
 
-def measure_machine(path: Path | None) -> HardwareProfile:
+def measure_machine(path: Path | None, *, attention: bool = False) -> HardwareProfile:
     """Returns the measured rates of the host, the GPU if there is one, and the SSD.
 
     Args:
         path: a directory on the SSD; None: no SSD is measured.
+        attention: whether the rate of attention is measured, too, which times of a traced step are calculated from.
 
     Raises:
         StorageError: the directory can't be used.
@@ -53,6 +57,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         [torch.cuda.current_device()] if cuda else []
     ):  # a measurement during a training must not change its random numbers
         flops = _products(device)
+        attention_flops = _attention(device) if attention else None
         run_step = adam_step(STEP_PARAMETERS)
         step_seconds = _seconds(torch.device("cpu"), run_step)
         # Twice as many copies as fit into the time of a step, because copies slow the step down.
@@ -77,6 +82,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         host_overhead=measure_host_overhead(device),
         # The copy bandwidth at which, by extrapolation, no memory bandwidth would remain for the optimizer.
         host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slowdown if slowdown > 0 else None,
+        gpu_attention_flops=attention_flops,
     )
 
 
@@ -104,6 +110,26 @@ def _products(device: torch.device) -> float:
     size, dtype = (MATRIX_SIZE, torch.bfloat16) if device.type == "cuda" else (MATRIX_SIZE // 8, torch.float32)
     one = torch.randn(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _seconds(device, lambda: one @ one)
+
+
+def _attention(device: torch.device) -> float:
+    """Returns the FLOP/s of causal attention in the device's usual training dtype, forward and backward together."""
+    tokens, dtype = ATTENTION_TOKENS, torch.bfloat16
+    if device.type != "cuda":
+        tokens, dtype = tokens // 8, torch.float32
+    samples = heads = 16
+    width = 128
+    shape = (samples, heads, tokens, width)
+    query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, dtype=dtype, device=device)
+
+    def run() -> None:
+        output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, (query, key, value), gradient)
+
+    # Two products forward and five backward, of which half of the elements are needed.
+    flops = (2 + 5) * 2 * samples * heads * tokens**2 * width / 2
+    return flops / _seconds(device, run)
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_ssd.activations import ForwardGraph, is_weight, tensors_of
+from lightning_ssd.activations import ForwardGraph, is_weight, tensors_of, written
 from lightning_ssd.model_states import Unit
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
@@ -35,7 +35,7 @@ from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode, count_
 MAX_FLOATS, MAX_CREATED = 2**12, 2**24
 """Most elements of a tensor whose real values are computed: of floats, and of the result of a factory function."""
 
-__all__ = ["TracingError", "fake_tensors", "trace"]
+__all__ = ["TracingError", "fake_tensors", "moved_bytes", "trace"]
 
 
 class TracingError(ValueError):
@@ -216,10 +216,18 @@ class _Tracer(TraceMode):
         result, span = super().run_timed(func, args, kwargs)
         if span is None:
             return result, None
-        moved = sum(value.nbytes for value in (*tensors_of((args, kwargs)), *tensors_of(result)))
         flops = count_flops(func, args, kwargs, result) * (0.5 if _is_causal(func, args, kwargs) else 1.0)
-        seconds = max(flops / self._hardware.gpu_flops, moved / self._hardware.gpu_memory_bandwidth)
-        return result, (0.0, seconds)
+        rate = self._hardware.gpu_flops
+        if "attention" in func.name():
+            rate = min(rate, self._hardware.gpu_attention_flops or rate)
+        moved = moved_bytes(func, args, kwargs, result)
+        return result, (0.0, max(flops / rate, moved / self._hardware.gpu_memory_bandwidth))
+
+
+def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Returns the bytes that an operation reads and writes, each tensor once."""
+    outputs = {id(value): value for value in (*tensors_of(result), *written(func, args, kwargs))}
+    return sum(value.nbytes for value in (*tensors_of((args, kwargs)), *outputs.values()))
 
 
 @contextlib.contextmanager

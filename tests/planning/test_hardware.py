@@ -48,6 +48,7 @@ def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None
         ),
         ('{"version": 1, "name": "lifetimes"}', "is no file that `lightning-ssd plan --save-machine` has written"),
         (json.dumps(asdict(H100) | {"copy_in": "fast"}), "`copy_in='fast'`"),
+        (json.dumps(asdict(H100) | {"gpu_attention_flops": 0.0}), "`gpu_attention_flops=0.0` must be"),
         (json.dumps(asdict(H100) | {"host_overhead": {"dispatch": "fast"}}), "`dispatch='fast'` of `host_overhead`"),
         (json.dumps(asdict(H100) | {"host_overhead": {"offload": -1.0}}), "`host_overhead.offload=-1.0` must be"),
     ],
@@ -65,4 +66,5 @@ def test_a_description_has_rates_with_units() -> None:
     """The description is readable."""
     text = H100.describe()
     assert "600 TFLOP/s, 72.00 GiB" in text
+    assert "600 TFLOP/s, 300 in attention, 72.00 GiB" in replace(H100, gpu_attention_flops=3e14).describe()
     assert "read 3.4 GB/s, write 3.1 GB/s" in text

@@ -131,6 +131,23 @@ def test_idle_time_of_offloaded_steps_ends_with_them(resident: int, seconds: flo
     assert step - without.step_seconds == pytest.approx(seconds - 1.0, rel=0.02)
 
 
+@pytest.mark.parametrize("resident", [0, 1, 4])
+def test_a_step_on_the_gpu_moves_the_bytes_of_the_optimizer(resident: int) -> None:
+    """For each parameter on the GPU."""
+    model = replace(make_model(4, saved=10, inputs=0, parameters=100), step_bytes=50.0)
+    machine = replace(FAST, gpu_memory_bandwidth=100 * 50 / 0.25)  # a unit's step takes 0.25 s
+    plan = plan_of(model, "host", "host", "keep", "keep")
+    units = {
+        name: replace(unit, weights="gpu", states="gpu") if index < resident else unit
+        for index, (name, unit) in enumerate(plan.units.items())
+    }
+    step, without = (
+        simulate(replace(model, step_bytes=nbytes), machine, replace(plan, units=units)).step_seconds
+        for nbytes in (50.0, 0.0)
+    )
+    assert step - without == pytest.approx(0.25 * resident, rel=0.02)
+
+
 def test_a_model_without_parameters_has_the_measured_idle_time() -> None:
     """A profile of such a model may be one of other parameters, which were frozen since."""
     model = replace(make_model(4, parameters=0), between_seconds=4.0, between_offloaded=400)
