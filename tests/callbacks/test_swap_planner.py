@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks import plan_maker, plan_runner, profiling_budget, swap_planner
+from lightning_ssd.callbacks import plan_maker, plan_report, plan_runner, profiling_budget, swap_planner
 from lightning_ssd.callbacks.fragments import is_fragmented
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import find_units, step, step_work, units
@@ -40,7 +40,6 @@ from lightning_ssd.planning import (
     simulate,
     swap_coefficient,
 )
-from lightning_ssd.profiling import host_overhead, measure_host_overhead
 from lightning_ssd.profiling import model as profiler
 from tests.support.compare import assert_same
 from tests.support.meter import Meter
@@ -452,16 +451,15 @@ class Clock:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """The time of steps and operators. The host launches each unit in 10 ms, beside which readings take no time."""
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of steps and operators. The host launches each unit in 10 ms, beside which plans take it no time."""
     made, launches = Clock(), itertools.count()
     monkeypatch.setattr(clock, "perf_counter", made.perf_counter)
     monkeypatch.setattr(profiler, "perf_counter", lambda: 0.01 * next(launches))
-    for module in (host_overhead, offloader):
-        monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
-    measure_host_overhead.cache_clear()  # an earlier test may have measured it on the host's clock
-    yield made
-    measure_host_overhead.cache_clear()
+    monkeypatch.setattr(offloader, "perf_counter", lambda: 0.0)
+    for module in ("model", "machine"):
+        monkeypatch.setattr(f"lightning_ssd.profiling.{module}.measure_host_overhead", lambda device: HostOverhead())
+    return made
 
 
 @dataclass(frozen=True)
@@ -923,8 +921,9 @@ def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
     assert expected["measured_step_s"] > 0 and expected["predicted_step_s"] > 0
 
 
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
 def test_other_hardware_is_simulated_when_the_training_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Three more plans are made for it, for which no step waits."""
     steps: list[int] = []
@@ -934,13 +933,14 @@ def test_other_hardware_is_simulated_when_the_training_has_ended(
         steps.append(trainer.global_step)
         return find(*arguments)
 
-    monkeypatch.setattr(report, "find_what_ifs", recorded)
+    for module in (report, plan_report):
+        monkeypatch.setattr(module, "find_what_ifs", recorded)
     first = planner(cache=False)
     trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), max_steps=20, callbacks=[first])
-    with caplog.at_level("INFO"):
+    with caplog.at_level(level):
         trainer.fit(TinyGPT("none"), torch.utils.data.DataLoader(torch.randn(40, 24), batch_size=2))
     assert first.plan is not None and steps == [20]
-    assert "report on the last plan" in caplog.text
+    assert ("report on the last plan" in caplog.text) == (level == "INFO")
 
 
 def test_the_prefetch_window_is_the_plans(tmp_path: Path) -> None:
