@@ -321,6 +321,7 @@ class TestPlan:
             assert _exit(["plan", self.RECIPE, *shape, "--replay", "--lifetimes", "wrong.json"]) == 2
             assert "Measure both with the same recipe and options" in capsys.readouterr().err
 
+    @pytest.mark.thorough
     def test_draws_bandwidth_over_time_from_simulation_and_from_a_run(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -339,6 +340,7 @@ class TestPlan:
         assert recorded[1].startswith("copy out 2.79 GiB (1.50 GB/s), SSD write 0 B (0.00 GB/s), copy in 0 B")
         assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.thorough
     def test_a_picture_without_matplotlib_is_an_error_that_names_the_extra(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -76,7 +76,7 @@ def test_a_gpt_is_traced_as_it_is_calculated() -> None:
 
 def test_checkpointing_is_traced() -> None:
     overrides = ["-c", str(ROOT / "configs/models/gpt-1.3b.yaml"), "--trainer.precision=bf16-true"]
-    overrides += ["--model.n_layer=10", "--model.vocab_size=2048"]
+    overrides += ["--model.n_layer=4", "--model.vocab_size=2048"]
     kept = profile(ROOT / "recipes/gpt.yaml", *overrides)
     again = profile(ROOT / "recipes/gpt.yaml", *overrides, "--model.gradient_checkpointing=true")
     assert again.saved_bytes < kept.saved_bytes / 4
@@ -203,9 +203,9 @@ def test_attention_has_a_rate_of_its_own() -> None:
     config = read_recipe(str(ROOT / "recipes/gpt.yaml"), overrides, run=False)
     seconds = [
         dry_run.profile_recipe(config, replace(H100, gpu_attention_flops=rate)).forward_seconds
-        for rate in (None, 1e18, 1e14, 1e13)
+        for rate in (None, 1e18, 1e13)
     ]
-    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
+    assert seconds[0] == seconds[1] < seconds[2]
 
 
 @pytest.mark.parametrize(

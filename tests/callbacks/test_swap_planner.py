@@ -875,6 +875,7 @@ def test_validations_are_not_part_of_a_step(accumulate: int, tmp_path: Path, tim
     assert first.comparison is not None and first.comparison.step_seconds < 1e4
 
 
+@pytest.mark.thorough
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_host_memory_of_summed_gradients_is_measured(tmp_path: Path, states: Any) -> None:

@@ -508,6 +508,7 @@ lazy.save({"new": torch.ones(1000)}, sys.argv[1])
 """
 
 
+@pytest.mark.thorough
 def test_the_old_file_is_kept_if_saving_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "a [1].ckpt"
     save({"old": torch.zeros(1000)}, path)

@@ -196,8 +196,8 @@ def assert_same_events(found: Log, expected: Log) -> None:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "how",
-    [{"sees_gradients": True}, {"sees_gradients": False}, {"sees_gradients": False, "clip": 0.1}],
-    ids=["gradients are looked at", "gradients are not looked at", "clipped"],
+    [{"sees_gradients": False, "clip": 0.1}, {"sees_gradients": False}, {"sees_gradients": True}],
+    ids=["clipped", "gradients are not looked at", "gradients are looked at"],
 )
 def test_hooks_run_in_plain_lightnings_order(tmp_path: Path, how: Any) -> None:
     expected = run(tmp_path / "plain", STRATEGIES["plain"], **how)

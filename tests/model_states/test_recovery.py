@@ -43,7 +43,7 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 @pytest.mark.parametrize(
     ("kills", "processor"),
     [
-        (4, "cpu"),
+        (2, "cpu"),
         (2, "direct"),
         *(pytest.param(20, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu", "direct")),
     ],
@@ -335,6 +335,7 @@ def test_callbacks_resume_with_their_state(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "saved").iterdir()} == best
 
 
+@pytest.mark.thorough
 def test_a_given_checkpoint_has_priority_over_the_record(tmp_path: Path) -> None:
     saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
     expected = fit(recovering(tmp_path), callbacks=[saved], enable_checkpointing=True)
@@ -467,6 +468,7 @@ def test_a_kill_while_files_are_removed_after_training(tmp_path: Path, monkeypat
     assert same(outcome(fit(recovering(tmp_path))), outcome(expected))
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_without_states_over_a_killed_run(tmp_path: Path) -> None:
     saved = tmp_path / "saved.ckpt"
 

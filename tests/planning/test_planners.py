@@ -473,6 +473,7 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
     assert simulate(*corrected, plan).step_seconds == pytest.approx(factor * before.step_seconds, rel=0.006)
 
 
+@pytest.mark.thorough
 def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
     """If a plan just costs no time, all is kept, because the plan would cost time on a host that is a third slower."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
@@ -537,6 +538,7 @@ def test_units_with_offloaded_states_are_all_intercepted() -> None:
     assert all(make_plan(model, machine, fixed=fixed).intercepted)
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(models(), machines(), st.floats(0, 1), st.floats(0, 2))
 def test_plans_with_few_launches_free_what_they_are_asked_to(
