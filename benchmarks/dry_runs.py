@@ -79,7 +79,8 @@ def recipe_arguments(case: str, scratch: str) -> tuple[str, list[str]]:
 
 
 def predict(recipe: str, given: list[str]) -> dict[str, Any]:
-    """Returns the predicted step of a recipe by the strategy's defaults, and rates of this machine."""
+    """Returns the predicted step of a recipe by the strategy's defaults (seconds, bytes), and rates of this machine
+    (parameters/s, bytes/s)."""
     from lightning_ssd.dry_run import plan_as_configured, profile_recipe
     from lightning_ssd.planning import simulate
     from lightning_ssd.profiling import measure_machine

@@ -244,15 +244,20 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         model = profile_recipe(config, hardware, args.batch) if measured is None else measured
         if lifetimes is not None:
             lifetimes.check(model)
-        fixed = None if config is None else fixed_states(config, model, hardware)
+        fixed = fixed_states(config, model, hardware) if measured is None else None
         plan = make_plan(model, hardware, args.planner, fixed)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
-        report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
+        report = make_report(model, hardware, plan, fixed=fixed, endurance=endurance, price_per_hour=args.price)
         if args.save is not None:
             plan.save(args.save)
         traffic = _traffic(model, hardware, plan, args.traffic, recorded)
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
+    if fixed is not None:
+        print(
+            "\nModel states stay on the GPU, where 16-bit weights have no master weights, as in plain Lightning. With "
+            "`--trainer.strategy.states=host` they are offloaded, and have them."
+        )
     if config is not None:
         _print_application(config, model, hardware, measured=args.profile is not None)
     for title, one in traffic.items():

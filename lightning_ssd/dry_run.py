@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import HostClock
 from lightning_ssd.model_states import (
+    GPU_MEMORY,
     GPU_SHARE,
     MOVABLE_GPU_SHARE,
     Unit,
@@ -59,6 +60,9 @@ from lightning_ssd.types import InputChoice, Tier
 log = logging.getLogger(__name__)
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
+ADAM_PASSES = 20
+"""Reads and writes of a tensor of the weights' size in a step of Adam that is not fused."""
+
 _NAME_SHAPES = "Name the shapes of a batch instead, such as `--batch input_ids=8x1024:int64`."
 
 
@@ -83,10 +87,12 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
 
     samples, tokens = count_samples(first)
     settings = config["trainer"]
-    clips = bool(settings["gradient_clip_val"]) and settings["gradient_clip_algorithm"] != "value"
-    width = _default_dtype(settings["precision"]).itemsize
-    if clips:
-        moved += 3 * width  # the norm is of all gradients, which are then scaled
+    width = _default_dtype(config).itemsize
+    clips = clips_norm = False
+    if settings["gradient_clip_val"]:
+        clips, clips_norm = True, settings["gradient_clip_algorithm"] != "value"
+    # Gradients are read for their norm, and read and written to be scaled, clamped or unscaled.
+    moved += width * (clips_norm + 2 * clips + 2 * (_precision(config) == "16-mixed"))
 
     def profile(*, masters: bool) -> ModelProfile:
         def parts_of(unit: Unit) -> list[PartProfile]:
@@ -101,7 +107,7 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
             settings["accumulate_grad_batches"],
             samples,
             tokens,
-            clips,
+            clips_norm,
             # Gradients of parts on the GPU are counted in fp32.
             other_gpu_bytes=0 if wide or masters else -2 * sum(unit.parameters for unit in found),
             step_bytes=moved * (4 / width if masters else 1),
@@ -143,7 +149,7 @@ def _min_bytes(config: Any) -> int:
 def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.LightningModule, list[Unit], Any, Any]]:
     """Builds a recipe's module without memory: yields it, its units, a batch, and the mode of fake tensors."""
     trainer = _stub_trainer(config["trainer"])
-    dtype = _default_dtype(config["trainer"]["precision"])
+    dtype = _default_dtype(config)
     with fake_tensors() as mode, _default_type(dtype):
         module = _attach(_module(config), trainer)
         with unset_fake_temporarily():
@@ -164,18 +170,21 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
 
 
 def fixed_states(config: Any, model: ModelProfile, hardware: HardwareProfile) -> FixedPlacement | None:
-    """Returns the tiers of model states if no plan may move them; None: plans may.
+    """Returns the tiers of model states if a training keeps them there, whatever its planner; None: plans move them.
 
-    16-bit weights that are on the GPU from the start have no master weights, and would get other numbers elsewhere.
+    bf16 weights that are on the GPU from the start have no master weights, and would get other numbers elsewhere. fp16
+    and fp64 weights are never offloaded in a training.
 
     Args:
         config: the recipe as LightningCLI has parsed it.
         model: profile of the recipe's model.
         hardware: profile of the machine.
     """
-    if _default_dtype(config["trainer"].get("precision")) not in (torch.bfloat16, torch.float16):
+    dtype = _default_dtype(config)
+    if dtype == torch.float32:
         return None
-    if (strategy_argument(config, "states") or "auto") != "gpu" and not _states_fit(config, model, hardware):
+    stay = dtype != torch.bfloat16 or strategy_argument(config, "states") == "gpu"
+    if not stay and not _states_fit(config, model, hardware):
         return None
     gpu: Tier = "gpu"
     tiers = (gpu,) * len(model.parts)
@@ -183,22 +192,30 @@ def fixed_states(config: Any, model: ModelProfile, hardware: HardwareProfile) ->
 
 
 def _states_fit(config: Any, model: ModelProfile, hardware: HardwareProfile) -> bool:
-    """Returns whether `states="auto"` keeps all model states on the GPU: by the bytes that the strategy counts."""
+    """Returns whether `states="auto"` keeps all model states on the GPU.
+
+    The strategy compares `placement_bytes` with `gpu_memory`, or with a share of the GPU's memory.
+    """
     if (strategy_argument(config, "states") or "auto") != "auto" or strategy_argument(config, "recover"):
         return False
     nbytes = model.placement_bytes
     if nbytes is None:
         nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
-    movable = _default_dtype(config["trainer"].get("precision")) == torch.float32
-    return nbytes <= (MOVABLE_GPU_SHARE if movable else GPU_SHARE) * hardware.gpu_bytes
+    budget = strategy_argument(config, "gpu_memory")
+    given = GPU_MEMORY.parse("auto" if budget is None else budget)
+    if isinstance(given, int):
+        return nbytes <= given
+    share = MOVABLE_GPU_SHARE if _default_dtype(config) == torch.float32 else GPU_SHARE
+    return nbytes <= (given if isinstance(given, float) else share) * hardware.gpu_bytes
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
     """Returns the plan of a run without a user's `SwapPlanner`.
 
-    Weights and optimizer states are in one tier, as `states="auto"` chooses it without `gpu_memory`. With
-    `offload="auto"` saved tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With
-    `"ssdtrain"`, or an amount, they are offloaded up to the bytes that the link transfers during a forward.
+    Weights and optimizer states are in one tier, as `states="auto"` chooses it: all on the GPU if they fit (into
+    `gpu_memory`, if it is given), else all in host memory or on SSDs. With `offload="auto"` saved tensors are kept if
+    all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount, they are offloaded up
+    to the bytes that the link transfers during a forward.
 
     Args:
         config: the recipe as LightningCLI has parsed it.
@@ -209,6 +226,8 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     host: Tier = "host"
     everything = (host,) * len(model.parts)
     in_host = resident_bytes(model, default_plan(model, FixedPlacement(everything, everything), {}, 0))[1]
+    if fixed_states(config, model, hardware) is not None:
+        states = "gpu"
     if states == "auto":
         fits = _states_fit(config, model, hardware)
         states = "gpu" if fits else "host" if in_host <= 0.85 * hardware.host_bytes else "ssd"
@@ -356,7 +375,7 @@ def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -
 
 def _step(module: pl.LightningModule, config: Any) -> Any:
     """Returns the function that computes the loss of a batch, in the recipe's precision."""
-    mixed = {"16-mixed": torch.bfloat16, "bf16-mixed": torch.bfloat16}.get(str(config["trainer"]["precision"]))
+    mixed = {"16-mixed": torch.bfloat16, "bf16-mixed": torch.bfloat16}.get(_precision(config))
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
 
     def run(batch: Any) -> Tensor:
@@ -373,13 +392,19 @@ def _step(module: pl.LightningModule, config: Any) -> Any:
 
 def _is_wide(config: Any) -> bool:
     """Returns whether weights compute in the precision in which they are stepped."""
-    return str(config["trainer"].get("precision")) in ("32", "32-true", "64", "64-true", "None")
+    return _precision(config) in ("32-true", "64-true")
 
 
-def _default_dtype(precision: Any) -> torch.dtype:
-    """Returns the dtype of weights under a precision."""
-    name, _, kind = str(precision or "32-true").partition("-")
+def _default_dtype(config: Any) -> torch.dtype:
+    """Returns the dtype of weights in the precision of a recipe."""
+    name, _, kind = _precision(config).partition("-")
     return torch.float32 if kind == "mixed" else _DTYPES.get(name, torch.float32)
+
+
+def _precision(config: Any) -> str:
+    """Returns the precision of a recipe by the name that Lightning has for it."""
+    given = str(config["trainer"].get("precision") or "32-true")
+    return {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(given, given)
 
 
 @contextlib.contextmanager
@@ -414,17 +439,18 @@ def _optimizer_bytes(module: pl.LightningModule) -> tuple[dict[Tensor, int], flo
         optimizers = _optimizers(module)
         for optimizer in optimizers:
             optimizer.step()  # makes the states
-        with _MovedBytes() as moved:
+        with _MovedBytes() as counted:
             for optimizer in optimizers:
                 optimizer.step()
         states = states_in_memory(optimizers)
     except Exception as error:
         log.warning("states are counted as Adam's, because no step of the optimizer could be traced: %s", error)
-        return {parameter: 8 * parameter.numel() for parameter in trained}, 10 * trained[0].element_size()
+        moved = ADAM_PASSES * torch.get_default_dtype().itemsize
+        return {parameter: 8 * parameter.numel() for parameter in trained}, moved
     return {
         parameter: sum(4 * value.numel() for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
         for parameter, state in states.items()
-    }, moved.nbytes / numel
+    }, counted.nbytes / numel
 
 
 def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:

@@ -163,15 +163,23 @@ def test_16_bit_weights_on_the_gpu_have_no_master_weights(states: str, how: str,
     assert resident == weights + 2 * (1 + moments) * found.parameters
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16", "bf16-true"])
 @pytest.mark.parametrize("room", [0.99, 1.01])
-def test_states_are_on_the_gpu_where_a_training_keeps_them(precision: str, room: float) -> None:
-    """By the bytes that the strategy counts, of trained and of frozen weights."""
+@pytest.mark.parametrize("gpu_memory", ["auto", "bytes", "50%"])
+def test_states_are_on_the_gpu_where_a_training_keeps_them(precision: str, room: float, gpu_memory: str) -> None:
+    """By the bytes that the strategy counts, of trained and of frozen weights. Precision "bf16" is "bf16-mixed"."""
     module = Mine().to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     movable = precision != "bf16-true"
+    needed = bytes_on_device(module, fitting=True)
+    overrides = [f"--trainer.precision={precision}"]
     share = MOVABLE_GPU_SHARE if movable else GPU_SHARE
-    machine = replace(H100, gpu_bytes=int(room * bytes_on_device(module, fitting=True) / share))
-    config = read_recipe(mine(), [f"--trainer.precision={precision}"], run=False)
+    machine = replace(H100, gpu_bytes=int(room * needed / (0.5 if gpu_memory == "50%" else share)))
+    if gpu_memory != "auto":
+        given = gpu_memory if gpu_memory == "50%" else f"{int(room * needed)}B"
+        overrides += ["--trainer.strategy=ssd_offload", f"--trainer.strategy.gpu_memory={given}"]
+    if gpu_memory == "bytes":
+        machine = H100
+    config = read_recipe(mine(), overrides, run=False)
     found = dry_run.profile_recipe(config, machine)
     plan = dry_run.plan_as_configured(config, found, machine)
     assert {part.states for part in plan.parts(found)} == {"gpu" if room > 1 else "host"}
@@ -185,11 +193,40 @@ def test_states_are_on_the_gpu_where_a_training_keeps_them(precision: str, room:
         ("32-true", "1.0", 3 * 4 + 3 * 4),
         ("32-true", "0", 3 * 4),
         ("bf16-true", "0", 3 * 2),
+        ("16-mixed", "0", 2 * 4 + 3 * 4),
     ],
 )
 def test_a_step_of_the_optimizer_moves_the_bytes_of_its_operators(precision: str, clip: str, nbytes: int) -> None:
     overrides = [f"--trainer.precision={precision}", f"--trainer.gradient_clip_val={clip}"]
     assert profile(mine(), *overrides).step_bytes == pytest.approx(nbytes, rel=0.01)
+
+
+def test_clamped_gradients_are_read_and_written() -> None:
+    overrides = ["--trainer.gradient_clip_val=1.0", "--trainer.gradient_clip_algorithm=value"]
+    found = profile(mine(), *overrides)
+    assert found.step_bytes == pytest.approx(2 * 4 + 3 * 4, rel=0.01) and not found.clip_norm
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true"])
+@pytest.mark.parametrize("states", ["auto", "host"])
+def test_weights_that_a_training_never_offloads_are_on_the_gpu(precision: str, states: str) -> None:
+    overrides = [f"--trainer.precision={precision}", "--trainer.strategy=ssd_offload"]
+    config = read_recipe(mine(how="adam"), [*overrides, f"--trainer.strategy.states={states}"], run=False)
+    machine = replace(H100, gpu_bytes=1)
+    found = dry_run.profile_recipe(config, machine)
+    plan = dry_run.plan_as_configured(config, found, machine)
+    fixed = dry_run.fixed_states(config, found, machine)
+    assert fixed is not None and {part.states for part in plan.parts(found)} == set(fixed.states) == {"gpu"}
+
+
+def test_a_report_does_not_offload_states_that_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = mine(how="adam")
+    command = ["plan", recipe, "--machine", MACHINE, "--trainer.precision=bf16-true"]
+    assert cli.main(command) == 0
+    kept = capsys.readouterr().out
+    assert "no master weights, as in plain Lightning" in kept
+    assert cli.main([*command, "--trainer.strategy=ssd_offload", "--trainer.strategy.states=host"]) == 0
+    assert "no master weights, as in plain Lightning" not in capsys.readouterr().out
 
 
 def test_adam_takes_more_passes_than_sgd() -> None:

@@ -23,7 +23,7 @@ The modules, by subject, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.build import make_model_states
-from lightning_ssd.model_states.config import GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
+from lightning_ssd.model_states.config import GPU_MEMORY, GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import is_power_of_two
@@ -61,6 +61,7 @@ from lightning_ssd.model_states.user_optimizers import (
 from lightning_ssd.model_states.values import replace_values
 
 __all__ = [
+    "GPU_MEMORY",
     "GPU_SHARE",
     "MOVABLE_GPU_SHARE",
     "AdamOptimizer",

@@ -72,8 +72,8 @@ class HardwareProfile:
         host_overhead: the host's overhead of following a plan; zero if it was not measured.
         host_memory_bandwidth: bytes/s of host memory, which copies and the CPU optimizer share; None: they do not
             slow each other.
-        gpu_attention_flops: achieved FLOP/s of the GPU in causal attention, forward and backward together; None: those
-            of matrix products.
+        gpu_attention_flops: achieved FLOP/s of the GPU in causal attention, forward and backward together. None:
+            attention runs at `gpu_flops`, as it does if that is less.
     """
 
     name: str

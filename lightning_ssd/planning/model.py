@@ -221,7 +221,8 @@ class ModelProfile:
             idle time until the next batch. None: calculated from the bytes of resident parameters.
         between_offloaded: offloaded parameters of the measured step, whose CPU steps cause the idle time: it is shorter
             for a plan that offloads fewer. 0: it is the same for all plans.
-        other_gpu_bytes: measured GPU bytes at the peak, minus those that the other fields explain.
+        other_gpu_bytes: GPU bytes at the peak, minus those that the other fields explain. Below 0 if gradients on the
+            GPU have 16 bits, because the others count 32.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
         param_budget_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
             occupy GPU memory only around their use.

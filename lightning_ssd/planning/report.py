@@ -120,7 +120,7 @@ def make_report(
         counted="samples" if model.tokens == model.samples else "tokens",
         tokens_per_second=throughput,
         what_ifs=find_what_ifs(model, hardware, plan, fixed),
-        largest_samples=largest_samples(model, hardware),
+        largest_samples=largest_samples(model, hardware, fixed),
         breakeven_tokens=breakeven_tokens(model, hardware, plan),
         required_write_bandwidth=required_write_bandwidth(
             model.micro_batches * model.saved_bytes, prediction.step_seconds
@@ -131,14 +131,21 @@ def make_report(
     )
 
 
-def largest_samples(model: ModelProfile, hardware: HardwareProfile) -> int:
-    """Returns the samples of the largest micro-batch that fits with the plan of least memory, 0 if none fits."""
+def largest_samples(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> int:
+    """Returns the samples of the largest micro-batch that fits with the plan of least memory, 0 if none fits.
 
+    Args:
+        model: the profile.
+        hardware: the machine.
+        fixed: tiers of model states; None: those that need the least GPU memory.
+    """
     memory_alone = replace(hardware, ssd_bytes_per_day=None)
 
     def fits(samples: int) -> bool:
         scaled = model.with_samples(samples)
         plan = min_memory_plan(scaled, ssd_bytes=hardware.ssd_bytes)
+        if fixed is not None:
+            plan = fixed.apply(scaled, plan)
         return simulate(scaled, hardware, plan).excess_bytes(memory_alone) == 0
 
     if not fits(1):

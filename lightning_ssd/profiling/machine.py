@@ -36,7 +36,7 @@ def measure_machine(path: Path | None, *, attention: bool = False) -> HardwarePr
 
     Args:
         path: a directory on the SSD; None: no SSD is measured.
-        attention: whether the rate of attention is measured, too, which times of a traced step are calculated from.
+        attention: whether to measure the FLOP/s of attention, which dry runs need.
 
     Raises:
         StorageError: the directory can't be used.

@@ -195,7 +195,7 @@ class TraceMode(UnitDispatchMode):
 
     def run_timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
         """Runs an operation. Returns its result, and its begin and end (None for a view, which takes no time)."""
-        if _returns_view(func):
+        if returns_view(func):
             return func(*args, **kwargs), None
         self._refill_queue()
         start = self._clock.now()
@@ -371,7 +371,7 @@ class _BackwardMode(TorchDispatchMode):
 
 
 @functools.cache
-def _returns_view(func: Any) -> bool:
+def returns_view(func: Any) -> bool:
     """Returns True if an operation only returns views. Composite ones, not decomposed in inference mode, may copy."""
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return func.is_view and not composite

@@ -30,7 +30,7 @@ from lightning_ssd.activations import ForwardGraph, is_weight, tensors_of, writt
 from lightning_ssd.model_states import Unit
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
-from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode, count_flops
+from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode, count_flops, returns_view
 
 MAX_FLOATS, MAX_CREATED = 2**12, 2**24
 """Most elements of a tensor whose real values are computed: of floats, and of the result of a factory function."""
@@ -225,9 +225,12 @@ class _Tracer(TraceMode):
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Returns the bytes that an operation reads and writes, each tensor once."""
-    outputs = {id(value): value for value in (*tensors_of(result), *written(func, args, kwargs))}
-    return sum(value.nbytes for value in (*tensors_of((args, kwargs)), *outputs.values()))
+    """Returns the bytes that an operation reads and writes: each input and each output once, none of a view."""
+    if returns_view(func):
+        return 0
+    inputs = {id(value): value.nbytes for value in tensors_of((args, kwargs))}
+    outputs = {id(value): value.nbytes for value in (*tensors_of(result), *written(func, args, kwargs))}
+    return sum(inputs.values()) + sum(outputs.values())
 
 
 @contextlib.contextmanager
