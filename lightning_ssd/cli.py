@@ -255,8 +255,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if fixed is not None:
         print(
-            "\nModel states stay on the GPU, where 16-bit weights have no master weights, as in plain Lightning. With "
-            "`--trainer.strategy.states=host` they are offloaded, and have them."
+            "\nModel states stay on the GPU. bf16 weights there have no master weights, as in plain Lightning: with "
+            "`--trainer.strategy.states=host` they are offloaded, and have them. fp16 and fp64 weights are never "
+            "offloaded."
         )
     if config is not None:
         _print_application(config, model, hardware, measured=args.profile is not None)

@@ -88,9 +88,8 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     samples, tokens = count_samples(first)
     settings = config["trainer"]
     width = _default_dtype(config).itemsize
-    clips = clips_norm = False
-    if settings["gradient_clip_val"]:
-        clips, clips_norm = True, settings["gradient_clip_algorithm"] != "value"
+    clips = bool(settings["gradient_clip_val"])
+    clips_norm = clips and settings["gradient_clip_algorithm"] != "value"
     # Gradients are read for their norm, and read and written to be scaled, clamped or unscaled.
     moved += width * (clips_norm + 2 * clips + 2 * (_precision(config) == "16-mixed"))
 

@@ -219,7 +219,7 @@ def test_weights_that_a_training_never_offloads_are_on_the_gpu(precision: str, s
     assert fixed is not None and {part.states for part in plan.parts(found)} == set(fixed.states) == {"gpu"}
 
 
-def test_a_report_does_not_offload_states_that_stay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_that_states_stay(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = mine(how="adam")
     command = ["plan", recipe, "--machine", MACHINE, "--trainer.precision=bf16-true"]
     assert cli.main(command) == 0

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ssd.planning import make_plan, make_report, render_report, render_summary, render_what_ifs, simulate
+from lightning_ssd.planning import (
+    FixedPlacement,
+    make_plan,
+    make_report,
+    render_report,
+    render_summary,
+    render_what_ifs,
+    simulate,
+)
 from lightning_ssd.planning.holistic import min_memory_plan
 from lightning_ssd.planning.report import breakeven_tokens, find_what_ifs, largest_samples
 from lightning_ssd.planning.stages import cut_stages
+from lightning_ssd.types import Tier
 from tests.support.profiles import GB, GIB, H100, make_model
 from tests.support.transformer import transformer_profile
 
@@ -71,6 +80,16 @@ def test_largest_samples() -> None:
     model = GPT.with_samples(most)
     assert simulate(model, SMALL, make_plan(model, SMALL)).excess_bytes(SMALL) == 0
     assert largest_samples(GPT, replace(SMALL, gpu_bytes=GB // 10)) == 0
+
+
+def test_largest_samples_with_states_that_stay() -> None:
+    """They are not offloaded to make room."""
+    tiers: tuple[Tier, ...] = ("gpu",) * len(GPT.parts)
+    fixed = FixedPlacement(tiers, tiers)
+    machine = replace(H100, gpu_bytes=40 * GIB)
+    most = largest_samples(GPT, machine, fixed)
+    assert 0 < most < largest_samples(GPT, machine)
+    assert make_report(GPT, machine, make_plan(GPT, machine, fixed=fixed), fixed=fixed).largest_samples == most
 
 
 def test_hidden_tokens() -> None:
