@@ -47,7 +47,13 @@ from lightning_ssd.planning.report import (
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.roofline import BANDWIDTHS, Prices, best_throughput, by_hardware, cost_table, roofline
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
-from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, needed_early, plan_storages
+from lightning_ssd.planning.saved_timeline import (
+    SavedTimeline,
+    StoragePlan,
+    needed_early,
+    plan_storages,
+    smaller_budget,
+)
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.traffic import DIRECTIONS, Traffic, migration_traffic, planned_traffic, recorded_traffic
@@ -102,7 +108,6 @@ __all__ = [
     "default_window",
     "exceeds_no_more",
     "find_what_ifs",
-    "free_bytes",
     "is_later_call",
     "large_write_endurance",
     "lifetime_seconds",
@@ -124,6 +129,7 @@ __all__ = [
     "resident_bytes",
     "roofline",
     "simulate",
+    "smaller_budget",
     "swap_coefficient",
     "unit_call_name",
 ]

@@ -309,6 +309,13 @@ class ModelProfile:
         factor = samples / self.samples
         return replace(self._scaled(time=factor, size=factor), samples=samples, tokens=round(factor * self.tokens))
 
+    def with_size(self, size: float) -> "ModelProfile":
+        """Returns the profile of a micro-batch that saves `size` times as many bytes, whose GPU times scale with them.
+
+        The host launches as many operations as before, and takes as long for it.
+        """
+        return self if size == 1 else self._scaled(time=size, size=size)
+
     def with_time(self, factor: float) -> "ModelProfile":
         """Returns the profile with all GPU times multiplied by `factor`."""
         between = None if self.between_seconds is None else factor * self.between_seconds
