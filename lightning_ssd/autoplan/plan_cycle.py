@@ -65,7 +65,7 @@ __all__ = ["TOLERANCE", "PlanCycle", "PlanOptions"]
 TOLERANCE = 0.02
 """Relative error of the predicted duration of a step, up to which a plan is not corrected."""
 
-MAX_UNCORRECTED = 24
+MAX_UNCORRECTED = 12
 """Steps under a plan after which it is final, although few of them could be compared with its prediction."""
 
 RECURRING = 2
@@ -132,6 +132,7 @@ class PlanCycle(Uncopied):
         self.runner: PlanRunner | None = None
         self.stage: Stage = "profile"
         self.comparison: Comparison | None = None
+        self._parameters = tuple(training.module.parameters())
         self._options = options
         self._meter = meter
         self._logs_metrics = logs_metrics
@@ -210,7 +211,7 @@ class PlanCycle(Uncopied):
     def rule(self) -> object:
         """Compares equal for micro-batches that follow one row of a plan, or are profiled, or offload all."""
         row = None if self.runner is None else self.runner.row
-        return self.profiled.phase, None if row is None else id(row)
+        return self.profiled.phase, None if row is None else row.placement
 
     # ---- events of the training ----
 
@@ -510,8 +511,11 @@ class PlanCycle(Uncopied):
             return 1.0
         return self._sizes.size(shape, self._recorded_shape)
 
-    def _row(self, runner: PlanRunner, number: int) -> PlanRow:
-        """Returns a row of the plan in force, which is made with the first micro-batch of its size."""
+    def _row(self, runner: PlanRunner, number: int) -> PlanRow | None:
+        """Returns a row of the plan in force, which is made with the first micro-batch of its size.
+
+        `None`: no plan for larger micro-batches than the recorded one has room, so that they offload all.
+        """
         main = runner.main
         assert main is not None
         smaller = number < ROWS and (main.plan.keeps_all or self.calibrating or not self._maker.has_rows)
@@ -520,7 +524,9 @@ class PlanCycle(Uncopied):
         if number not in runner.rows:
             size = size_of_row(number)
             runner.rows[number] = runner.make_row(self._maker.make(runner, size), size)
-        return runner.rows[number]
+        row = runner.rows[number]
+        exceeds = number > ROWS and row.prediction.gpu_peak_bytes > runner.hardware.gpu_bytes
+        return None if exceeds else row
 
     def _observe_size(self) -> None:
         """Adds the saved bytes of the micro-batch that has ended, if all of them were counted."""
@@ -558,5 +564,4 @@ class PlanCycle(Uncopied):
 
     def _trained(self) -> frozenset[int]:
         """Returns the indices of the parameters that require gradients now."""
-        parameters = enumerate(self.training.module.parameters())
-        return frozenset(index for index, parameter in parameters if parameter.requires_grad)
+        return frozenset(index for index, one in enumerate(self._parameters) if one.requires_grad)
