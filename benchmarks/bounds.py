@@ -60,8 +60,7 @@ from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE, PlanRunner
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import simulate
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF
-from lightning_ssd.timeline import BETWEEN, Timeline
-from lightning_ssd.timeline_profile import TimelineProfile
+from lightning_ssd.timeline import BETWEEN, Timeline, TimelineProfile
 
 CASES = (
     "llama:2048x16,mixed,states=host",

@@ -5,9 +5,6 @@ given; `setup`, which calls `model_to_device`; `on_train_start`; for each micro-
 within `optimizer_step` if optimization is automatic and a step follows; and `teardown`. The sections of the class have
 this order; loading is in the one of checkpoints. Two objects do the work of a training: `offloader`, the activation
 offloader, and `model_states`, if model states are offloaded.
-
-The file is large because the contract is one class: it documents the arguments, which the help of every command shows,
-and overrides a method for each event of a Trainer, which calls the folder that does the work.
 """
 
 import contextlib
@@ -47,7 +44,6 @@ from lightning_ssd.device import ExpandableSegments
 from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
-from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
     Ending,
     LoadedValues,
@@ -81,11 +77,10 @@ from lightning_ssd.model_states import (
     steps_whole,
     zeroes_otherwise,
 )
-from lightning_ssd.module_records import ModuleRecords
-from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_exactly, scales_only
-from lightning_ssd.recovery import Recovery, training_settings
+from lightning_ssd.recover import Recovery, training_settings
+from lightning_ssd.retry import MicroBatchRetry, explain_out_of_memory
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
@@ -310,13 +305,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         # The present micro-batch.
         self._retry: MicroBatchRetry | None = None
         """Runs the micro-batch; `None`: it can't be run again after an OutOfMemoryError, or its backward has begun."""
-        self._module_records: ModuleRecords | None = None
-        """Records of the module; `None`: the micro-batch can't be run again after an OutOfMemoryError."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
         own: dict[str, Any] = {"_undo": []}
-        own |= dict.fromkeys(("_segments", "_collections", "_user_precision", "_module_records"))
+        own |= dict.fromkeys(("_segments", "_collections", "_user_precision"))
         return super().__getstate__() | own | {"_precision_plugin": self._user_precision or self._precision_plugin}
 
     @property
@@ -659,15 +652,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert module is not None
         planner = _find_callback(module.trainer, AutoPlanner)
         if planner is None or not planner.may_run_out or not module.automatic_optimization:
-            self._module_records = None
             return None
-        if self._module_records is None:
-            self._module_records = ModuleRecords(module)
         movable = not runs_within_step(self.optimizers) and self.can_offload_states()
         with planner.excluded():
             return MicroBatchRetry(
                 module.trainer,
-                self._module_records,
                 inputs=(args, kwargs),
                 states=lambda: self.model_states,
                 forward=lambda: self._forward(args, kwargs),

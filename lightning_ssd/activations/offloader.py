@@ -8,8 +8,8 @@ waits inside `backward`. A CPU operation that saved tensors of the device is unp
 and a backward that recomputes packs on autograd's thread. One lock serializes them; its holder waits for transfers
 only. I/O and completion threads belong to the tiers: they touch no record and never acquire the lock.
 
-The file is large because the paths of a saved tensor from `pack` to `unpack` change one state under one lock. The rules
-are in `placement`, records in `record`, their order in `micro_batch`, evictions in `in_flight`, and transfers in tiers.
+The rules are in `placement`, records in `record`, their order in `micro_batch`, evictions in `in_flight`, and transfers
+in tiers.
 """
 
 import contextlib

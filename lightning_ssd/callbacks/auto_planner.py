@@ -54,6 +54,7 @@ from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline
+from lightning_ssd.retry import UNRECORDED
 from lightning_ssd.sizes import format_bytes
 
 Outcome = Literal["measuring", "keep", "plan", "offload"]
@@ -519,7 +520,7 @@ class AutoPlanner(pl.Callback):
         assert self._guard is not None
         pl.utilities.rank_zero_info(
             f"offload='auto': the {_name(offloader)} has run out of memory in the {part} of a micro-batch, which is "
-            "run again with all saved tensors offloaded."
+            f"run again with all saved tensors offloaded. {UNRECORDED}"
         )
         self._proven.restart()
         self._ran_out = self._short = True

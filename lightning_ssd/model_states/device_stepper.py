@@ -1,7 +1,6 @@
 """Optimizer steps on the device of offloaded flat parameters, whose values are transferred there and back in pieces.
 
-The file is large because one thread runs the three stages of all pieces (transfer in, step, transfer out) in a shared
-amount of device memory: their order, their priorities and the release of memory after an error depend on each other.
+One thread runs the three stages of all pieces (transfer in, step, transfer out) in a shared amount of device memory.
 `piece_transfers` has the transfers.
 """
 

@@ -11,8 +11,8 @@ A step, as FSDP names its phases:
 The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 
-The file is large because `ModelStates` is a facade: each event of Lightning, of modules and of the user's optimizers
-has a method, which calls the pieces in the right order. The state and the decisions are in the pieces.
+Each event of Lightning, of modules and of the user's optimizers has a method of `ModelStates`, which calls the pieces
+in the right order. The state and the decisions are in the pieces.
 """
 
 import contextlib

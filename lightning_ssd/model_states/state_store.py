@@ -1,7 +1,7 @@
 """The store of a flat parameter: its compute weights, master weights and optimizer states, off the device.
 
-The file is large because `StateStore` orders all uses of one flat parameter's values: prefetch, step, write-back, user
-code and moves wait for each other's futures here. `layout` has the arrays, and `buffers` the memory of each tier.
+`StateStore` orders all uses of these values: prefetch, step, write-back, user code and moves wait for each other's
+futures here. `layout` has the arrays, and `buffers` the memory of each tier.
 """
 
 import logging

@@ -4,8 +4,7 @@ With `overlap="optimized"`, the step of a flat parameter is submitted during bac
 offloaded; the next forward of its unit waits for that step alone. If user code may read gradients before
 `optimizer.step`, all steps are submitted there.
 
-The file is large because one class owns the futures of a step, and with them the times at which a step may begin, be
-dropped, recorded or waited for. `step` computes, `grad_scale` decides the scale, and `journal` writes records.
+`step` computes, `grad_scale` decides the scale, and `journal` writes records.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """The default planner: plans activations and model states together, by simulated time within every tier's memory.
 
-The file is large because the search is one class: its steps improve the same best point, within one budget of
-simulations. The simulator, the papers' planners and the making of a plan are in files of their own.
+The steps of the search improve one best point, within one budget of simulations.
 """
 
 from bisect import bisect_right

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import backward_nodes, compile_seconds
 from lightning_ssd.model_states import ModelStates
-from lightning_ssd.module_records import ModuleRecords
-from lightning_ssd.out_of_memory import NamedOperators
-from lightning_ssd.step_state import StepState, random_states, set_random_states
+from lightning_ssd.retry.out_of_memory import NamedOperators
+from lightning_ssd.retry.step_state import StepState, random_states, set_random_states
 
 __all__ = ["MicroBatchRetry"]
 
@@ -41,7 +40,6 @@ class MicroBatchRetry:
 
     Args:
         trainer: the Trainer.
-        records: records of the modules, which are updated for each micro-batch.
         inputs: arguments of `training_step`.
         states: returns the offloaded model states; `None`: all are on the device.
         forward: runs `training_step`.
@@ -56,7 +54,6 @@ class MicroBatchRetry:
     def __init__(
         self,
         trainer: pl.Trainer,
-        records: ModuleRecords,
         inputs: object,
         states: Callable[[], ModelStates | None],
         forward: Callable[[], Any],
@@ -67,7 +64,6 @@ class MicroBatchRetry:
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._records = records
         self._inputs = inputs
         self._forward = forward
         self._save_memory: Callable[[str], None] | None = save_memory
@@ -90,7 +86,7 @@ class MicroBatchRetry:
         groups = [optimizer.param_groups for optimizer in self._trainer.optimizers]
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         reached = (self._inputs, groups, schedulers)
-        return StepState(self._records, reached, self._trainer._results, offloaded)
+        return StepState(self._module, reached, self._trainer._results, offloaded)
 
     def forward(self) -> Any:
         """Runs `training_step`, and returns its result."""

@@ -12,7 +12,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd import SSDOffloadStrategy, out_of_memory
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.retry import out_of_memory
 from lightning_ssd.sizes import format_bytes
 from tests.support.meter import Meter, use
 from tests.support.plans import planner, quiet_trainer

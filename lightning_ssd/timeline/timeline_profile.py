@@ -16,7 +16,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 
 from lightning_ssd.spans import COPY_IN, COPY_OUT, OPTIMIZER, SSD_READ, SSD_WRITE, WAIT, name_and_bytes, span
-from lightning_ssd.timeline import COLORS, PHASE_COLORS, Span, Timeline, clip, without
+from lightning_ssd.timeline.timeline import COLORS, PHASE_COLORS, Span, Timeline, clip, without
 
 HOST = "host"
 """Label of waiting on a GPU whose next kernel the host has not launched yet, while its threads run."""

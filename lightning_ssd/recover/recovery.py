@@ -38,13 +38,13 @@ from lightning_ssd.model_states import (
     show,
     type_name,
 )
-from lightning_ssd.replay_loader import (
+from lightning_ssd.recover.replay_loader import (
     DataPosition,
     ReplayLoader,
     StatefulReplayLoader,
     loader_settings,
 )
-from lightning_ssd.step_state import random_states, set_random_states
+from lightning_ssd.retry import random_states, set_random_states
 from lightning_ssd.storage import StorageError
 from lightning_ssd.uncopied import Uncopied
 

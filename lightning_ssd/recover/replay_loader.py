@@ -9,10 +9,10 @@ import torch
 
 from lightning_ssd._lightning import fabric
 from lightning_ssd.model_states import show
-from lightning_ssd.step_state import random_states, set_random_states
+from lightning_ssd.retry import random_states, set_random_states
 
 if TYPE_CHECKING:
-    from lightning_ssd.recovery import Recovery
+    from lightning_ssd.recover.recovery import Recovery
 
 _GENERATORS = "lightning_ssd.generators"
 
