@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_ssd.garbage import no_collections
 from lightning_ssd.planning.evictions import IN_FLIGHT, EvictionPlanner
 from lightning_ssd.planning.io_timeline import ROUNDING, Floats, IOTimeline
 from lightning_ssd.planning.lifetimes import LifetimeProfile
@@ -64,7 +63,6 @@ MIN_GAIN = 0.002
 """Least gain, as a share of the step, for which a plan is simulated."""
 
 
-@no_collections()
 def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of Teraio's algorithm.
 
@@ -82,7 +80,6 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
     return found
 
 
-@no_collections()
 def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of one search: migrations that have no room in a step are chosen by their benefit alone.
 
@@ -97,7 +94,6 @@ def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes:
     return MigrationPlan(tuple(search.necessary()))
 
 
-@no_collections()
 def plan_migrations(
     profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES
 ) -> tuple[MigrationPlan, MigrationPrediction]:

@@ -139,7 +139,9 @@ class StepState:
             self._record([module, *module.buffers(), *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
             self._is_code = True
-            self._record(self._code, copy=True)
+            while self._code:
+                code, self._code = self._code, []
+                self._record(code, copy=True)
 
     def obstacle(self) -> str | None:
         """Returns why the state can't be restored; `None`: it can."""
@@ -195,9 +197,6 @@ class StepState:
             return ()
         if issubclass(kind, _FUNCTIONS):
             return self._record_code(value)
-        if issubclass(kind, pl.Callback) and _acts_before_backward(value):
-            self._opaque = kind  # what its hooks have changed since the forward would be reset, too
-            return ()
         referred: list[object] = []
         if (base := next((base for base in _CONTAINERS if issubclass(kind, base)), None)) is not None:
             before = _copy(base, value)
@@ -208,6 +207,9 @@ class StepState:
             referred += base.__iter__(value) if base.__len__(value) <= FEW else ()
         if not _has_attributes(kind):
             return referred
+        if issubclass(kind, pl.Callback) and _acts_before_backward(value):
+            self._opaque = kind  # what its hooks have changed since the forward would be reset, too
+            return ()
         with suppress(AttributeError):  # there are only slots
             attributes = object.__getattribute__(value, "__dict__")  # calls no `__getattr__`
             self._containers.append((dict, attributes, before := dict(attributes)))
@@ -363,7 +365,8 @@ def _package(module: object) -> str:
 
 def _acts_before_backward(callback: pl.Callback) -> bool:
     """Returns whether a callback has hooks that run between forward and backward."""
-    return any(getattr(type(callback), hook) is not getattr(pl.Callback, hook) for hook in _BEFORE_BACKWARD)
+    own, kind = vars(callback), type(callback)
+    return any(hook in own or getattr(kind, hook) is not getattr(pl.Callback, hook) for hook in _BEFORE_BACKWARD)
 
 
 def _copy(base: Any, container: Any) -> Any:

@@ -204,6 +204,25 @@ def test_a_callback_that_counts_forwards_and_backwards_is_an_obstacle() -> None:
     assert "CountsBackwards" in str(state.obstacle())
 
 
+class Features:
+    """Features of all models, which a hook appends."""
+
+    found: list[torch.Tensor] = []  # noqa: RUF012
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.found.append(output)
+
+
+def test_attributes_of_classes_that_only_hooks_reach_are_restored() -> None:
+    model, features = Model(), Features()
+    model.drop.register_forward_hook(lambda *args: features(*args))
+    state = record(model)
+    model.drop(torch.ones(1))
+    assert len(Features.found) == 1
+    state.restore()
+    assert Features.found == []
+
+
 class Writer:
     """An object of a package that logs on threads of its own."""
 
