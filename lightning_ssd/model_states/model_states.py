@@ -314,7 +314,6 @@ class ModelStates(Uncopied):
         self._steps.check_not_submitted(flat, index)
         self._grads.note_graph(flat, index, grad)
         self._apply_clipping(flat)
-        self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         if grad.dtype != flat.dtype:  # summed in fp32
             self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
             self._gradients.note_sum(flat)
@@ -642,7 +641,6 @@ class ModelStates(Uncopied):
                 "a kill. Change them before `fit`, or set `recover=False`."
             )
         self._prefetcher.check(flat)
-        self._staged.unstage()
         self._changed = True
 
     # ---- counters and sizes ----

@@ -17,7 +17,7 @@ from lightning_ssd.device import CopyEngine, Mark, all_of, ended, failed, finish
 from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.layout import Layout, StagedState, StoredArray
 from lightning_ssd.model_states.loaded import Loaded, exact_value
-from lightning_ssd.storage import Blob, FileRange, PinnedBuffer, StorageError, Urgency
+from lightning_ssd.storage import Blob, FileRange, PinnedBuffer, Slab, StorageError, Urgency
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,20 @@ class StateStore:
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
-    then to the copy to the device or to the caller, then to the writes until all have ended. All memory that
-    one caller needs is allocated at once, so that no caller holds a part of it and waits for the rest. Where the store
+    then to the copy to the device or to the caller, then to the writes until all have ended. Where the store
     of SSDs takes device buffers, prefetched weights are read to the device without staging memory, and so are values of
     a step on the device, which are written from there (`stage_on_device`).
+
+    Deadlocks: a holder of staging memory waits for drives, issued copies and the threads of optimizer steps only, never
+    for staging memory or for a thread that may wait for it. So each holder ends, and each request is served at the
+    latest when all have ended, since no request is larger than the pool. In detail:
+
+    - All memory that a caller needs is allocated at once, by the reader thread, or by the training thread in a move.
+    - Steps stage when the steps before have ended (`ready` of `OptimizerStep`). Their jobs wait for gradients whose
+      copies were issued before. A job itself stages values in host memory only, unless all steps are `serial`.
+    - The training thread holds staging memory within one method only, which waits for drives (`assign`, `checkin`).
+      Values that it holds from one call of user code to the next (`StagedFlats`) are staged `apart`. Each flat
+      parameter's read is queued behind the writes of the ones before, which bounds that memory.
 
     Weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
     arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.
@@ -149,13 +159,14 @@ class StateStore:
 
     # ---- values on the host ----
 
-    def stage(self, *, step: bool = False, priority: int = -1) -> "Future[StagedState]":
+    def stage(self, *, step: bool = False, priority: int = -1, apart: bool = False) -> "Future[StagedState]":
         """Stages the values on the host.
 
         Args:
             step: new values are written to the uncommitted version, if it is allocated, until `commit`; else values are
                 changed in place.
             priority: of requests that wait for staging memory, the lowest goes first.
+            apart: whether values on SSDs are read to memory of their own, because the caller holds them for any time.
         """
         if self._lost is not None:
             return failed(self._lost)
@@ -165,7 +176,7 @@ class StateStore:
             return self._in_place[step]
         values: StagedState | None = None
 
-        def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread
+        def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread, or that of `read_apart`
             nonlocal values
             start = 0
             parts: list[Tensor] = []
@@ -179,6 +190,7 @@ class StateStore:
                 parts.append(part)
                 reads.append(done)
             values = self._views(parts, step=step)
+            values.memory = memory
             return all_of(reads)
 
         def hand_over(memory: PinnedBuffer) -> "Future[StagedState]":  # on an I/O thread
@@ -186,6 +198,12 @@ class StateStore:
             values.buffer = memory
             return finished(values)
 
+        def read_apart(_: object) -> "Future[StagedState]":  # on the caller's thread, or one that ends a write
+            memory = Slab(self._staging_bytes, pin=False).tensor  # freed with its last view or transfer
+            return then(fill(memory), lambda _: finished(values))
+
+        if apart:
+            return then(self._writes_ended(), read_apart)
         assert self.staging is not None
         read = self.staging.states.read(self._staging_bytes, fill, [self._writes_ended()], priority=priority)
         return then(read, hand_over)
@@ -215,14 +233,14 @@ class StateStore:
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
         self.changes += changed
-        if not changed or staged.buffer is None:
+        if not changed or staged.memory is None:
             self._release(staged)
             return
         start = 0
         writes: list[Future[None]] = []
         for buffer in self._buffers:
             if buffer.staging_bytes:
-                writes.append(buffer.write(staged.buffer.tensor[start : start + buffer.nbytes], uncommitted=step))
+                writes.append(buffer.write(staged.memory[start : start + buffer.nbytes], uncommitted=step))
                 start += buffer.staging_bytes
         all_of(writes).add_done_callback(lambda _: self._release(staged))
 
