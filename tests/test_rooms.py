@@ -18,12 +18,13 @@ ROOMS: dict[str, set[str]] = dict.fromkeys(LEAVES, set[str]()) | {
     "_autoload": {"_lightning", "strategy"},  # in the function that Lightning calls for a strategy's name
     "_lightning": {"_autoload"},
     "planning": LEAVES,
-    "storage": LEAVES,
-    "device": LEAVES | {"storage"},  # the staged transfer reads into storage's memory
+    "waits": {"spans"},
+    "storage": LEAVES | {"waits"},
+    "device": LEAVES | {"waits", "storage"},  # the staged transfer reads into storage's memory
     "timeline": LEAVES,
 }
-ROOMS["activations"] = LEAVES | {"planning", "storage", "device"}
-ROOMS["model_states"] = LEAVES | {"storage", "device", "activations"}
+ROOMS["activations"] = LEAVES | {"waits", "planning", "storage", "device"}
+ROOMS["model_states"] = LEAVES | {"waits", "storage", "device", "activations"}
 _STATES = ROOMS["model_states"] | {"model_states", "_lightning"}
 ROOMS["retry"] = _STATES
 ROOMS["recover"] = _STATES | {"retry"}

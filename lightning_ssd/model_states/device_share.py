@@ -6,7 +6,6 @@ that the training may use.
 
 import logging
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from concurrent.futures import wait
 from time import perf_counter
 
 import torch
@@ -18,6 +17,7 @@ from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.share_trial import ShareTrial, StepEnd
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import StorageError
+from lightning_ssd.waits import wait_for_all
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class DeviceShare:
         unused = [flat for flat in self._prefetched if flat not in submitted]
         self._prefetched.clear()
         if self.stepper is not None:
-            wait([self.stepper.drop(flat) for flat in unused])
+            wait_for_all([self.stepper.drop(flat) for flat in unused], "copies of values to the device")
 
     def note(self, work: WorkCounter) -> None:
         """Passes the end of a step to the trial; `work` is the CPU's work so far."""

@@ -19,7 +19,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -64,6 +63,7 @@ from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied
+from lightning_ssd.waits import wait_for_all
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class ModelStates(Uncopied):
             list(offloaded.flat_optimizers),
             copies,
             self._prefetcher,
-            drain=lambda: wait(self._gradients.consumed()),
+            drain=lambda: wait_for_all(self._gradients.consumed(), "gradients"),
             prefetches=setup.needs_norm,
         )
         self._steps = StepScheduler(

@@ -27,9 +27,9 @@ from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Urgency
 from lightning_ssd.types import Overlap
+from lightning_ssd.waits import wait_for
 
 
 class ParamPrefetcher:
@@ -349,7 +349,7 @@ class ParamPrefetcher:
         store = self._stores[flat]
         after = self._copies.mark(awaited=store.reads_to_device)
         arrived = store.prefetch_to(target, after, urgency)
-        self._loads[flat] = _Load(arrived, urgency, self._copies)
+        self._loads[flat] = _Load(flat.name, arrived, urgency, self._copies)
 
     def _evict_all_but(self, expected: Iterable[int]) -> None:
         """Evicts the units that are neither in use nor `expected` soon."""
@@ -379,7 +379,8 @@ class _Load:
         waited: whether the compute stream is ordered after it.
     """
 
-    def __init__(self, issued: "Future[Mark]", urgency: Urgency, copies: CopyEngine) -> None:
+    def __init__(self, name: str, issued: "Future[Mark]", urgency: Urgency, copies: CopyEngine) -> None:
+        self._name = name
         self._issued = issued
         self._urgency = urgency
         self._copies = copies
@@ -395,5 +396,5 @@ class _Load:
             return
         if not self._issued.done():
             self._urgency.begin_wait()
-        self._copies.wait(wait_for(self._issued, "weights"))
+        self._copies.wait(wait_for(self._issued, f"the weights of {self._name}"))
         self.waited = True

@@ -13,7 +13,7 @@ from lightning_ssd.model_states.shared_memory import same_bits
 from lightning_ssd.model_states.split import write_changed
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.summoned import SummonedWeights
-from lightning_ssd.spans import wait_for
+from lightning_ssd.waits import wait_for
 
 
 @dataclass

@@ -19,6 +19,7 @@ from lightning_ssd.model_states.layout import Layout, StagedState, StoredArray
 from lightning_ssd.model_states.loaded import Loaded, exact_value
 from lightning_ssd.storage import Blob, FileRange, PinnedBuffer, Slab, StorageError, Urgency
 from lightning_ssd.types import OffloadTierName
+from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -200,13 +201,21 @@ class StateStore:
 
         def read_apart(_: object) -> "Future[StagedState]":  # on the caller's thread, or one that ends a write
             memory = Slab(self._staging_bytes, pin=False).tensor  # freed with its last view or transfer
-            return then(fill(memory), lambda _: finished(values))
+            return then(fill(memory), filled)
+
+        def filled(_: None) -> "Future[StagedState]":  # on an I/O thread, or that of `read_apart`
+            assert values is not None
+            return finished(values)
 
         if apart:
             return then(self._writes_ended(), read_apart)
         assert self.staging is not None
         read = self.staging.states.read(self._staging_bytes, fill, [self._writes_ended()], priority=priority)
         return then(read, hand_over)
+
+    def _staged_now(self) -> StagedState:
+        """Returns the values, for an access within one method on the training thread."""
+        return wait_for(self.stage(), f"the values of {self.flat.name}")
 
     @property
     def steps_directly(self) -> bool:
@@ -351,14 +360,14 @@ class StateStore:
         Raises:
             StorageError: it could not be written.
         """
-        self._stepped.result()
-        self.written().result()
+        wait_for(self._stepped, f"the step of {self.flat.name}")
+        wait_for(self.written(), f"the writes of {self.flat.name}")
 
     # ---- master weights for user code ----
 
     def checkout(self) -> Tensor:
         """Returns the fp32 master weights, `flat.numel` elements, to be changed until `checkin`."""
-        staged = self.stage().result()
+        staged = self._staged_now()
         masters = staged.masters()
         # Those in host memory are returned themselves; staging memory can't be held for long.
         if staged.buffer is not None:
@@ -368,13 +377,13 @@ class StateStore:
 
     def checkin(self, masters: Tensor) -> None:
         """Stores the master weights that `checkout` has returned."""
-        staged = self.stage().result()
+        staged = self._staged_now()
         staged.set_masters(masters)
         self.unstage(staged, changed=True)
 
     def is_unchanged(self, masters: Tensor) -> bool:
         """Whether the master weights that `checkout` has returned are still the stored ones."""
-        staged = self.stage().result()
+        staged = self._staged_now()
         same = torch.equal(staged.masters(), masters)
         self.unstage(staged, changed=False)
         return same
@@ -399,7 +408,7 @@ class StateStore:
             weights: the weights.
             change: called with the staged values, to change other ones.
         """
-        staged = self.stage().result()
+        staged = self._staged_now()
         masters = staged.master if staged.master is not None else torch.zeros(self.flat.numel, dtype=torch.float32)
         try:
             for item, whole in zip(self.flat.param_views, weights, strict=True):
@@ -429,7 +438,7 @@ class StateStore:
             return None
         self.flat.attached = False
         try:
-            staged = self.stage().result()
+            staged = self._staged_now()
         except Exception as error:
             log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
             for item in self.flat.param_views:
@@ -542,13 +551,13 @@ class StateStore:
             memory = self.staging.states.pool.acquire(staging_bytes)
         try:
             tensor = None if memory is None else memory.tensor
-            old.write_done().result()
+            wait_for(old.write_done(), f"the writes of {self.flat.name}")
             values, read = old.stage(tensor if old.staging_bytes else None, read=True)
-            read.result()
+            wait_for(read, f"the values of {self.flat.name}")
             target, _ = new.stage(tensor if new.staging_bytes else None, read=False)
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
-            new.write(target, uncommitted=False).result()
+            wait_for(new.write(target, uncommitted=False), f"the writes of {self.flat.name}")
         finally:
             if memory is not None:
                 memory.release()

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from time import perf_counter
 
 import torch
@@ -39,7 +39,7 @@ from lightning_ssd.model_states.step_history import StepHistory
 from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.weights_first import WeightsFirst
-from lightning_ssd.spans import wait_for
+from lightning_ssd.waits import wait_for, wait_for_all
 
 
 class StepScheduler:
@@ -447,7 +447,7 @@ class StepScheduler:
             if gradient.accumulating or any(gradient.arrived):
                 if any(gradient.arrived):
                     self._gradients.accumulate(flat)
-                gradient.consumed.result()
+                wait_for(gradient.consumed, "gradients")
                 for index, item in enumerate(flat.param_views):
                     if index in gradient.assigned:
                         clip(gradient.assigned[index].detach(), scale, clipping.limit)
@@ -652,7 +652,7 @@ class StepScheduler:
         """
         with self._waiting():
             for consumed in self._gradients.consumed():
-                consumed.result()
+                wait_for(consumed, "gradients")
             for store in self._stores.values():
                 store.drain()
 
@@ -706,7 +706,7 @@ class StepScheduler:
         Raises:
             Exception: it could not be written.
         """
-        self._last_record().result()
+        wait_for(self._last_record(), "the record of the last step")
 
     def _last_record(self) -> "Future[None]":
         with self._lock:
@@ -715,13 +715,13 @@ class StepScheduler:
     def drop_record(self) -> None:
         """Removes the last record, since values that it names are about to change: a killed run would begin anew."""
         if self._journal is not None:
-            wait([self._last_record()])
+            wait_for_all([self._last_record()], "the record of the last step")
             self._journal.forget()
 
     def close_journal(self) -> None:
         """Ends the journal's thread after its last record."""
         if self._journal is not None:
-            wait([self._last_record()])
+            wait_for_all([self._last_record()], "the record of the last step")
             self._journal.close()
 
     def end_record(self, ending: Ending) -> bool:
@@ -740,6 +740,8 @@ class StepScheduler:
 
     def close(self) -> None:
         """Ends the worker's thread after the submitted jobs."""
-        wait(self._gradients.consumed())
-        self._worker.close()
-        self._device_share.close()
+        try:
+            wait_for_all(self._gradients.consumed(), "the last steps")
+        finally:
+            self._worker.close()
+            self._device_share.close()

@@ -25,6 +25,7 @@ from lightning_ssd.model_states.units import UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
+from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ class UnitMover:
         masters: dict[nn.Parameter, Tensor] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         store = self._stores[item.flat]
-        staged = store.stage().result()
+        staged = wait_for(store.stage(), f"the values of {item.flat.name}")
         try:
             whole = staged.masters()
             for index, view in enumerate(store.flat.param_views):
