@@ -40,7 +40,7 @@ _lock = threading.Lock()
 """Guards the next one. Not held while objects are asked, which have locks of their own."""
 _watched: "weakref.WeakSet[Watched]" = weakref.WeakSet()
 _stuck: Counters | None = None
-"""Counters when a wait was given up. As long as none of them changes, later waits end at once, so that training ends."""
+"""Counters when a wait was given up. As long as none changes, later waits end at once, so that training ends."""
 
 
 def watch(watched: Watched) -> None:

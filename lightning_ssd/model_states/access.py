@@ -17,7 +17,8 @@ operator returns, after the steps that have begun and before the next one.
 `Access` is large because every function of torch on an offloaded tensor passes through it. The tensor classes are in
 `parameter`, the effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
 
-Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
+Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time. `run`
+and `grad` refuse others.
 """
 
 import contextlib
@@ -235,6 +236,7 @@ class Access:
         """
         if parameter.flat.summoned:
             return parameter.grad
+        self.prefetcher.check_caller()
         _check_not_compiled(parameter)
         weights = parameter.source
         assert isinstance(weights, Weights)
@@ -251,6 +253,7 @@ class Access:
             if func is torch.autograd.grad:
                 self._check_graph(args[0] if args else kwargs.get("outputs"))
             return func(*args, **kwargs)
+        self.prefetcher.check_caller()
         _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._differentiate(func, args, kwargs, found.values())

@@ -94,7 +94,8 @@ class ModelStates(Uncopied):
     (checkpoints).
 
     Threads: all methods and hooks run on the training thread, or on autograd's thread while the training thread waits
-    in `backward`. Optimizer jobs and accumulations run on the thread of `worker`.
+    in `backward`; `ParamPrefetcher.check_caller` refuses all others. Optimizer jobs and accumulations run on the thread
+    of `worker`.
 
     Ownership: the model's parameters are views of their flat parameters from construction until `close` or `dissolve`,
     which make them whole on the CPU or return them. All objects of `offloaded` are owned.
@@ -153,6 +154,7 @@ class ModelStates(Uncopied):
         # `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for prefetches.
         self._staged = StagedFlats(
             self.stores,
+            check_caller=lambda: self._prefetcher.check_caller(),
             drain=lambda flat: self._steps.drain_flat(flat),
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
@@ -304,7 +306,7 @@ class ModelStates(Uncopied):
     @uninterrupted
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
-        self._prefetcher.check_process()
+        self._prefetcher.check_caller()
         with torch._C.DisableTorchFunctionSubclass():
             grad, parameter.grad = parameter.grad, None
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
@@ -438,6 +440,7 @@ class ModelStates(Uncopied):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless it has begun. Backward then submits steps of complete gradients."""
+        self._prefetcher.check_caller()
         if self._steps.optimizer is not optimizer:
             check_state(optimizer)
             self.state_dicts.before_step()
@@ -572,6 +575,7 @@ class ModelStates(Uncopied):
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
+        self._prefetcher.check_caller()
         self._steps.check_may_drop(optimizer)
         self._grads.zero(self.offloaded.groups, optimizer, set_to_none)
         self._steps.drop_clipping(optimizer)
@@ -613,6 +617,7 @@ class ModelStates(Uncopied):
         if self._summoned:
             yield
             return
+        self._prefetcher.check_caller()
         for flat in self.stores:
             self._prefetcher.check(flat)
         self._staged.pull_all()

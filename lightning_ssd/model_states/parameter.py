@@ -9,6 +9,7 @@ import multiprocessing.context
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -494,12 +495,12 @@ def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> 
 
 
 def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
-    """Returns whether all parameters among `values` are in use by a forward, and their views have memory."""
+    """Returns whether a forward on this thread uses all parameters among `values`, and their views have memory."""
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
             flat = value.flat
-            if not (flat.users and flat.resident) or flat.shared:
+            if not (flat.users and flat.resident and flat.thread == get_ident()) or flat.shared:
                 return False
             if flat.mixed:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
@@ -509,7 +510,9 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
-            if not value.backed or value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
+            if not value.backed or value.source.flat.thread != get_ident():
+                return False
+            if value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
                 return False
             if value.graph.freed:
                 return False

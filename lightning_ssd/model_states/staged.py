@@ -39,7 +39,8 @@ class StagedFlats:
     Duty: stages master weights and optimizer states for an access, and keeps memory that user code shares with
     parameters (`.data`) in agreement with the master weights: `pull` from that memory, `push` to it.
 
-    Threads: the training thread, or autograd's while the training thread waits in `backward`.
+    Threads: the training thread, or autograd's while the training thread waits in `backward`. `stage` and `summon`
+    refuse others, such as one that reads a lazy tensor of a checkpoint.
 
     Ownership: staged values belong to the caller from `stage` until `unstage`, which is called before weights are
     fetched and before a step begins, so that these read changed values. They hold no staging memory meanwhile: user
@@ -47,6 +48,7 @@ class StagedFlats:
 
     Args:
         stores: where the values are stored.
+        check_caller: raises RuntimeError if another thread than that of `fit` calls.
         drain: returns when the submitted step of a flat parameter is made; raises RuntimeError if the caller can't
             wait for it.
         begin_change: called before weights change; raises RuntimeError if they may not.
@@ -57,12 +59,14 @@ class StagedFlats:
     def __init__(
         self,
         stores: Mapping[FlatParameter, StateStore],
+        check_caller: Callable[[], None],
         drain: Callable[[FlatParameter], None],
         begin_change: Callable[[FlatParameter], None],
         arrived: Callable[[FlatParameter], None],
         release: Callable[[FlatParameter], None],
     ) -> None:
         self._stores = stores
+        self._check_caller = check_caller
         self._drain = drain
         self._begin_change = begin_change
         self._arrived = arrived
@@ -74,6 +78,7 @@ class StagedFlats:
 
     def stage(self, flat: FlatParameter) -> StagedFlat:
         """Returns the values of `flat`, which the next calls for two other flat parameters unstage."""
+        self._check_caller()
         self.pull(flat)
         return self._stage(flat)
 
@@ -82,6 +87,7 @@ class StagedFlats:
 
         Unstages all other flat parameters but those in `keep`.
         """
+        self._check_caller()
         self.pull(flat)
         self.unstage(keep={*keep, flat} if flat in self._summoned else {*keep} - {flat})
         if flat not in self._summoned:
