@@ -38,7 +38,7 @@ from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.migration_simulator import simulate_migrations
 from lightning_ssd.planning.roofline import BANDWIDTHS, best_throughput, by_hardware, roofline
 from lightning_ssd.planning.teraio import plan_teraio
-from lightning_ssd.recipe import read_recipe
+from lightning_ssd.recipes import read_recipe
 
 ROOT = Path(__file__).parents[1]
 PLAIN = ["--model.gradient_checkpointing=false", "--trainer.precision=32-true"]

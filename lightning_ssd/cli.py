@@ -1,7 +1,7 @@
 """The commands `lightning-ssd run | plan | profile | bench | export | tiny-llama` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
-arguments, checks and printed text of each command, and no other work; `recipe.py` reads recipes.
+arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_ssd
-from lightning_ssd.recipe import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
+from lightning_ssd.recipes import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
 from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
@@ -493,7 +493,7 @@ def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
-    from lightning_ssd.models import make_tiny_llama
+    from lightning_ssd.recipes.models import make_tiny_llama
 
     with _reporting(parser):
         make_tiny_llama(folder)

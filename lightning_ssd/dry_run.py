@@ -52,7 +52,7 @@ from lightning_ssd.profiling import (
     trace,
     unit_profiles,
 )
-from lightning_ssd.recipe import strategy_argument
+from lightning_ssd.recipes import strategy_argument
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.types import InputChoice, Tier

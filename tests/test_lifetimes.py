@@ -9,7 +9,7 @@ import pytest
 from lightning_ssd import cli, dry_run
 from lightning_ssd.lifetime_report import active_share, describe_lifetimes, migratable_share
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile
-from lightning_ssd.recipe import read_recipe
+from lightning_ssd.recipes import read_recipe
 
 ROOT = Path(__file__).parents[1]
 MACHINE = str(ROOT / "configs/machines/h100.json")
