@@ -18,7 +18,7 @@ ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
     "activations": LEAVES | {"planning", "storage", "device"},
     "model_states": LEAVES | {"storage", "device", "activations"},
     "profiling": LEAVES | {"planning", "storage", "device", "activations", "model_states"},
-    "recipes": LEAVES | {"storage", "callbacks", "strategy", "extras", "_autoload", "_lightning"},
+    "recipes": LEAVES | {"storage", "model_states", "callbacks", "strategy", "extras", "_autoload", "_lightning"},
 }
 """Of each folder or module below strategy, callbacks and commands, and of recipes: what it may import."""
 
