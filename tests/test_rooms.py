@@ -17,7 +17,8 @@ ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
     "device": LEAVES | {"storage"},  # the staged transfer reads into storage's memory
     "activations": LEAVES | {"planning", "storage", "device"},
     "model_states": LEAVES | {"storage", "device", "activations"},
-    "profiling": LEAVES | {"planning", "storage", "device", "activations", "model_states"},
+    "replay": LEAVES | {"planning", "extras", "timeline"},
+    "profiling": LEAVES | {"planning", "replay", "storage", "device", "activations", "model_states"},
     "recipes": LEAVES | {"storage", "model_states", "callbacks", "strategy", "extras", "_autoload", "_lightning"},
 }
 """Of each folder or module below strategy, callbacks and commands, and of recipes: what it may import."""

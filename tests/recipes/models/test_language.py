@@ -170,8 +170,8 @@ def test_checkpoint_round_trip(tmp_path: Path, make: Any) -> None:
         (t5, SpanCorruptionDataModule, {"vocab_size": 257}, r"259 token ids.*model\.vocab_size=259"),
         (bert, MaskedTextDataModule, {"max_position_embeddings": 16}, r"32 tokens.*model\.max_position_embeddings"),
         (lambda: GPT(258, 32, 32, 1, 2), OneToken, {}, r"data\.block_size=1 is out of range: set it to 2 or more"),
-        (bert, TextDataModule, {}, r"no `labels`.*lightning_ssd\.data\.MaskedTextDataModule"),
-        (t5, TextDataModule, {}, r"no `labels`.*lightning_ssd\.data\.SpanCorruptionDataModule"),
+        (bert, TextDataModule, {}, r"no `labels`.*lightning_ssd\.recipes\.data\.MaskedTextDataModule"),
+        (t5, TextDataModule, {}, r"no `labels`.*lightning_ssd\.recipes\.data\.SpanCorruptionDataModule"),
     ],
 )
 def test_data_that_does_not_fit_is_refused_at_start(

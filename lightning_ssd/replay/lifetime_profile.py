@@ -1,27 +1,32 @@
 """Lifetimes of all tensors of a training step: when each is allocated, used by operators, and freed (Teraio, 3.1)."""
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.validation import (
+import numpy as np
+
+from lightning_ssd.planning import (
+    Candidate,
+    ModelProfile,
+    StepMemory,
     as_list,
     as_mapping,
     as_whole_numbers,
     check_not_negative,
     check_positive,
     from_mapping,
+    inactive_periods,
     load_json,
     write_text,
 )
 from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON format."""
 
 TensorClass = Literal["weight", "gradient", "optimizer state", "saved tensor", "transient", "communication buffer"]
@@ -74,8 +79,6 @@ class TensorLifetime:
         allocated: operator that allocates it; None: it exists when the step begins.
         freed: operator after which it is freed; None: it exists when the step ends, and in the next step.
         unit: name of the unit of a weight, gradient or optimizer state; "" for others.
-        recompute_seconds: seconds to recompute a saved tensor in backward; None: it can't be recomputed.
-        sources: ids of the tensors from which it is recomputed, without weights.
         itemsize: bytes of an element of a weight.
     """
 
@@ -87,15 +90,12 @@ class TensorLifetime:
     allocated: int | None = None
     freed: int | None = None
     unit: str = ""
-    recompute_seconds: float | None = None
-    sources: tuple[int, ...] = ()
     itemsize: int = 4
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, CLASSES)
         check_not_negative("nbytes", self.nbytes)
         check_positive("itemsize", self.itemsize)
-        check_not_negative("recompute_seconds", self.recompute_seconds or 0.0)
         bounds = (0 if self.allocated is None else self.allocated, *self.uses)
         bounds = bounds if self.freed is None else (*bounds, self.freed)
         if min(bounds) < 0 or any(one > other for one, other in pairwise(bounds)):
@@ -116,7 +116,7 @@ class InactivePeriod(NamedTuple):
     Attributes:
         tensor: index of the tensor in the profile.
         after: last operator that uses it before.
-        before: first operator that uses it after; not larger than `after` if that is in the next step.
+        before: first operator that uses it after, counted from the begin of the step of `after`.
         seconds: time from the end of `after` to the begin of `before`.
     """
 
@@ -164,10 +164,6 @@ class LifetimeProfile:
         for number, count in Counter(tensor.id for tensor in self.tensors).items():
             if count > 1:
                 raise ValueError(f"`id={number}` occurs twice among `tensors`.")
-        ids = {tensor.id for tensor in self.tensors}
-        for tensor in self.tensors:
-            if not ids.issuperset(tensor.sources):
-                raise ValueError(f"`sources` of the tensor {tensor.id} has an `id` that does not exist.")
 
     @property
     def step_seconds(self) -> float:
@@ -231,38 +227,23 @@ class LifetimeProfile:
         return nbytes
 
     @cached_property
-    def by_unit(self) -> dict[str, list[int]]:
-        """Indices of the tensors of each unit."""
-        units: dict[str, list[int]] = defaultdict(list)
-        for index, tensor in enumerate(self.tensors):
-            if tensor.unit:
-                units[tensor.unit].append(index)
-        return dict(units)
-
-    @cached_property
-    def optimizer_bytes(self) -> dict[str, dict[int, int]]:
-        """Bytes of the tensors of each unit that operators of the optimizer use, by operator."""
-        nbytes: dict[str, dict[int, int]] = {unit: defaultdict(int) for unit in self.by_unit}
-        for tensor in self.tensors:
-            for use in tensor.uses if tensor.unit else ():
-                if self.operators[use].phase == "optimizer":
-                    nbytes[tensor.unit][use] += tensor.nbytes
-        return nbytes
-
-    @cached_property
     def periods(self) -> tuple[InactivePeriod, ...]:
         """All inactive periods; those of global tensors wrap round the step."""
-        found = []
+        count, found = len(self.operators), []
         for index, tensor in enumerate(self.tensors):
-            for after, before in pairwise(tensor.uses):
-                seconds = self.operators[before].start - self.operators[after].end
-                if before > after + 1:
-                    found.append(InactivePeriod(index, after, before, seconds))
-            if tensor.is_global and tensor.uses and (len(tensor.uses) > 1 or len(self.operators) > 1):
-                after, before = tensor.uses[-1], tensor.uses[0]
-                seconds = self.step_seconds - self.operators[after].end + self.operators[before].start
-                found.append(InactivePeriod(index, after, before, seconds))
+            for after, before in inactive_periods(tensor.uses, count, is_global=tensor.is_global):
+                seconds = self.operators[before % count].start - self.operators[after].end
+                wraps = self.step_seconds if before >= count else 0.0
+                found.append(InactivePeriod(index, after, before, wraps + seconds))
         return tuple(found)
+
+    def step_memory(self, min_bytes: int) -> StepMemory:
+        """Returns the step for Teraio's algorithm, in which tensors of `min_bytes` or more may migrate."""
+        candidates = []
+        for tensor, after, before, _ in self.periods:
+            if (nbytes := self.tensors[tensor].nbytes) >= min_bytes:
+                candidates.append(Candidate(tensor, nbytes, after, before))
+        return StepMemory(self.operator_seconds, np.array(self.total, np.int64), candidates)
 
     def to_json(self, path: str | Path) -> None:
         """Saves the profile in the file `path`."""
@@ -293,10 +274,7 @@ class LifetimeProfile:
         tensors = []
         for one in as_list(content.get("tensors", ()), f"`tensors` of {where}"):
             tensor = dict(as_mapping(one, f"an entry of `tensors` of {where}"))
-            for field in ("uses", "sources"):
-                tensor[field] = as_whole_numbers(
-                    tensor.get(field, ()), f"`{field}` of an entry of `tensors` of {where}"
-                )
+            tensor["uses"] = as_whole_numbers(tensor.get("uses", ()), f"`uses` of an entry of `tensors` of {where}")
             tensors.append(from_mapping(TensorLifetime, tensor, f"an entry of `tensors` of {where}"))
         return from_mapping(cls, content | {"operators": operators, "tensors": tuple(tensors)}, where)
 

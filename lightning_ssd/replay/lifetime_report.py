@@ -5,14 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ssd.extras import import_extra
-from lightning_ssd.planning import (
-    CLASSES,
-    DIRECTIONS,
-    PHASES,
-    HardwareProfile,
-    LifetimeProfile,
-    Traffic,
-)
+from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.replay.lifetime_profile import CLASSES, PHASES, LifetimeProfile
+from lightning_ssd.replay.traffic import DIRECTIONS, Traffic
 from lightning_ssd.sizes import format_bytes, format_seconds
 from lightning_ssd.timeline import COLORS as ROW_COLORS
 from lightning_ssd.timeline import PHASE_COLORS

@@ -1,54 +1,108 @@
 """Replays a profiled step with other bandwidths, host memory and numbers of drives (Teraio, figures 3 and 9), and
 compares costs of machines (table 2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 import yaml
 
-from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.migration import MigrationMachine, MigrationPlan
-from lightning_ssd.planning.migration_simulator import MigrationPrediction, simulate_migrations
-from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
-from lightning_ssd.planning.validation import as_mapping, check_not_negative, from_mapping, read_text
+from lightning_ssd.planning import (
+    HardwareProfile,
+    Migration,
+    MigrationMachine,
+    ModelProfile,
+    Plan,
+    UnitPlan,
+    as_mapping,
+    check_not_negative,
+    from_mapping,
+    plan_in_longer_step,
+    read_text,
+    simulate,
+)
+from lightning_ssd.replay.lifetime_profile import LifetimeProfile
+from lightning_ssd.replay.migration_simulator import MigrationPrediction, simulate_migrations
 
 BANDWIDTHS = (4e9, 16e9, 32e9, 48e9, 128e9)
 """Bytes/s of a roofline's points."""
 
-Throughput = Callable[[LifetimeProfile, MigrationMachine], float]
-"""Returns the throughput of a plan, 1 where the GPU never waits and recomputes nothing; 0: the step does not fit."""
+MIN_BYTES = 2**20
+"""Bytes of the smallest tensor that is migrated."""
+
+
+def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> list[Migration]:
+    """Returns the migrations of Teraio's algorithm, in the order in which they were chosen.
+
+    Tensors migrate to drives, and to host memory if drives are saturated. Transfers that have no room in a step are
+    planned for a longer one, in which operators wait for them; `simulate_migrations` finds the operators.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        min_bytes: bytes of the smallest tensor that is migrated.
+    """
+    return plan_in_longer_step(profile.step_memory(min_bytes), machine)
 
 
 def teraio_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
-    """Returns the throughput of Teraio's plan: GPU-side optimizer, no recomputation."""
+    """Returns the throughput of Teraio's plan, 1 where the GPU never waits; 0: the step does not fit."""
     return _throughput(profile, simulate_migrations(profile, machine, plan_teraio(profile, machine)))
 
 
-def best_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
-    """Returns the throughput of the best plan that also recomputes, and steps units on the CPU."""
-    return _throughput(profile, plan_migrations(profile, machine)[1])
-
-
 def roofline(
-    profile: LifetimeProfile,
-    machine: MigrationMachine,
-    bandwidths: Sequence[float] = BANDWIDTHS,
-    throughput: Throughput = teraio_throughput,
+    profile: LifetimeProfile, machine: MigrationMachine, bandwidths: Sequence[float] = BANDWIDTHS
 ) -> list[tuple[float, float]]:
-    """Returns (bandwidth, throughput) pairs.
+    """Returns (bandwidth, throughput) pairs of Teraio's plans.
 
     Args:
         profile: measured or calculated times of the operators, and lifetimes of the tensors.
-        machine: capacity of the GPU, and host memory for CPU steps; other bandwidths are replaced.
+        machine: capacities of the GPU and of host memory; bandwidths are replaced.
         bandwidths: bytes/s in each direction, of one drive and of the link to it.
-        throughput: whose plan is replayed.
     """
     points = []
     for bandwidth in bandwidths:
         at = replace(machine, link_out=bandwidth, link_in=bandwidth, drives=((bandwidth, bandwidth),))
-        points.append((bandwidth, throughput(profile, at)))
+        points.append((bandwidth, teraio_throughput(profile, at)))
+    return points
+
+
+def plan_roofline(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, bandwidths: Sequence[float] = BANDWIDTHS
+) -> list[tuple[float, float]]:
+    """Returns (bandwidth, throughput) pairs of a plan of units.
+
+    All transfers run at the given bandwidth in each direction. Throughputs are relative to that of a GPU on which
+    everything fits, which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may
+    exceed 1. 0: the plan does not fit the machine.
+
+    Args:
+        model: profile of the model.
+        hardware: profile of the machine, whose transfer bandwidths are replaced; the limit of daily writes is ignored.
+        plan: plan of the transfers.
+        bandwidths: transfer bandwidths, bytes/s.
+    """
+    units = {
+        unit.name: UnitPlan("gpu", "gpu", "keep", {operator.name: "keep" for operator in unit.operators})
+        for unit in model.units
+    }
+    ideal = simulate(model, hardware, Plan(units, 0, 0, plan.clip)).step_seconds
+    points = []
+    for bandwidth in bandwidths:
+        machine = replace(
+            hardware,
+            copy_out=bandwidth,
+            copy_in=bandwidth,
+            copy_out_both=bandwidth,
+            copy_in_both=bandwidth,
+            ssd_read=bandwidth,
+            ssd_write=bandwidth,
+            ssd_mixed=bandwidth,
+            ssd_bytes_per_day=None,
+        )
+        found = simulate(model, machine, plan)
+        points.append((bandwidth, 0.0 if found.excess_bytes(machine) else ideal / found.step_seconds))
     return points
 
 
@@ -65,7 +119,7 @@ def by_hardware(
         host_bytes: bytes of host memory for migrated tensors, in rising order.
         num_drives: numbers of drives, in rising order.
     """
-    plans: dict[tuple[int, int], MigrationPlan] = {}
+    plans: dict[tuple[int, int], list[Migration]] = {}
     throughput = [[0.0] * len(num_drives) for _ in host_bytes]
     for row, host in enumerate(host_bytes):
         for column, count in enumerate(num_drives):

@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import (
-    DIRECTIONS,
-    Traffic,
-    make_plan,
-    migration_traffic,
-    planned_traffic,
-    simulate,
-)
-from lightning_ssd.planning.migration_simulator import Carried, IntervalTraffic, MigrationPrediction
-from lightning_ssd.planning.traffic import Transfer
+from lightning_ssd.planning import make_plan, simulate
+from lightning_ssd.replay import DIRECTIONS, Traffic, planned_traffic
+from lightning_ssd.replay.traffic import Transfer
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
 
@@ -56,17 +49,3 @@ def test_intervals_have_all_bytes(spans: list[tuple[float, float, int]], count: 
     total = sum(found.bandwidth("copy in", count)) * 9.0 / count
     assert total == pytest.approx(sum(nbytes for _, _, nbytes in spans))
     assert found.mean("copy in") == pytest.approx(total / 9.0)
-
-
-def test_migrations_to_host_memory_are_no_writes_of_drives() -> None:
-    parts = (
-        IntervalTraffic(0.0, 1.0, Carried(7.0, 4.0), Carried(0.0, 0.0)),
-        IntervalTraffic(1.0, 1.0, Carried(0.0, 0.0), Carried(5.0, 5.0)),
-    )
-    found = migration_traffic(MigrationPrediction(2.0, (), 0.0, (0,), 0, 0, 4, parts))
-    assert {name: [tuple(one) for one in row] for name, row in found.transfers.items()} == {
-        "copy out": [(0.0, 1.0, 7.0)],
-        "SSD write": [(0.0, 1.0, 4.0)],
-        "copy in": [(1.0, 2.0, 5.0)],
-        "SSD read": [(1.0, 2.0, 5.0)],
-    }

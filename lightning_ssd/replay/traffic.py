@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
-from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.migration_simulator import MigrationPrediction
-from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.simulator import simulate_tasks
-from lightning_ssd.planning.validation import as_mapping, load_json
+from lightning_ssd.planning import (
+    COPY_IN,
+    COPY_OUT,
+    SSD,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    as_mapping,
+    load_json,
+    simulate_tasks,
+)
 from lightning_ssd.sizes import format_bytes
 
 DIRECTIONS = ("copy out", "SSD write", "copy in", "SSD read")
@@ -77,17 +81,6 @@ def planned_traffic(model: ModelProfile, hardware: HardwareProfile, plan: Plan) 
         part = (last - first) / (task.end - task.begin)  # transfers of the step before may end in this one
         found[name].append(Transfer(first - begin, last - begin, part * task.amount))
     return Traffic(end - begin, found)
-
-
-def migration_traffic(found: MigrationPrediction) -> Traffic:
-    """Returns the migrations of single tensors in a simulated step."""
-    transfers: dict[str, list[Transfer]] = {direction: [] for direction in DIRECTIONS}
-    for part in found.traffic:
-        for copy, transfer, carried in (("copy out", "SSD write", part.out), ("copy in", "SSD read", part.into)):
-            for name, nbytes in ((copy, carried.link), (transfer, carried.ssd)):
-                if nbytes:
-                    transfers[name].append(Transfer(part.start, part.start + part.seconds, nbytes))
-    return Traffic(found.step_seconds, transfers)
 
 
 def recorded_traffic(path: str | Path) -> Traffic:
