@@ -474,9 +474,9 @@ def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
-    from lightning_ssd.recipes.models import make_tiny_llama
-
     with _reporting(parser):
+        from lightning_ssd.recipes.models import make_tiny_llama  # needs an extra
+
         make_tiny_llama(folder)
     print(f"a tiny Llama in {folder}: lightning run recipes/finetune.yaml --model.pretrained={folder}")
 

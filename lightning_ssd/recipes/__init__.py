@@ -1,6 +1,6 @@
 """Recipes: `recipe` reads their YAML files, `models` and `data` have their classes, each entered by its own `__init__`.
 
-`models` and `data` need the extra `recipes`. This `__init__` imports neither, so that commands start quickly.
+`models` needs the extra `recipes`. This `__init__` imports neither of them, so that commands start quickly.
 """
 
 from lightning_ssd.recipes.recipe import (

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
+
+from lightning_ssd.extras import import_extra
 
 NO_WORD, WORD_START, WORD_CONTINUED = range(3)
 """Codes of a token's place in its word, see `Tokenizer.encode_words`."""
@@ -100,7 +101,8 @@ def read_tokenizer(folder: Path) -> Any:
     # transformers would make an empty tokenizer from the configuration of the model.
     if not any((folder / name).is_file() for name in files):
         raise ValueError(f"it has none of {', '.join(files)}")
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    transformers = import_extra("transformers", "recipes", "A tokenizer of a folder")
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 class LocalTokenizer:

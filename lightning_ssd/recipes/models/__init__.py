@@ -1,4 +1,9 @@
-"""Models for the recipes."""
+"""Models for the recipes. They need the extra `recipes`."""
+# ruff: noqa: E402
+
+from lightning_ssd.extras import check_extra
+
+check_extra("transformers", "recipes", "A recipe's model")  # before the imports below, whose error names no extra
 
 from lightning_ssd.recipes.models.bert import BERT
 from lightning_ssd.recipes.models.causal_lm import CausalLM

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
+from lightning_ssd.extras import check_extra
 from lightning_ssd.recipes.models.causal_lm import CausalLM
 from lightning_ssd.recipes.models.pretrained import replaced_folder
 from lightning_ssd.sizes import check_least, check_probability
@@ -64,10 +65,7 @@ class LoRACausalLM(CausalLM):
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
     ) -> None:
-        try:
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise ImportError("LoRA needs peft: pip install 'lightning-ssd[lora]'") from error
+        check_extra("peft", "lora", "LoRA")
         if lr is None:
             lr = 3e-3 if pretrained is None else 2e-4
         pretrained = None if pretrained is None else str(pretrained)  # a checkpoint should hold plain types only
