@@ -19,10 +19,10 @@ from lightning_ssd.planning.holistic import exceeds_no_more
 from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.migration import (
     Bytes,
-    Candidate,
     Direction,
     Migration,
     MigrationMachine,
+    MigrationPeriod,
     StepMemory,
     inactive_periods,
     sum_ranges,
@@ -70,7 +70,7 @@ __all__ = [
     "Bytes",
     "COPY_IN",
     "COPY_OUT",
-    "Candidate",
+    "MigrationPeriod",
     "Direction",
     "FixedPlacement",
     "Floats",

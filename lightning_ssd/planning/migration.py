@@ -89,7 +89,7 @@ class MigrationMachine:
 
 
 class Migration(NamedTuple):
-    """A tensor that is out of GPU memory in an inactive period.
+    """The absence of a tensor from GPU memory in an inactive period.
 
     Operators are indices in the step; those of the next step are larger than the last index of this one. An operator
     begins when it no longer waits. A tensor that migrates to host memory has room there from the end of `after` until
@@ -112,7 +112,7 @@ class Migration(NamedTuple):
     tier: OffloadTierName
 
 
-class Candidate(NamedTuple):
+class MigrationPeriod(NamedTuple):
     """An inactive period of a tensor that may migrate. Operators as in `Migration`.
 
     Attributes:
@@ -140,7 +140,7 @@ class StepMemory:
 
     seconds: Sequence[float]
     nbytes: Bytes
-    candidates: Sequence[Candidate]
+    candidates: Sequence[MigrationPeriod]
 
 
 def inactive_periods(uses: Sequence[int], count: int, *, is_global: bool) -> Iterator[tuple[int, int]]:
@@ -168,7 +168,7 @@ def wrapped(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def sum_ranges(starts: ArrayLike, stops: ArrayLike, nbytes: ArrayLike, count: int) -> Bytes:
-    """Returns, for each of `count` operators, the sum of the bytes whose ranges have it; operators as in `Migration`.
+    """Returns the bytes of all ranges while each operator runs; operators as in `Migration`.
 
     Args:
         starts: first operator of each range.

@@ -85,7 +85,7 @@ class _Search:
         """The operator during which host memory has the most bytes."""
         self.io = IOTimeline(machine, seconds)
         self.most_out = machine.rate("host" if machine.host_bytes else "ssd", "out") * float(np.sum(seconds))
-        """Bytes that can leave the GPU in a step that is not lengthened."""
+        """Bytes that can be offloaded in a step of the original length."""
         self.candidates = step.candidates
         self.chosen: dict[int, Migration] = {}
         """The migrations of candidates, by their numbers, in the order of choice."""
@@ -186,7 +186,7 @@ class _Search:
         return _Rated(benefit / self.io.transfer_seconds(nbytes, tier), start, stop, tier)
 
     def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Returns the shortest range that has all operators under pressure of a range."""
+        """Returns the range from the first to the last operator under pressure of a range, or None."""
         parts = [self.pressure[first:last] for first, last in wrapped(start, stop, self.count)]
         (found,) = np.nonzero(np.concatenate([self.pressure[:0], *parts]))
         return (start + int(found[0]), start + int(found[-1]) + 1) if len(found) else None

@@ -7,9 +7,9 @@ import numpy as np
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.migration import (
-    Candidate,
     Migration,
     MigrationMachine,
+    MigrationPeriod,
     StepMemory,
     inactive_periods,
     sum_ranges,
@@ -29,15 +29,15 @@ from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
 MAX_PLANS = 6
-"""Most plans that are made, each for less GPU memory, because the lifetimes do not include what prefetching needs."""
+"""Most plans, each for less GPU memory than the one before: the lifetimes do not include the prefetch window."""
 
 
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with the best ratio of benefit and cost migrate, and nothing is recomputed.
 
-    A part of a unit is kept on the GPU unless its weights or states migrate. Migrating parts are stepped by the CPU, or
-    by the GPU, as in Teraio, if that is faster: those in host memory, or all. Gradients of the GPU's steps leave the
-    GPU, or stay there if they do not migrate and that is faster.
+    A part of a unit is kept on the GPU unless its weights or states migrate. The CPU steps migrating parts, or, if the
+    step gets faster, the GPU, as in Teraio: those in host memory, or all. Gradients of the GPU's steps are offloaded,
+    or kept if they do not migrate and the step gets faster.
 
     Args:
         model: profile of the model.
@@ -123,7 +123,7 @@ class _StepLifetimes:
         """Class of each tensor, index of its unit, and index of its operator or part in the unit."""
         self._allocated: list[tuple[int, int, int]] = []
         """First operator with each tensor, the one after the last, and the tensor's bytes."""
-        self._candidates: list[Candidate] = []
+        self._candidates: list[MigrationPeriod] = []
 
     def memory(self) -> StepMemory:
         """Returns the operators' seconds, and the tensors in GPU memory."""
@@ -241,5 +241,5 @@ class _StepLifetimes:
         stop = self._count if freed is None else freed + 1
         self._allocated.append((allocated or 0, stop, nbytes))
         for after, before in inactive_periods(uses, self._count, is_global=is_global):
-            self._candidates.append(Candidate(len(self.keys), nbytes, after, before))
+            self._candidates.append(MigrationPeriod(len(self.keys), nbytes, after, before))
         self.keys.append((kind, unit, position))

@@ -1,8 +1,9 @@
-"""The replay: Teraio's tensors one by one, and what a machine would do with them. No training follows these plans.
+"""The replay of a profiled step: Teraio's migrations of single tensors, simulated on any machine.
 
-The modules: `lifetime_profile` (when each tensor of a step is used), `migration_simulator` (a step in which tensors
-migrate), `throughput` (of Teraio's plans and ours, by hardware), `traffic` (bandwidth over a step), `lifetime_report`
-(summary and pictures). Teraio's algorithm itself is in `planning`, whose planner "teraio" uses it for units.
+The results are predictions: trainings follow plans of units. The modules: `lifetime_profile` (uses of each tensor in a
+step), `migration_simulator` (a step with migrations), `throughput` (of Teraio's plans and ours, by hardware), `traffic`
+(bandwidth over a step), `lifetime_report` (summary and pictures). Teraio's algorithm itself is in `planning`, whose
+planner "teraio" uses it for units.
 """
 
 from lightning_ssd.replay.lifetime_profile import (

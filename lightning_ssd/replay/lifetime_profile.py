@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from lightning_ssd.planning import (
-    Candidate,
+    MigrationPeriod,
     ModelProfile,
     StepMemory,
     as_list,
@@ -242,7 +242,7 @@ class LifetimeProfile:
         candidates = []
         for tensor, after, before, _ in self.periods:
             if (nbytes := self.tensors[tensor].nbytes) >= min_bytes:
-                candidates.append(Candidate(tensor, nbytes, after, before))
+                candidates.append(MigrationPeriod(tensor, nbytes, after, before))
         return StepMemory(self.operator_seconds, np.array(self.total, np.int64), candidates)
 
     def to_json(self, path: str | Path) -> None:

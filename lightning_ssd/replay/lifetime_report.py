@@ -19,7 +19,7 @@ SMALL, LARGE = 10 * 10**6, 10**9
 """Smallest and largest bytes of the tensors that most of the paper's statements describe."""
 
 SHORTEST = 1e-9
-"""Seconds of the shortest inactive period that is drawn: shorter ones are rounding errors of sums of seconds."""
+"""Seconds of the shortest drawn inactive period: shorter ones are rounding errors of sums of seconds."""
 
 BINS = 200
 """Intervals of a step in which the bandwidth of migrations is averaged."""
@@ -88,8 +88,8 @@ def save_lifetimes(lifetimes: LifetimeProfile, hardware: HardwareProfile, folder
 
     Args:
         lifetimes: the profile.
-        hardware: machine whose memory and bandwidths are drawn.
-        folder: directory, which is made if there is none.
+        hardware: machine; its memory and bandwidths are drawn.
+        folder: directory; it is made if it does not exist.
 
     Returns:
         The files; without matplotlib, that of the lifetimes alone.

@@ -139,7 +139,7 @@ def _traffic(carriers: "dict[str, _Carrier]", begin: float, end: float) -> Traff
 
 
 class _Carrier:
-    """The link, or drives, in one direction. It carries one transfer at a time, the one that is needed first.
+    """The link, or drives, in one direction. It carries one transfer at a time: the most urgent one.
 
     Time passes only where the queue is looked at or changes: most operators change none.
 
@@ -232,8 +232,7 @@ class _Transfers:
     """The transfers of one direction.
 
     The link carries the bytes of all transfers, and drives those of their own: a transfer ends when both have carried
-    it. Each of the two carries first what an operator needs first, so that urgent transfers overtake others, and faster
-    drives delay none on the link.
+    it. Each of the two carries the most urgent transfer first, so that faster drives delay none on the link.
 
     Args:
         machine: the machine.

@@ -29,7 +29,7 @@ BANDWIDTHS = (4e9, 16e9, 32e9, 48e9, 128e9)
 """Bytes/s of a roofline's points."""
 
 MIN_BYTES = 2**20
-"""Bytes of the smallest tensor that is migrated."""
+"""Bytes of the smallest migrated tensor."""
 
 
 def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> list[Migration]:
@@ -41,7 +41,7 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
     Args:
         profile: lifetimes of all tensors.
         machine: the machine.
-        min_bytes: bytes of the smallest tensor that is migrated.
+        min_bytes: bytes of the smallest migrated tensor.
     """
     return plan_in_longer_step(profile.step_memory(min_bytes), machine)
 
@@ -79,7 +79,7 @@ def plan_roofline(
 
     Args:
         model: profile of the model.
-        hardware: profile of the machine, whose transfer bandwidths are replaced; the limit of daily writes is ignored.
+        hardware: profile of the machine. Its transfer bandwidths are replaced, its limit of daily writes is ignored.
         plan: plan of the transfers.
         bandwidths: transfer bandwidths, bytes/s.
     """

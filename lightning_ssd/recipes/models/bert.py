@@ -1,6 +1,7 @@
 """BERT: an encoder that restores masked tokens, as `transformers` has it, to pre-train or to train further."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
@@ -25,11 +26,9 @@ class BERT(LanguageModule):
         pretrained: Local folder that a BERT was saved to with `save_pretrained`. The five sizes above are then the
             folder's.
         dropout: Probability of every dropout in the model.
-        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
-        lr: Highest learning rate.
         betas: Betas of AdamW.
         weight_decay: Weight decay of matrices.
-        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+        settings: Other arguments of `RecipeModule`.
     """
 
     config_class = BertConfig
@@ -44,11 +43,9 @@ class BERT(LanguageModule):
         num_attention_heads: int = 12,
         pretrained: str | Path | None = None,
         dropout: float = 0.0,
-        gradient_checkpointing: bool = False,
-        lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.01,
-        warmup_steps: int = 100,
+        **settings: Any,
     ) -> None:
         config = None
         if pretrained is None:
@@ -61,16 +58,7 @@ class BERT(LanguageModule):
                 intermediate_size=4 * hidden_size,
                 pad_token_id=None,  # nothing is padded, and the embedding of a padding token would not be trained
             )
-        super().__init__(
-            config,
-            pretrained,
-            dropout,
-            gradient_checkpointing=gradient_checkpointing,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-        )
+        super().__init__(config, pretrained, dropout, betas=betas, weight_decay=weight_decay, **settings)
         # A checkpoint should hold plain types only.
         pretrained = None if pretrained is None else str(pretrained)
         self.save_hyperparameters()

@@ -47,11 +47,10 @@ class DiT(RecipeModule):
             more of small images visible.
         clip_sample: Clips images to [-1, 1] while sampling. False for latents, which have other bounds.
         noise_seed: Seed of the training's noise, timesteps and dropped labels.
-        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
         lr: Highest learning rate.
         betas: Betas of AdamW.
         weight_decay: Weight decay of matrices.
-        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+        settings: Other arguments of `RecipeModule`.
 
     Raises:
         ValueError: If sizes are less than 1 or do not divide each other, or `label_dropout` is no probability.
@@ -73,13 +72,12 @@ class DiT(RecipeModule):
         noise_schedule: Literal["linear", "squaredcos_cap_v2"] = "linear",
         clip_sample: bool = True,
         noise_seed: int = 0,
-        gradient_checkpointing: bool = False,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        warmup_steps: int = 100,
+        **settings: Any,
     ) -> None:
-        super().__init__(gradient_checkpointing, lr, betas, weight_decay, warmup_steps)
+        super().__init__(lr=lr, betas=betas, weight_decay=weight_decay, **settings)
         sizes = {"image_size": image_size, "in_channels": in_channels, "patch_size": patch_size}
         sizes |= {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
         for name, size in {**sizes, "num_classes": num_classes}.items():

@@ -1,6 +1,7 @@
 """GPT: a decoder-only language model, GPT-2 as `transformers` has it, to pre-train or to fine-tune."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,11 +30,7 @@ class GPT(LanguageModule):
         pretrained: A local folder that a GPT-2 was saved to with `save_pretrained`. The five sizes above are
             then the folder's.
         dropout: The probability of every dropout in the model.
-        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
-        lr: Highest learning rate.
-        betas: Betas of AdamW.
-        weight_decay: Weight decay of matrices.
-        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+        settings: Arguments of `RecipeModule`.
     """
 
     config_class = GPT2Config
@@ -48,11 +45,7 @@ class GPT(LanguageModule):
         n_head: int = 12,
         pretrained: str | Path | None = None,
         dropout: float = 0.0,
-        gradient_checkpointing: bool = False,
-        lr: float = 3e-4,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.1,
-        warmup_steps: int = 100,
+        **settings: Any,
     ) -> None:
         config = None
         if pretrained is None:
@@ -65,16 +58,7 @@ class GPT(LanguageModule):
                 bos_token_id=None,
                 eos_token_id=None,
             )
-        super().__init__(
-            config,
-            pretrained,
-            dropout,
-            gradient_checkpointing=gradient_checkpointing,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-        )
+        super().__init__(config, pretrained, dropout, **settings)
         # A checkpoint should hold plain types only.
         pretrained = None if pretrained is None else str(pretrained)
         self.save_hyperparameters()

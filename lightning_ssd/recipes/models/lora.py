@@ -37,13 +37,8 @@ class LoRACausalLM(CausalLM):
         targets: Names of the modules with adapters, or "all-linear": all linear layers but the head. None: "all-linear"
             for a folder; for random weights also the head, unless it shares its weight with the embedding, because a
             frozen random head predicts random tokens.
-        draw_late: As in `CausalLM`.
-        chunked_loss: As in `CausalLM`.
-        gradient_checkpointing: As in `CausalLM`.
         lr: Highest learning rate. None: 2e-4 for a folder, 3e-3 for random weights.
-        betas: Betas of AdamW.
-        weight_decay: Weight decay of the adapters.
-        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+        settings: Other arguments of `CausalLM`.
 
     Raises:
         ImportError: If peft is not installed.
@@ -57,21 +52,14 @@ class LoRACausalLM(CausalLM):
         alpha: int = 32,
         adapter_dropout: float = 0.0,
         targets: str | list[str] | None = None,
-        draw_late: bool = False,
-        chunked_loss: bool = False,
-        gradient_checkpointing: bool = False,
         lr: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        warmup_steps: int = 100,
+        **settings: Any,
     ) -> None:
         check_extra("peft", "lora", "LoRA")
         if lr is None:
             lr = 3e-3 if pretrained is None else 2e-4
         pretrained = None if pretrained is None else str(pretrained)  # a checkpoint should hold plain types only
-        super().__init__(
-            pretrained, config, draw_late, chunked_loss, gradient_checkpointing, lr, betas, weight_decay, warmup_steps
-        )
+        super().__init__(pretrained, config, lr=lr, **settings)
         # The weights of a base from a folder are in the folder.
         self.strict_loading = self.folder is None
         check_least("model.rank", rank, 1)

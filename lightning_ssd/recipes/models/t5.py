@@ -31,11 +31,9 @@ class T5(LanguageModule):
         tie_word_embeddings: Whether the head's weight is the shared embedding; False: one of its own, as in T5 1.1.
         pretrained: Local folder that a T5 was saved to with `save_pretrained`. The sizes above are then the folder's.
         dropout: Probability of every dropout in the model.
-        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
-        lr: Highest learning rate.
         betas: Betas of AdamW.
         weight_decay: Weight decay of matrices.
-        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+        settings: Other arguments of `RecipeModule`.
     """
 
     config_class = T5Config
@@ -54,11 +52,9 @@ class T5(LanguageModule):
         tie_word_embeddings: bool = True,
         pretrained: str | Path | None = None,
         dropout: float = 0.0,
-        gradient_checkpointing: bool = False,
-        lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.01,
-        warmup_steps: int = 100,
+        **settings: Any,
     ) -> None:
         config = None
         if pretrained is None:
@@ -74,16 +70,7 @@ class T5(LanguageModule):
                 feed_forward_proj=feed_forward_proj,
                 tie_word_embeddings=tie_word_embeddings,  # whether logits are scaled
             )
-        super().__init__(
-            config,
-            pretrained,
-            dropout,
-            gradient_checkpointing=gradient_checkpointing,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-        )
+        super().__init__(config, pretrained, dropout, betas=betas, weight_decay=weight_decay, **settings)
         # A checkpoint should hold plain types only.
         pretrained = None if pretrained is None else str(pretrained)
         self.save_hyperparameters()
