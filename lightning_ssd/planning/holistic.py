@@ -1,8 +1,4 @@
-"""The default planner: plans activations and model states together, by simulated time within every tier's memory.
-
-The file is large because the search is one class: its steps improve the same best point, within one budget of
-simulations. The simulator, the papers' planners and the making of a plan are in files of their own.
-"""
+"""The default planner: plans activations and model states together, by simulated time within every tier's memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
