@@ -74,7 +74,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from lightning_ssd._lightning import pl
     from lightning_ssd.model_states import adam
     from lightning_ssd.model_states.device_share import DeviceShare
-    from lightning_ssd.models.gpt import GPT
+    from lightning_ssd.recipes.models.gpt import GPT
 
     cap_gpu_memory(case["gpu"])
     if case["plain_kernel"]:

@@ -1,7 +1,4 @@
-"""The default planner: plans activations and model states together, by simulated time within every tier's memory.
-
-The steps of the search improve one best point, within one budget of simulations.
-"""
+"""The default planner: plans activations and model states together, by simulated time within every tier's memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

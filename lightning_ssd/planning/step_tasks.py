@@ -1,7 +1,7 @@
 """The tasks of simulated training steps, that is compute, transfers and optimizer jobs, and their dependencies.
 
-It has every rule by which the runtime orders its work: windows and staging memory, prefetches and evictions, cancelled
-writes, deferred steps in halves, launches by the host.
+It models every rule by which the runtime orders its work: windows and staging memory, prefetches and evictions,
+cancelled writes, deferred steps in halves, launches by the host.
 """
 
 from collections import deque
