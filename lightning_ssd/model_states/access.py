@@ -55,6 +55,7 @@ from lightning_ssd.model_states.parameter import (
     as_non_view,
     autocast_to,
     hollow,
+    in_order_of_casts,
     not_followed,
     offloaded_in,
     ordinary,
@@ -348,7 +349,10 @@ class Access:
             if kind is Kind.STRIDED and first is not None:
                 source = first.source
                 args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
-            result = func(*substitute(args, values), **substitute(kwargs, values))
+            given, named = substitute(args, values), substitute(kwargs, values)
+            if matmul and computing:
+                given, named = in_order_of_casts(given, named)
+            result = func(*given, **named)
             changed = [key for key, value in values.items() if value._version != versions[key]]
             unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
             if any(tensor.requires_grad for tensor in unfollowed.values()):
@@ -417,7 +421,7 @@ class Access:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
                     self.grad_dtype.sum_on_host(source.flat)
-                return apply(WholeWeight, tensor, source)
+                return WholeWeight.of(tensor, source)
         if computing and tensor.requires_grad:
             return apply(_Values, tensor, self._value(tensor))
         if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
