@@ -21,6 +21,7 @@ Threads: the training thread, and autograd's while the training thread waits in 
 """
 
 import contextlib
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
 from lightning_ssd.model_states.operands import (
     differentiate,
-    export,
     geometry,
     map_tensors,
     move_offset,
@@ -303,9 +303,7 @@ class Access:
                 case Kind.ADDRESS | Kind.STORAGE:
                     return func(self._addressed(kind, func, first), *args[1:], **kwargs)
                 case Kind.EXPORT:
-                    with self._values({id(first): first}, computing=False) as values:
-                        copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
-                        return export(func, copy, args[1:], kwargs)
+                    return self._export(func, first, args[1:], kwargs)
         return self._operate(kind, func, args, kwargs, found)
 
     def _differentiate(
@@ -598,6 +596,23 @@ class Access:
             return self._memory(tensor, source.name)
         with self._values({}, computing=False):
             return self._value(tensor)
+
+    def _export(self, func: Callable[..., Any], tensor: OffloadedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs `func`, which passes memory to code outside of torch: a NumPy array shares it with the parameter.
+
+        Memory of a gradient is a read-only copy: it has other values once the gradient is clipped, added to or stepped.
+        """
+        if isinstance(tensor.source, Weights | Replaced):
+            return func(self._memory(tensor, tensor.source.name).requires_grad_(tensor.requires_grad), *args, **kwargs)
+        warnings.warn(
+            f"`{func.__name__}` of an offloaded gradient gives a copy of its values, which later changes of the "
+            "gradient do not change. Call it again after these, such as clipping.",
+            stacklevel=2,
+        )
+        exported = func(self.values(tensor).clone().requires_grad_(tensor.requires_grad), *args, **kwargs)
+        if hasattr(exported, "setflags"):
+            exported.setflags(write=False)
+        return exported
 
     def _memory(self, tensor: OffloadedTensor, sharing: str) -> Tensor:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.
