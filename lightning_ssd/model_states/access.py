@@ -123,16 +123,22 @@ class Access:
                 item.parameter.__class__ = OffloadedParameter
                 assert isinstance(item.parameter, OffloadedParameter)
                 item.parameter.flat = flat
+                earlier = vars(item.parameter).get("source")
                 item.parameter.source = Weights(self, flat, index)
+                if earlier is not None:  # the states were moved
+                    earlier.replace(item.parameter.source)
                 item.parameter.used = 0
         self.grad_dtype.open()
 
     def close(self) -> None:
-        """Makes the parameters ordinary ones, without values, which the caller restores."""
+        """Makes the parameters ordinary ones, without values, which the caller restores.
+
+        Their attribute `source` has their aliases until other model states take these over, or `end_aliases`.
+        """
         self.grad_dtype.close()
         for flat in self._flats:
             for item in flat.param_views:
-                del item.parameter.flat, item.parameter.source, item.parameter.used  # type: ignore[attr-defined]
+                del item.parameter.flat, item.parameter.used  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
 
     @contextlib.contextmanager
@@ -572,10 +578,7 @@ class Access:
             source.flat.release_views()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    replaced = Replaced(source)
-                for alias in list(source.aliases):
-                    alias.source = replaced
-                source.aliases.clear()
+                    source.replace(Replaced(source))
             source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)

@@ -263,6 +263,16 @@ class OffloadedView(_RunsOperators, Tensor):
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
         mark_offloaded(storage_of(self), _ViewReferences(self))
 
+    def end(self, values: Tensor) -> None:
+        """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            start = values.storage_offset() * values.itemsize + self.offset
+            self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
+                values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
+            )
+            del self.source, self.offset, self.versioned, self.backed, self.graph
+            self.__class__ = Tensor  # type: ignore[assignment]
+
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
         raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
@@ -357,7 +367,7 @@ class _SavedOffloadedView(SavedWeight):
         view = self._view
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.values(view)
+        return view.source.values(view) if isinstance(view, OffloadedView) else view.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
