@@ -53,6 +53,7 @@ from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.regions import is_region
 from lightning_ssd.model_states.restorer import ModelRestorer
+from lightning_ssd.model_states.sources import end_aliases
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.step_scheduler import StepScheduler
@@ -862,6 +863,8 @@ class ModelStates(Uncopied):
         self._restorer.restore_parameters(
             ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
         )
+        for parameter in self._flat_of:
+            ending.run(end_aliases, parameter)
         kept = self.recorded and self._steps.end_record(ending)
         if self.recorded:
             self._restorer.hand_over(kept=kept)

@@ -126,6 +126,8 @@ class _RunsOperators:
                 if _runs_on_memory(kind, args, kwargs):
                     if in_backward():
                         args, kwargs = recomputed_with((args, kwargs or {}))
+                    if kind is Kind.MATMUL and torch.is_grad_enabled():
+                        args, kwargs = in_order_of_casts(args, kwargs or {})
                     with references_saved():
                         result = func(*args, **(kwargs or {}))
                     return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
@@ -262,6 +264,16 @@ class OffloadedView(_RunsOperators, Tensor):
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
         mark_offloaded(storage_of(self), _ViewReferences(self))
 
+    def end(self, values: Tensor) -> None:
+        """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            start = values.storage_offset() * values.itemsize + self.offset
+            self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
+                values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
+            )
+            del self.source, self.offset, self.versioned, self.backed, self.graph
+            self.__class__ = Tensor  # type: ignore[assignment]
+
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
         raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
@@ -356,7 +368,7 @@ class _SavedOffloadedView(SavedWeight):
         view = self._view
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.values(view)
+        return view.source.values(view) if isinstance(view, OffloadedView) else view.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -375,6 +387,16 @@ class WholeWeight(torch.autograd.Function):
     """
 
     @staticmethod
+    def of(parameter: Tensor, source: "Weights") -> Tensor:
+        """Returns the whole weights. Their node runs in backward as soon as it is ready, as that of the parameter does.
+
+        So hooks of gradients run in the order of plain training.
+        """
+        weights = apply(WholeWeight, parameter, source)
+        cast(Any, weights.grad_fn)._set_sequence_nr(_FIRST)
+        return weights
+
+    @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: "Weights") -> Tensor:
         ctx.source = weakref.ref(source)  # a graph that the module keeps would keep the module, without end
         with torch.inference_mode(False):
@@ -387,6 +409,10 @@ class WholeWeight(torch.autograd.Function):
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
+
+
+_FIRST = 2**64 - 1
+"""Autograd's sequence number of nodes that accumulate gradients: of the nodes that are ready, they run first."""
 
 
 class _ViewNode:
@@ -541,6 +567,28 @@ def recomputed_with(arguments: Any) -> Any:
     if type(arguments) is dict:
         return {name: recomputed_with(value) for name, value in arguments.items()}
     return arguments
+
+
+def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns arguments of a matrix product whose gradients autograd accumulates in the order of plain training.
+
+    In plain training the node of autocast's cast is between a parameter and the product, and casts of later arguments
+    run later in backward: compilers evaluate the arguments of autocast's calls from right to left. A 16-bit parameter
+    has no cast. Its gradient would be accumulated first, that of a bias before that of the weight, and hooks of user
+    code would run in another order. So those behind another leaf have a node that does nothing.
+    """
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    leaves = [name for name, value in given.items() if _is_leaf(value)]
+    for name in reversed(leaves[1:]):
+        parameter = given[name]
+        if type(parameter) is OffloadedParameter and parameter.flat.mixed:
+            with torch._C._DisableTorchDispatch():  # no operator of plain training, which modes would report
+                given[name] = parameter.view_as(parameter)
+    return [given.pop(index) for index in range(len(args))], given
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def not_followed(name: str) -> RuntimeError:

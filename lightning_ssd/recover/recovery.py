@@ -141,8 +141,14 @@ class Recovery(Uncopied):
             settings: settings of this run.
 
         Raises:
-            StorageError: a setting that affects results differs.
+            StorageError: a setting that affects results differs, or another `fit` with this path has ended.
         """
+        if _ended[self._path]:  # a script that is repeated in one process repeats its first `fit`, or the failed one
+            raise StorageError(
+                f"{record.file} is of a `fit` that has failed, and another `fit` with this `path` has ended in this "
+                "process: either of them may be repeated now. If a script has several `fit`s with `recover=True`, give "
+                f"each a `path` of its own; to repeat the failed one, begin a new process; or {record.remedy}."
+            )
         before, now = dict(record.settings.fixed), dict(settings.fixed)
         if any(before[number] == now[number] for number in _NUMBERS):
             for number in _NUMBERS:

@@ -199,8 +199,6 @@ def test_methods_that_would_replace_a_parameters_memory_are_refused_by_its_name(
             torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(8, 8)))
         with pytest.raises(RuntimeError, match=r"`\.clone\(\)`"):
             weight.detach().requires_grad_()
-        with pytest.raises(ValueError, match="read-only"):
-            weight.detach().numpy()[0] = 1
 
     assert_same(
         fit(tmp_path, Toy("on_train_batch_end", act), "host"),

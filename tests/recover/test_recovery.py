@@ -58,6 +58,16 @@ def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> N
     assert_nothing_is_left(tmp_path)
 
 
+def test_a_script_that_is_repeated_in_one_process_is_refused(tmp_path: Path) -> None:
+    """Its first `fit` would resume from the record of the second one, whose number in the process is the same."""
+    fit(recovering(tmp_path), max_epochs=1)
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[FailAt(5)])
+    with pytest.raises(StorageError, match=r"another `fit` with this `path` has ended.*a `path` of its own"):
+        fit(recovering(tmp_path), max_epochs=1)
+    assert (tmp_path / KEPT / "journal").exists()
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "arguments",
