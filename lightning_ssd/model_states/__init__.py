@@ -48,9 +48,10 @@ from lightning_ssd.model_states.regions import compiled_regions, is_compiled
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
-from lightning_ssd.model_states.sharded import divide_into_files, is_sharded, load_sharded, save_sharded
+from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.units import Unit, UnitPart, check_unit_classes, find_blocks, find_units
 from lightning_ssd.model_states.user_optimizers import (
+    parameters_of,
     register_optimizer,
     runs_within_step,
     stepped_whole,
@@ -94,7 +95,6 @@ __all__ = [
     "count_stored_bytes",
     "describe",
     "differences",
-    "divide_into_files",
     "encode",
     "exact_value",
     "find_blocks",
@@ -125,6 +125,7 @@ __all__ = [
     "states_in_memory",
     "stepped_whole",
     "steps_whole",
+    "parameters_of",
     "present_tiers",
     "type_name",
     "unscales_itself",
