@@ -13,7 +13,7 @@ The modules, by subject, in the order in which they are best read:
 - gradients: `gradient_offload`, `gradient`, `waiting_gradient` (on the device until a step), `grad_dtype`, `grad_scale`
   (clipping and loss scales).
 - optimizer steps: `step_scheduler` (when), `group_options`, `step` (one flat parameter), `step_work`, `step_history`
-  (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_share`, `share_trial`,
+  (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_steps`,
   `device_stepper`, `piece_transfers` and `adam_cuda` (steps of the GPU).
 - the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
 - operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `operands`, `references` (that
