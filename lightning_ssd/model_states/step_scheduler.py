@@ -244,15 +244,13 @@ class StepScheduler:
             )
 
     def submit(self, flat: FlatParameter) -> None:
-        """Submits the step of `flat`, whose gradient is complete.
+        """Submits the step of `flat`, whose gradient is complete, and whose weights are retired; nothing is staged.
 
         Raises:
             RuntimeError: its step before was not recorded, and a record can't name both.
         """
         gradient, store = self._gradients[flat], self._stores[flat]
         self._gradients.resume_stepped(flat)
-        self._staged.unstage()
-        self._prefetcher.retire_for_step(flat)
         options = self._options.submit(flat)  # the step owns these
         stepper = self._device_steps.stepper_of(flat) if self._overlap == "optimized" else None
         waiting: WaitingGradient | None = None
@@ -346,7 +344,7 @@ class StepScheduler:
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
-                    self.submit(flat)
+                    self._retire_and_submit(flat)
                 elif flat.shared or not (self.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
 
@@ -546,7 +544,13 @@ class StepScheduler:
             if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
                 self._staged.pull(flat)
                 gradient.fold()
-                self.submit(flat)
+                self._retire_and_submit(flat)
+
+    def _retire_and_submit(self, flat: FlatParameter) -> None:
+        """Submits a step after backward, which may have left weights on the device, and user code staged values."""
+        self._staged.unstage()
+        self._prefetcher.retire_for_step(flat)
+        self.submit(flat)
 
     def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
         """Passes the step's futures to the next step, the journal and the history, and returns those of its jobs."""
