@@ -39,7 +39,7 @@ from lightning_ssd.callbacks import (
     summon_full_params,
     trainer_callbacks,
 )
-from lightning_ssd.checkpoints import can_write, copy_mapped_states, is_local, read_checkpoint
+from lightning_ssd.checkpoints import can_write, consolidate_command, copy_mapped_states, is_local, read_checkpoint
 from lightning_ssd.device import ExpandableSegments
 from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
@@ -68,6 +68,7 @@ from lightning_ssd.model_states import (
     move_model_states,
     note_unread,
     offloaded_parameters,
+    parameters_of,
     present_tiers,
     regroup_model_states,
     runs_within_step,
@@ -197,8 +198,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             that checkpoints lack, such as sums of logged means, is lost. If `ckpt_path` is given, training starts from
             that checkpoint instead.
         checkpoints: format of checkpoints, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
-            `"sharded"`: a directory of safetensors. Both are written and read in the memory of a few units, and
-            training resumes from either. `lightning-ssd export` makes a plain folder of weights of both.
+            `"sharded"`: a directory of `torch.distributed.checkpoint`, as Lightning's FSDP strategy writes it. Both
+            are written and read in the memory of a few units, and training resumes from either. A directory is not
+            loaded by `load_from_checkpoint` and plain Lightning, unless its utility `consolidate_checkpoint` has made a
+            file of it. `lightning-ssd export` makes a plain folder of weights of both.
         compile: compile the blocks of the model (see `units`) with `torch.compile` while it trains, except blocks that
             are compiled already. This changes the last digits of results, as your own `block.compile()` does.
         accelerator: as in Lightning's strategies.
@@ -249,7 +252,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         check_flag("compile", compile)
         self._compile = compile
-        self._save = save if checkpoints == "file" else save_sharded
+        self._checkpoints = checkpoints
+        self._explained_sharded = False
+        """Whether the log has said who loads a sharded checkpoint."""
         self._loaded = LoadedValues()
         self._ever_offloaded = False
         """Whether a training or evaluation with this strategy has offloaded states: checkpoints may have lazy tensors,
@@ -943,9 +948,27 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if not self._ever_offloaded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is None and can_write(self.checkpoint_io, filepath):
-            self._save(checkpoint, filepath)
+            if self._checkpoints == "file":
+                save(checkpoint, filepath)
+            else:
+                self._save_sharded(checkpoint, filepath)
         else:
             super().save_checkpoint(load_lazy(checkpoint), filepath, storage_options)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        assert self.lightning_module is not None
+        names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+        numbered = [
+            {number: names[item] for number, item in enumerate(parameters_of(optimizer)) if item in names}
+            for optimizer in self.optimizers
+        ]
+        save_sharded(checkpoint, filepath, numbered)
+        if not self._explained_sharded:
+            self._explained_sharded = True
+            pl.utilities.rank_zero_info(
+                f"{filepath} is a sharded checkpoint. `load_from_checkpoint` and Trainers with other strategies load "
+                f"the file that is made of it by `{consolidate_command(filepath)}`."
+            )
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

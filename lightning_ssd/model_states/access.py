@@ -175,12 +175,11 @@ class Access:
                 weights.write(weights.read())
 
     @contextlib.contextmanager
-    def whole(self, owners: Sequence[tuple[nn.Module, str]], *, under_autocast: bool = False) -> Iterator[None]:
-        """Gives compiled code whole weights that have 16 bits on the device, where autocast would not cast them so.
+    def whole(self, owners: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+        """Gives compiled code whole weights that have 16 bits on the device.
 
         Args:
             owners: modules with the names of their offloaded parameters.
-            under_autocast: whether it is given them also where autocast would cast them in products.
 
         Raises:
             RuntimeError: the compiled code has changed a weight.
@@ -188,9 +187,7 @@ class Access:
         found = {
             (module, name): parameter
             for module, name in owners
-            if isinstance(parameter := module._parameters.get(name), OffloadedParameter)
-            and parameter.flat.mixed
-            and (under_autocast or not autocast_to(parameter.flat.dtype, parameter.flat.device))
+            if isinstance(parameter := module._parameters.get(name), OffloadedParameter) and parameter.flat.mixed
         }
         if not found:
             yield

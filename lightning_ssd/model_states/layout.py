@@ -145,11 +145,6 @@ class Layout:
         return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes of all values and of the gradient, which a step on the device copies there."""
-        return self.opt_state_bytes + 2 * self.flat.nbytes
-
-    @property
     def paged(self) -> bool:
         """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
         return self.flat.numel >= PAGED_ELEMENTS

@@ -34,7 +34,7 @@ from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.compile import renew_guards
 from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.device_share import DeviceShare
+from lightning_ssd.model_states.device_steps import DeviceSteps
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
@@ -178,13 +178,12 @@ class ModelStates(Uncopied):
         self._gradients = GradientOffloader(
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
-        self._device_share = DeviceShare(
+        self._device_steps = DeviceSteps(
             self.stores,
             list(offloaded.flat_optimizers),
             copies,
             self._prefetcher,
             drain=lambda: wait_for_all(self._gradients.consumed(), "gradients"),
-            prefetches=setup.needs_norm,
         )
         self._steps = StepScheduler(
             offloaded,
@@ -195,7 +194,7 @@ class ModelStates(Uncopied):
             worker,
             setup,
             journal,
-            self._device_share,
+            self._device_steps,
         )
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
@@ -332,7 +331,7 @@ class ModelStates(Uncopied):
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
             self._prefetcher.retire_for_step(flat)
-        if flat in self._device_share.kept_gradients and self._keeps_gradient(flat):
+        if flat in self._device_steps.kept_gradients and self._keeps_gradient(flat):
             self._gradients.keep(flat, index, grad)
         else:
             self._gradients.offload(flat, index, grad)
@@ -420,7 +419,7 @@ class ModelStates(Uncopied):
 
     @uninterrupted
     def step_on_device(self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter]) -> bool:
-        """Has the device make the optimizer steps of these parameters, and the CPU all others; no trial chooses them.
+        """Has the device make the optimizer steps of these parameters, and the CPU all others.
 
         Called between two steps on the training thread. The steps' bits do not depend on the processor. The device
         steps the flat parameters of `parameters` whose gradients are not accumulated, in host memory or on SSDs, in
@@ -437,7 +436,7 @@ class ModelStates(Uncopied):
         chosen, kept = (
             {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
         )
-        return self._device_share.plan(chosen, kept)
+        return self._device_steps.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless it has begun. Backward then submits steps of complete gradients."""

@@ -123,8 +123,9 @@ def present_tiers(
     groups, _ = groups_of(optimizers)
     resident = model.parameters
     if not resident_bytes or state_bytes(resident, groups) > resident_bytes + states.prefetched_bytes:
+        dtypes = {one.parameter: flat.dtype for flat in model.stores for one in flat.param_views}
         resident, _ = residents_within(
-            units, resident, groups, resident_bytes, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
+            units, resident, groups, resident_bytes, dtypes, defer_to_user_hooks=setup.defer_to_user_hooks
         )
     tiers: dict[str, UnitTiers] = {}
     for unit, flat_params in model.units:

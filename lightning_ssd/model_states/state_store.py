@@ -71,7 +71,6 @@ class StateStore:
     Attributes:
         steps: steps that were committed.
         revertible: whether the last commit can be rolled back.
-        changes: how often the values were changed; prefetched copies of them are compared with it.
         spare: budget of host memory for the second version; None: unlimited.
 
     Raises:
@@ -91,7 +90,6 @@ class StateStore:
         self.staging = staging
         self.steps = 0
         self.revertible = False
-        self.changes = 0
         self.spare: SpareMemory | None = None
         self._buffers: tuple[StateBuffer, ...] = (weights,) if opt_state is None else (weights, opt_state)
         self._copies = copies
@@ -113,11 +111,6 @@ class StateStore:
             stepped: done when the step is committed or skipped.
         """
         self._weights_stepped, self._stepped = weights, stepped
-
-    @property
-    def stepped(self) -> "Future[Any]":
-        """Done when the announced step is committed or skipped."""
-        return self._stepped
 
     @property
     def reads_to_device(self) -> bool:
@@ -241,7 +234,6 @@ class StateStore:
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
-        self.changes += changed
         if not changed or staged.memory is None:
             self._release(staged)
             return
@@ -256,14 +248,12 @@ class StateStore:
     def commit(self) -> None:
         """Commits the step that was unstaged last."""
         self.steps += 1
-        self.changes += 1
         self.revertible = self.has_second
         self._flip()
 
     def revert(self) -> None:
         """Rolls the last commit back: it is `revertible`, and no step was staged since."""
         self.steps -= 1
-        self.changes += 1
         self.revertible = False
         self._flip()
 
@@ -342,11 +332,6 @@ class StateStore:
         if not self.in_memory and not self.steps_directly:
             assert self.staging is not None
             self.staging.states.pool.pin()
-
-    def unpin(self) -> None:
-        """Unlocks the pages of values that `pin` has page-locked; no copy uses them. Idempotent."""
-        if isinstance(self.opt_state, HostBuffer):
-            self.opt_state.unpin()
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
