@@ -8,7 +8,8 @@ import lightning_ssd
 PACKAGE = Path(lightning_ssd.__file__).parent
 ROOT = Path(__file__).parents[1]
 
-LEAVES = {"types", "sizes", "spans", "shared_gradients", "storage_tags", "uncopied", "interrupts", "garbage", "forks"}
+LEAVES = {"types", "sizes", "spans", "shared_gradients", "storage_tags", "uncopied", "interrupts", "garbage", "forks",
+          "torch_internals"}  # fmt: skip
 """Modules that import nothing of the package."""
 
 ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
