@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
@@ -15,7 +15,7 @@ def autograd_forwards() -> Mapping[int, CodeType]:
     Code is hashed by its contents, which takes longer than a whole search of the stack by identity.
     """
     # Each definition of a function, also of one that inherits from another, adds a direct subclass, in their order.
-    return _forwards(BackwardCFunction.__subclasses__()[-1])
+    return _forwards(cast(object, BackwardCFunction.__subclasses__()[-1]))
 
 
 @functools.lru_cache(maxsize=1)
