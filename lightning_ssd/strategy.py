@@ -87,6 +87,7 @@ from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
 from lightning_ssd.user_hooks import user_sees_gradients
+from lightning_ssd.versions import warn_of_untested
 
 _Callback = TypeVar("_Callback", bound=pl.Callback)
 
@@ -389,6 +390,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._default_path = root if "://" in root else os.path.abspath(root)
         self._storage = self.config.resolve(self._default_path)
         self._offloads = None
+        if fitting:
+            warn_of_untested()
         if fitting and self._compile:
             self._compile_blocks()
         try:

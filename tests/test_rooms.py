@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 LEAVES = {
     "types", "sizes", "spans", "shared_gradients", "storage_tags",
     "uncopied", "interrupts", "garbage", "forks", "extras",
+    "torch_internals",
 }  # fmt: skip
 """Modules that import nothing of the package."""
 

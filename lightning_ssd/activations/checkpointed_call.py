@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
+from lightning_ssd.torch_internals import has_global_module_hooks
 from lightning_ssd.uncopied import is_users_hook, takes_hooks
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -49,7 +49,7 @@ def allows_checkpointing(module: nn.Module) -> bool:
     if hasattr(type(module).forward, "_torchdynamo_orig_callable"):  # by `torch.compile`
         return False
     around = (*module._forward_pre_hooks.values(), *itertools.islice(module._forward_hooks.values(), 1))
-    if torch._C._len_torch_function_stack() or _has_any_global_hook() or any(map(is_users_hook, around)):
+    if torch._C._len_torch_function_stack() or has_global_module_hooks() or any(map(is_users_hook, around)):
         return False
     return all(_is_plain(inner, module) for inner in module.modules())
 

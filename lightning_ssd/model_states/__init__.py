@@ -16,8 +16,9 @@ The modules, by subject, in the order in which they are best read:
   (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_steps`,
   `device_stepper`, `piece_transfers` and `adam_cuda` (steps of the GPU).
 - the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
-- operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `operands`, `references` (that
-  autograd saves), `sources`, `gradient_access`, `shared_memory`, `summoned` (whole weights).
+- operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `autograd_forwards` (calls of
+  autograd functions), `operands`, `references` (that autograd saves), `sources`, `gradient_access`, `shared_memory`,
+  `summoned` (whole weights).
 - checkpoints: `state_dicts`, `values` (in nested containers), `lazy`, `sharded`, `replace` (of files).
 - `recover=True`: `journal`, `settings`, `plain_data`.
 """

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from types import FrameType, MethodType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
+from lightning_ssd.model_states.autograd_forwards import autograd_forwards
 from lightning_ssd.model_states.references import references_saved, saves_references
 from lightning_ssd.model_states.shared_memory import over
 from lightning_ssd.model_states.torch_functions import KINDS, Kind, kind_of
@@ -617,11 +618,12 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             continue
         if torch.is_inference_mode_enabled():
             return
+        forwards = autograd_forwards()
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_FRAMES):
             if frame is None:
                 break
-            if frame.f_code is _APPLY and any(given is value for given in frame.f_locals["args"]):
+            if id(frame.f_code) in forwards and _has_argument(frame, value):
                 if isinstance(value, OffloadedView):
                     raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)
@@ -629,7 +631,13 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             frame = frame.f_back
 
 
-_APPLY = cast(MethodType, torch.autograd.Function.apply).__func__.__code__
-
 _FRAMES = 32
 """Python calls between an autograd function and an operator that it runs, at most."""
+
+
+def _has_argument(frame: FrameType, value: Tensor) -> bool:
+    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
+    for given in frame.f_locals.values():
+        if given is value or (isinstance(given, tuple) and any(one is value for one in given)):
+            return True
+    return False
