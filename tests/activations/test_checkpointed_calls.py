@@ -842,3 +842,16 @@ def test_a_second_call_with_the_same_cache_is_no_checkpointed_one(offloader: Act
     count_runs(model)
     assert_same(checkpointed.run(), expected)
     assert count_runs(model) == [1, 3, 1]
+
+
+def test_a_weight_that_is_changed_before_backward(offloader: ActivationOffloader) -> None:
+    """Plain autograd refuses it, because it has saved the weight, and a second run would compute with other values."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    losses = [model(VALUE), checkpointed.forward()]
+    with torch.no_grad():
+        model.middle.down.weight.mul_(2)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model.gradients(loss)
+    checkpointed.end()
