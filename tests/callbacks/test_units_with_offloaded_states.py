@@ -68,13 +68,15 @@ class Plain(GPT):
 
 
 class Tied(GPT):
-    """Layers that share a weight, of which one is called twice."""
+    """Layers that share a weight, of which one is called twice, with hooks of the user on others."""
 
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
         torch.manual_seed(0)
         shared = nn.Parameter(torch.randn(8, 8))
         self.embedding, self.layers = nn.Embedding(64, 8), nn.ModuleList(Layer(shared) for _ in range(5))
+        self.layers[1].register_forward_hook(lambda module, args, output: 1.5 * output)
+        self.layers[2].register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
         self.losses = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -122,7 +124,9 @@ def plan_of(path: Path, states: str, **how: Any) -> tuple[Plan, ModelProfile]:
     ],
 )
 def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, states: str, how: dict[str, Any]) -> None:
-    expected = train(tmp_path, "auto", make=make, **how)
+    # Under bf16-true, offloaded weights have master weights, which plain Lightning's have not.
+    reference: Any = strategy(states) if how.get("precision") == "bf16-true" else "auto"
+    expected = train(tmp_path, reference, make=make, **how)
     plan, profile = plan_of(tmp_path, states, make=make, **how)
     turns = (KEEP_CHECKPOINT_OFFLOAD, ("checkpoint",), ("keep",), ("host", "keep"))
     for kinds in turns:
