@@ -24,7 +24,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.torch_internals import has_global_module_hooks
-from lightning_ssd.uncopied import is_users_hook, takes_hooks
+from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module with hooks that would run a second time if they are on modules inside of a unit."""
@@ -255,6 +255,27 @@ class CheckpointedCall:
                 "What the model computed then can't be told from that layer's forward, which the plan checkpoints. "
                 "Raise a subclass of `Exception`, or set `checkpoint: false` in the plan's unit."
             )
+        self._state.check_versions()
         args, kwargs = self._arguments.unpack(tensors)
-        with self._state.restored():
+        with self._state.restored(), _weights_in_use(self._module, args):
             self._module.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _weights_in_use(module: nn.Module, args: tuple[object, ...]) -> Iterator[None]:
+    """Runs the hooks that make the weights of `module` resident, as in its call, and none of the user.
+
+    Torch keeps the weights that a rerun saves as tensors, which own the memory until backward has used them, whether
+    the weights are evicted meanwhile or not.
+    """
+    before, after = (
+        [hook for hook in hooks.values() if isinstance(hook, ModuleHook) and hook.in_reruns]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    )
+    try:
+        for hook in before:
+            hook(module, args)
+        yield
+    finally:  # torch ends a rerun by an error once all saved tensors are made
+        for hook in after:
+            hook(module, args, None)

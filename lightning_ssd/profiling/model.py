@@ -1,7 +1,7 @@
 """`Profiler` measures the units, operators and saved tensors of a training, and the tiers of its model states.
 
-A profile has three phases: record, check, time. `TraceMode` records operators, `unit_profiles` makes the units'
-profiles, and `limits` adds budgets.
+It records one micro-batch, checks recomputations in the next, and times further steps. `TraceMode` records operators,
+`unit_profiles` makes the units' profiles, and `limits` adds budgets.
 """
 
 import statistics
