@@ -46,8 +46,8 @@ from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader
-from lightning_ssd.data.spans import span_lengths
-from lightning_ssd.models import BERT, GPT, T5, RecipeModule
+from lightning_ssd.recipes.data.spans import span_lengths
+from lightning_ssd.recipes.models import BERT, GPT, T5, RecipeModule
 
 BATCH, TOKENS, VOCABULARY = 16, 1024, 50304
 SHAPES = ("4096x16", "8192x4", "12288x3", "16384x2")

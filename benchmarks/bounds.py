@@ -60,8 +60,7 @@ from lightning_ssd.autoplan import WARMUP_AFTER_CHANGE, PlanRunner
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import simulate
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF
-from lightning_ssd.timeline import BETWEEN, Timeline
-from lightning_ssd.timeline_profile import TimelineProfile
+from lightning_ssd.timeline import BETWEEN, Timeline, TimelineProfile
 
 CASES = (
     "llama:2048x16,mixed,states=host",
@@ -77,9 +76,6 @@ CASES = (
 
 RECORDED = 2
 """Recorded steps."""
-
-TRIED = 45
-"""Steps in which a training without a planner tries shares of the optimizer that the GPU makes (`ShareTrial`)."""
 
 TRACE = "trace.json"
 """Name of the file of the recorded steps."""
@@ -194,7 +190,7 @@ def _rule(trainer: Any, batch_idx: int) -> object:
     """Returns a value that differs for each plan or other decision in force; None: the training is still measured."""
     _, planner = find_planners(trainer)
     if planner is None:
-        return (batch_idx >= TRIED and in_force(trainer, batch_idx)) or None
+        return in_force(trainer, batch_idx) or None
     runner = planner.runner
     if runner is None or runner.plan is None or planner.measuring or planner.calibrating:
         return None

@@ -36,7 +36,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
-    from lightning_ssd.models.gpt import GPT
+    from lightning_ssd.recipes.models.gpt import GPT
 
     hidden, layers, batch = map(int, case["shape"].split("x"))
     cuda = case["device"] == "cuda"

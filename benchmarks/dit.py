@@ -51,7 +51,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
-    from lightning_ssd.models import DiT
+    from lightning_ssd.recipes.models import DiT
 
     cuda = torch.cuda.is_available() and not case["dry_run"]
     if cuda:

@@ -84,7 +84,7 @@ def predict(recipe: str, given: list[str]) -> dict[str, Any]:
     from lightning_ssd.dry_run import plan_as_configured, profile_recipe
     from lightning_ssd.planning import simulate
     from lightning_ssd.profiling import measure_machine
-    from lightning_ssd.recipe import read_recipe
+    from lightning_ssd.recipes import read_recipe
 
     machine = measure_machine(None, attention=True)
     config = read_recipe(recipe, given, run=False)
@@ -104,7 +104,7 @@ def predict(recipe: str, given: list[str]) -> dict[str, Any]:
 
 def train(recipe: str, given: list[str], warm_up: int, steps: int) -> None:
     """Trains a recipe, whose callback prints the result."""
-    from lightning_ssd.recipe import read_recipe
+    from lightning_ssd.recipes import read_recipe
 
     probe = json.dumps([{"class_path": "benchmarks.dry_runs.Probe", "init_args": {"warm_up": warm_up}}])
     given += [f"--trainer.max_steps={warm_up + steps}", f"--trainer.callbacks={probe}", "--trainer.logger=false"]

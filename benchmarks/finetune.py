@@ -48,7 +48,7 @@ def train(case: dict[str, Any], path: str) -> None:
     from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
-    from lightning_ssd.models import CausalLM, LoRACausalLM
+    from lightning_ssd.recipes.models import CausalLM, LoRACausalLM
 
     cuda = torch.cuda.is_available()
     if cuda and case["gpu"]:

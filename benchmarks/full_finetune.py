@@ -22,8 +22,6 @@ Options:
   mixed            `precision="bf16-mixed"` instead of `bf16-true`
   batch=N, warm-up=N, steps=N, rounds=N, gpu=GIB, host=GIB
   resident=GIB     `gpu_memory=` of the strategy: whole units stay on the GPU (with mode auto)
-  gpu-steps=N      the GPU makes the steps of N % of the units in host memory, from the second step on; 0: of none.
-                   Without it, a trial chooses the share, which needs `warm-up=32`
 
 Batches of 16 x 1024 tokens (and 229 of a T5's decoder), gradient checkpointing, bf16 weights with fp32 master weights
 and states (`bf16-true`; with `mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next,
@@ -37,7 +35,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +42,12 @@ from benchmarks.processes import cap_gpu_memory, run_alone
 
 CLIPPING = (
     "host:{}",
-    "host:{},deferred,gpu-steps=0",
-    "host:{},deferred,gpu-steps=15",
-    "host:{},deferred,gpu-steps=30",
-    "host:{},deferred,warm-up=32",
+    "host:{},deferred",
     "auto:{},deferred,resident=14",
     "host:{},speculative,limit=1000000",
 )
-"""Cases that show the cost of clipping: none; every step clipped, with all optimizer steps on the CPU, with fixed
-shares of them on the GPU, with the share that a trial finds, and with units that stay on the GPU; and speculated steps
-of which none is clipped."""
+"""Cases that show the cost of clipping: none; every step clipped, with all units in RAM, and with units that stay on
+the GPU; and speculated steps of which none is clipped."""
 
 SHAPES = {"gpt": ("2048x24", "2560x32", "3072x34"), "t5": ("1024x24,clip",), "llama": ("3072x28,clip",)}
 """Cases of each model, unless others are given."""
@@ -73,14 +66,11 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
     from lightning_ssd.model_states import adam
-    from lightning_ssd.model_states.device_share import DeviceShare
-    from lightning_ssd.models.gpt import GPT
+    from lightning_ssd.recipes.models.gpt import GPT
 
     cap_gpu_memory(case["gpu"])
     if case["plain_kernel"]:
         adam.adam_library = lambda: None
-    if case["gpu-steps"] >= 0:
-        DeviceShare.note = _fixed_share(case["gpu-steps"] / 100)  # type: ignore[method-assign]
 
     class FineTunedGPT(GPT):
         def configure_model(self) -> None:
@@ -173,25 +163,13 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     os._exit(0)  # the rest would only make the model whole again
 
 
-def _fixed_share(share: float) -> Callable[..., None]:
-    """Returns a `DeviceShare.note` with which the GPU steps a share of the units."""
-
-    def note(self: Any, work: object) -> None:
-        if self.stepper is None and share:
-            flat_params = self._order
-            chosen = [flat for n, flat in enumerate(flat_params) if int((n + 1) * share) > int(n * share)]
-            print("the GPU steps", len(chosen), "of", len(flat_params), self.select(chosen), file=sys.stderr)
-
-    return note
-
-
 def parse(text: str, model: str) -> dict[str, Any]:
     """Returns the settings of a case of `model`."""
     mode, _, rest = text.partition(":")
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"model": model, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
-    case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized", "gpu-steps": -1}
+    case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
     case["warm-up"] = WARM_UP
     case |= {
         "limit": 1,

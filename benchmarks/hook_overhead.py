@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2LMHeadModel
 
 from lightning_ssd.activations import OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.models.gpt import GPT
+from lightning_ssd.recipes.models.gpt import GPT
 
 LARGE = 2**16
 CASES: dict[str, dict[str, Any]] = {

@@ -5,12 +5,9 @@
 Each model's training step runs on tensors without memory, in full precision (32-true, AdamW, one micro-batch, nothing
 recomputed). Times are calculated from FLOPs and bytes for one GPU of `--tflops` and `--gpu` GB: by default an H100 NVL
 in fp32 without TF32, which is torch's default and the paper's "full precision". Results are added to `lifetimes.json`,
-from which `lifetimes.md` and `lifetimes_roofline.png` (throughput by bandwidth, figure 3) are made, with the best plans
-that also recompute, without host memory and with 128 GB of it. With host memory they step units on the CPU, too, at the
-rate of `configs/machines/h100.json`, and migrate tensors to it. A picture for each
+from which `lifetimes.md` and `lifetimes_roofline.png` (throughput by bandwidth, figure 3) are made. A picture for each
 model shows active bytes of each operator (figure 1), inactive periods (figure 2), and the bandwidth of migrations over
-a planned step (figure 8). Planning is the CPU time of Teraio's planner for a step with four drives and host memory, and
-that of the best plans for `MACHINES`.
+a planned step (figure 8). Planning is the CPU time of Teraio's planner for a step with four drives and host memory.
 """
 
 import argparse
@@ -25,20 +22,22 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_ssd.dry_run import profile_lifetimes
-from lightning_ssd.lifetime_report import (
+from lightning_ssd.planning import HardwareProfile, MigrationMachine
+from lightning_ssd.recipes import read_recipe
+from lightning_ssd.replay import (
+    BANDWIDTHS,
+    LifetimeProfile,
     active_share,
+    by_hardware,
     draw_active,
     draw_inactive,
     draw_traffic,
     median_period,
     migratable_share,
+    plan_teraio,
+    roofline,
+    simulate_migrations,
 )
-from lightning_ssd.planning import HardwareProfile, LifetimeProfile, migration_traffic
-from lightning_ssd.planning.migration import MigrationMachine
-from lightning_ssd.planning.migration_simulator import simulate_migrations
-from lightning_ssd.planning.roofline import BANDWIDTHS, best_throughput, by_hardware, roofline
-from lightning_ssd.planning.teraio import plan_teraio
-from lightning_ssd.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 PLAIN = ["--model.gradient_checkpointing=false", "--trainer.precision=32-true"]
@@ -57,11 +56,6 @@ PAPER_DRIVE = (6.7e9, 6.5e9)
 
 HOSTS, DRIVES = (0, 64 * 10**9, 128 * 10**9), (1, 2, 4)
 """Bytes of host memory and numbers of drives that are varied (figure 9)."""
-
-MACHINES = [
-    (gpu * 10**9, host * 10**9, drives) for gpu in (24, 94, 192) for host in (128, 1000) for drives in (1, 4, 8)
-]
-"""Bytes of the GPU and of host memory, and number of drives, for which the search for the best plan is timed."""
 
 
 def main() -> None:
@@ -109,18 +103,13 @@ def draw_roofline(rows: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4))
     plot = figure.subplots()
     for name, row in rows.items():
-        (line,) = plot.plot(*_points(row["roofline"]), "o-", label=name)
-        plot.plot(*_points(row["host_roofline"]), "s--", color=line.get_color(), markersize=4)
-    plot.plot([], [], "ks--", markersize=4, label=f"best, with {HOSTS[-1] / 1e9:g} GB of host memory")
+        bandwidths, throughputs = zip(*row["roofline"], strict=True)
+        plot.plot([one / 1e9 for one in bandwidths], throughputs, "o-", label=name)
     plot.set(xlabel="bandwidth of migration, GB/s each way", ylabel="throughput / that without waiting")
     plot.set_xscale("log", base=2)
     plot.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=100, format="png")
-
-
-def _points(roofline: Any) -> tuple[list[float], list[float]]:
-    return [bandwidth / 1e9 for bandwidth, _ in roofline], [throughput for _, throughput in roofline]
 
 
 def trace(name: str, hardware: HardwareProfile) -> LifetimeProfile:
@@ -138,17 +127,11 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
     begin = time.process_time()
     plan = plan_teraio(lifetimes, drives)
     planning = time.process_time() - begin
-    best, throughputs = [], []
-    for gpu_bytes, host_bytes, count in MACHINES:
-        begin = time.process_time()
-        machine = MigrationMachine(gpu_bytes, host_bytes, 64e9, 64e9, (PAPER_DRIVE,) * count, hardware.cpu_step_rate)
-        throughputs.append(best_throughput(lifetimes, machine))
-        best.append(time.process_time() - begin)
     found = simulate_migrations(lifetimes, drives, plan)
     title = f"{lifetimes.name}: migrations of a step, 4 drives and 128 GB of host memory"
-    draw_traffic(axes, migration_traffic(found), title)
+    draw_traffic(axes, found.traffic, title)
     large = [period for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= 10**7]
-    drive = MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, (PAPER_DRIVE,), hardware.cpu_step_rate)
+    drive = MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, (PAPER_DRIVE,))
     row: dict[str, Any] = {
         "step_seconds": lifetimes.step_seconds,
         "operators": len(lifetimes.operators),
@@ -160,11 +143,7 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
         "median_inactive": median_period(lifetimes),
         "large_periods": len(large),
         "plan_seconds": planning,
-        "best_plan_seconds": best,
-        "best_plan_throughputs": throughputs,
         "roofline": roofline(lifetimes, drive),
-        "best_roofline": roofline(lifetimes, drive, throughput=best_throughput),
-        "host_roofline": roofline(lifetimes, replace(drive, host_bytes=HOSTS[-1]), throughput=best_throughput),
     }
     if lifetimes.name == "Llama3-8B":
         row["by_hardware"] = by_hardware(lifetimes, drives, HOSTS, DRIVES)
@@ -197,40 +176,25 @@ def table(rows: dict[str, Any]) -> str:
         f"{one['gpu_bytes'] / 1e9:g} GB, 32-true, AdamW, one micro-batch, times calculated from FLOPs and bytes.",
         "",
         "| model | step | peak | active, mean | active, most | 10 MB to 1 GB: periods longer than a migration at "
-        "6.5 GB/s | median inactive period, 10 MB or more | tensors | planning, Teraio | best plans |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "6.5 GB/s | median inactive period, 10 MB or more | tensors | planning |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['step_seconds']:.2f} s | {row['peak_bytes'] / 1e9:.0f} GB | {row['active_mean']:.2%} | "
             f"{row['active_most']:.1%} | {row['migratable']:.0%} | {1e3 * row['median_inactive']:.1f} ms | "
-            f"{row['tensors']} | {row['plan_seconds']:.1f} s | "
-            f"{min(row['best_plan_seconds']):.1f} to {max(row['best_plan_seconds']):.1f} s |"
+            f"{row['tensors']} | {row['plan_seconds']:.1f} s |"
         )
     lines += ["", *_statements(rows), ""]
     lines += [
-        "Planning is CPU time; best plans are those for GPUs of 24, 94 and 192 GB, host memory of 128 GB and 1 TB, and "
-        "one, four and eight drives of 6.5 GB/s. Their throughput is a share of that of the step without waiting, and "
-        "may be above 1, because the GPU's optimizer takes no time for units that the CPU steps:",
-        "",
-        "| GPU, host memory, drives | " + " | ".join(rows) + " |",
-        "|---" * (len(rows) + 1) + "|",
-    ]
-    for number, (gpu_bytes, host_bytes, count) in enumerate(MACHINES):
-        found = (f"{row['best_plan_throughputs'][number]:.2f}" for row in rows.values())
-        lines.append(f"| {gpu_bytes / 1e9:g} GB, {host_bytes / 1e9:g} GB, {count} | " + " | ".join(found) + " |")
-    lines.append("")
-    lines += [
-        "Throughput by bandwidth: Teraio's plans and the best ones, with recomputation, without host memory; then the "
-        f"best ones with {HOSTS[-1] / 1e9:g} GB of host memory, with recomputation and CPU steps.",
+        "Planning is CPU time. Throughput of Teraio's plans by bandwidth, without host memory, as a share of that of "
+        "the step without waiting:",
         "",
     ]
     lines += ["| throughput at | " + " | ".join(f"{bandwidth / 1e9:g} GB/s" for bandwidth in BANDWIDTHS) + " |"]
     lines += ["|---" * (len(BANDWIDTHS) + 1) + "|"]
     for name, row in rows.items():
-        points = zip(*(row[key] for key in ("roofline", "best_roofline", "host_roofline")), strict=True)
-        found = (", ".join(f"{throughput:.2f}" for _, throughput in point) for point in points)
-        lines.append(f"| {name} | " + " | ".join(found) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{throughput:.2f}" for _, throughput in row["roofline"]) + " |")
     for name, row in rows.items():
         if "by_hardware" in row:
             lines += ["", f"{name} by host memory and number of drives of 6.5 GB/s:", ""]

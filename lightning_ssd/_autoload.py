@@ -1,8 +1,8 @@
 """Registers the package's strategies with Lightning, with no import in user code.
 
-torch calls `register` at the end of `import torch`, through the entry point group `torch.backends`. Lightning
-is imported later, so `register` installs an import hook that adds the strategies' names once there is a
-`StrategyRegistry`.
+torch calls `register` at the end of `import torch`, through the entry point group `torch.backends` and the module
+`lightning_ssd_autoload` beside the package. Lightning is imported later, so `register` installs an import hook that
+adds the strategies' names once there is a `StrategyRegistry`.
 
 Only the standard library may be imported here, and nothing may raise: it would break `import torch` itself.
 """

@@ -4,6 +4,7 @@ Files of other kinds (remote paths, other `checkpoint_io` plugins, replaced savi
 """
 
 import copy
+import shlex
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd._lightning import fabric
-from lightning_ssd.model_states import is_sharded, load_sharded, replace_values
+from lightning_ssd._lightning import fabric, pl
+from lightning_ssd.model_states import find_replaced, is_sharded, load_sharded, replace_values
 
 _MAPPED = ("state_dict", "current_model_state", "optimizer_states", "callbacks")
 """Entries of a checkpoint whose large tensors remain mapped, because their values are copied when they are loaded:
@@ -49,15 +50,28 @@ def read_checkpoint(
         path: file, or directory that `save_sharded` wrote.
         weights_only: as in `torch.load`.
         mapped: whether a file is mapped, not read.
+
+    Raises:
+        ValueError: `path` is a directory that `save_sharded` has not written.
     """
     if not is_local(plugin, path):
         return None
     torch.cuda.empty_cache()
-    if is_sharded(path):
+    if find_replaced(Path(path)).is_dir():
+        if not is_sharded(path):
+            raise ValueError(
+                f"{path} is a directory that `checkpoints='sharded'` has not written. If another strategy has, make a "
+                f"file of it: {consolidate_command(path)}"
+            )
         return _copy_unless_large(load_sharded(path, weights_only=weights_only))
     if not mapped or not zipfile.is_zipfile(path):  # or it is missing
         return None
     return _copy_unless_large(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
+
+
+def consolidate_command(path: str | Path) -> str:
+    """Returns the command of Lightning that makes one file of the sharded checkpoint at `path`."""
+    return f"python -m {pl.__name__}.utilities.consolidate_checkpoint {shlex.quote(str(path))}"
 
 
 def copy_mapped_states(optimizers: Iterable[Optimizer], checkpoint: Mapping[str, Any]) -> None:

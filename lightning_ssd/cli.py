@@ -1,7 +1,7 @@
 """The commands `lightning-ssd run | plan | profile | bench | export | tiny-llama` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
-arguments, checks and printed text of each command, and no other work; `recipe.py` reads recipes.
+arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_ssd
-from lightning_ssd.recipe import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
+from lightning_ssd.recipes import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
 from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
@@ -210,16 +210,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         _show_plan(parser, overrides)
         return
     from lightning_ssd.dry_run import fixed_states, parse_batch, profile_recipe
-    from lightning_ssd.planning import (
-        LifetimeProfile,
-        ModelProfile,
-        Prices,
-        make_plan,
-        make_report,
-        recorded_traffic,
-        render_report,
-    )
+    from lightning_ssd.planning import ModelProfile, make_plan, make_report, render_report
     from lightning_ssd.planning import large_write_endurance as large_writes
+    from lightning_ssd.replay import LifetimeProfile, Prices, recorded_traffic
 
     with _reporting(parser):
         check_recipe(args.recipe, overrides)
@@ -305,7 +298,7 @@ def _print_application(config: Any, model: Any, hardware: Any, *, measured: bool
 
 def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, recorded: Any) -> dict[str, Any]:
     """Returns the transfers of a simulated step, and of a recorded one, by their titles, and draws them."""
-    from lightning_ssd.planning import planned_traffic
+    from lightning_ssd.replay import planned_traffic, save_traffic
 
     if picture is None and recorded is None:
         return {}
@@ -313,25 +306,16 @@ def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, recorde
     if recorded is not None:
         traffic["recorded"] = recorded
     if picture is not None:
-        from lightning_ssd.lifetime_report import save_traffic
-
         save_traffic(picture, traffic)
     return traffic
 
 
 def _print_replay(lifetimes: Any, model: Any, hardware: Any, plan: Any, prices: Any) -> None:
     """Prints throughputs, 1 where the GPU never waits."""
-    from lightning_ssd.planning import (
-        BANDWIDTHS,
-        MigrationMachine,
-        best_throughput,
-        by_hardware,
-        cost_table,
-        replay,
-        roofline,
-    )
+    from lightning_ssd.planning import MigrationMachine
+    from lightning_ssd.replay import by_hardware, cost_table, plan_roofline, roofline
 
-    ours = replay(model, hardware, plan, BANDWIDTHS)
+    ours = plan_roofline(model, hardware, plan)
     machine = MigrationMachine.of(hardware)
     print("\nthroughput by bandwidth of migration, 1 where the GPU never waits and recomputes nothing")
     print(f"{'':>12} {'Teraio':>10} {'this plan':>10}")
@@ -342,8 +326,6 @@ def _print_replay(lifetimes: Any, model: Any, hardware: Any, plan: Any, prices: 
     print(f"{'':>12} " + " ".join(f"{count:>8}" for count in drives))
     for host, row in zip(hosts, by_hardware(lifetimes, machine, hosts, drives), strict=True):
         print(f"{format_bytes(host):>12} " + " ".join(f"{_share(one):>8}" for one in row))
-    best = best_throughput(lifetimes, machine)
-    print(f"\nwith recomputation and CPU steps, tensor by tensor, on this machine: {_share(best)}")
     if prices is not None:
         print(f"\n{cost_table(lifetimes, machine, prices)}")
 
@@ -380,8 +362,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from lightning_ssd.dry_run import parse_batch, profile_lifetimes
-    from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
-    from lightning_ssd.planning import LifetimeProfile
+    from lightning_ssd.replay import LifetimeProfile, describe_lifetimes, save_lifetimes
 
     overrides = _parse_options(parser, options, args)
     if (args.recipe is None) == (args.profile is None):
@@ -493,9 +474,9 @@ def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
-    from lightning_ssd.models import make_tiny_llama
-
     with _reporting(parser):
+        from lightning_ssd.recipes.models import make_tiny_llama  # needs an extra
+
         make_tiny_llama(folder)
     print(f"a tiny Llama in {folder}: lightning run recipes/finetune.yaml --model.pretrained={folder}")
 

@@ -33,7 +33,6 @@ from lightning_ssd.model_states import (
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
-    LifetimeProfile,
     ModelProfile,
     PartProfile,
     Plan,
@@ -52,7 +51,8 @@ from lightning_ssd.profiling import (
     trace,
     unit_profiles,
 )
-from lightning_ssd.recipe import strategy_argument
+from lightning_ssd.recipes import strategy_argument
+from lightning_ssd.replay import LifetimeProfile
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.types import InputChoice, Tier
@@ -134,8 +134,8 @@ def profile_lifetimes(config: Any, hardware: HardwareProfile, batch: Sequence[st
     with _traceable(config, batch) as (module, units, first, mode):
         optimizers = _optimizers(module)
         least = _min_bytes(config)
-        graph = trace(units, module, _step(module, config), first, mode, hardware, least, lifetimes, optimizers)
-    found = lifetimes.profile(type(module).__name__, HostClock(), graph, graph.saved(least))
+        trace(units, module, _step(module, config), first, mode, hardware, least, lifetimes, optimizers)
+    found = lifetimes.profile(type(module).__name__, HostClock())
     samples, tokens = count_samples(first)
     return replace(found, samples=samples, tokens=tokens)
 

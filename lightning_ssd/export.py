@@ -3,6 +3,7 @@
 import json
 import shutil
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_ssd.model_states import divide_into_files, is_sharded, load_sharded
+from lightning_ssd.model_states import is_sharded, load_sharded
 from lightning_ssd.storage import StorageError
 
 __all__ = ["export"]
@@ -118,7 +119,7 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
         return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
     sizes = {name: value.numel() * of(value).itemsize for name, value in weights.items()}
-    shards = divide_into_files(sizes, shard_bytes)
+    shards = _divide_into_files(sizes, shard_bytes)
     files: list[Path] = []
     where: dict[str, str] = {}
     for index, names in enumerate(shards):
@@ -131,3 +132,16 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
         index_of = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=2))
     return files
+
+
+def _divide_into_files(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Returns the names of the tensors of each file: of at most `most` bytes, unless a single tensor is larger."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, nbytes in sizes.items():
+        if not shards or filled + nbytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    return shards

@@ -1,14 +1,15 @@
 """Imports of packages that an extra of this package installs."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
-def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Returns a module of a package that not every installation has.
+def check_extra(package: str, extra: str, purpose: str) -> None:
+    """Checks that a package is installed, without importing it.
 
     Args:
-        module: qualified name of the module.
+        package: name of the package.
         extra: extra of lightning_ssd that installs the package.
         purpose: feature that needs the package, as the subject of the error's sentence.
 
@@ -16,11 +17,25 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
         ModuleNotFoundError: the package is not installed; the message names the extra.
     """
     try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise
+        found = find_spec(package) is not None
+    except ValueError:  # `sys.modules` has None for it
+        found = False
+    if not found:
         raise ModuleNotFoundError(
             f"{purpose} needs {package}, which is not installed: pip install 'lightning-ssd[{extra}]'", name=package
-        ) from error
+        )
+
+
+def import_extra(module: str, extra: str, purpose: str) -> Any:
+    """Returns a module of a package that not every installation has.
+
+    Args:
+        module: qualified name of the module.
+        extra: as in `check_extra`.
+        purpose: as in `check_extra`.
+
+    Raises:
+        ModuleNotFoundError: as in `check_extra`.
+    """
+    check_extra(module.partition(".")[0], extra, purpose)
+    return import_module(module)

@@ -1,26 +1,9 @@
-"""Garbage collections: full ones during a training examine its objects alone, and planning has none."""
+"""Garbage collections: full ones during a training examine its objects alone."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 AT_STARTUP = 1000
 """More objects than an interpreter freezes when it starts (Python 3.12: 375)."""
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Delays garbage collections of the process until the end, for seconds that allocate many objects and no cycles.
-
-    Python collects after every 700 new objects, and examines all objects of the process when a quarter of them is new.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class ShortCollections:

@@ -1,13 +1,11 @@
 """Names of the spans in a timeline, and the annotation of work with them."""
 
 import re
-from concurrent.futures import Future
-from typing import TypeVar
 
 import torch
 from torch.autograd import profiler
 
-__all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "name_and_bytes", "span", "wait_for"]
+__all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "name_and_bytes", "span"]
 
 SSD_READ = "ssd read"
 SSD_WRITE = "ssd write"
@@ -18,8 +16,6 @@ OPTIMIZER = "step "
 """Prefix: the name of the stepped parameters follows."""
 WAIT = "wait for "
 """Prefix: the awaited work follows."""
-
-Result = TypeVar("Result")
 
 _WITH_BYTES = re.compile(r"(.*), (\d+) bytes")
 """The annotation of a transfer: torch's profiler keeps names alone of the annotations on all threads."""
@@ -60,11 +56,3 @@ def name_and_bytes(annotation: str) -> tuple[str, int]:
     """Returns the name of a recorded span, and its bytes: 0 if it is no transfer."""
     found = _WITH_BYTES.fullmatch(annotation)
     return (found[1], int(found[2])) if found else (annotation, 0)
-
-
-def wait_for(future: "Future[Result]", work: str) -> Result:
-    """Returns the result of `future`. A span names `work` while the calling thread waits for it."""
-    if future.done():
-        return future.result()
-    with span(WAIT + work):
-        return future.result()

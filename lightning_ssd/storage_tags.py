@@ -8,7 +8,7 @@ dictionary would: packing a saved tensor reads several of them.
 | tag | value | set by |
 |---|---|---|
 | `SAVED` | weak reference to the `SavedStorage` that offloads it | `activations/record.py` |
-| `KEPT_IN` | number of the micro-batch in which it is kept on the device | `activations/offloader.py` |
+| `KEPT_IN` | number of the micro-batch in which it is kept on the device | `activations/decide.py` |
 | `WEIGHT` | True for parameters, buffers and views of them | `activations/weights.py` |
 | `OFFLOADED_WEIGHTS` | the `OffloadedWeights` that own it | `activations/weights.py` |
 | `RECOMPUTED` | weak reference to the `Recomputed` value that replaces it | `activations/recompute.py` |

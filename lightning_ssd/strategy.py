@@ -5,9 +5,6 @@ given; `setup`, which calls `model_to_device`; `on_train_start`; for each micro-
 within `optimizer_step` if optimization is automatic and a step follows; and `teardown`. The sections of the class have
 this order; loading is in the one of checkpoints. Two objects do the work of a training: `offloader`, the activation
 offloader, and `model_states`, if model states are offloaded.
-
-The file is large because the contract is one class: it documents the arguments, which the help of every command shows,
-and overrides a method for each event of a Trainer, which calls the folder that does the work.
 """
 
 import contextlib
@@ -41,12 +38,11 @@ from lightning_ssd.callbacks import (
     summon_full_params,
     trainer_callbacks,
 )
-from lightning_ssd.checkpoints import can_write, copy_mapped_states, is_local, read_checkpoint
+from lightning_ssd.checkpoints import can_write, consolidate_command, copy_mapped_states, is_local, read_checkpoint
 from lightning_ssd.device import ExpandableSegments
 from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
-from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
     Ending,
     LoadedValues,
@@ -71,6 +67,7 @@ from lightning_ssd.model_states import (
     move_model_states,
     note_unread,
     offloaded_parameters,
+    parameters_of,
     present_tiers,
     regroup_model_states,
     runs_within_step,
@@ -80,16 +77,16 @@ from lightning_ssd.model_states import (
     steps_whole,
     zeroes_otherwise,
 )
-from lightning_ssd.module_records import ModuleRecords
-from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_exactly, scales_only
-from lightning_ssd.recovery import Recovery, training_settings
+from lightning_ssd.recover import Recovery, training_settings
+from lightning_ssd.retry import UNRECORDED, MicroBatchRetry, explain_out_of_memory
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
 from lightning_ssd.user_hooks import user_sees_gradients
+from lightning_ssd.versions import warn_of_untested
 
 _FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
 """Classes of precision plugins whose weights and optimizer states are fp32."""
@@ -199,8 +196,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             that checkpoints lack, such as sums of logged means, is lost. If `ckpt_path` is given, training starts from
             that checkpoint instead.
         checkpoints: format of checkpoints, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
-            `"sharded"`: a directory of safetensors. Both are written and read in the memory of a few units, and
-            training resumes from either. `lightning-ssd export` makes a plain folder of weights of both.
+            `"sharded"`: a directory of `torch.distributed.checkpoint`, as Lightning's FSDP strategy writes it. Both
+            are written and read in the memory of a few units, and training resumes from either. A directory is not
+            loaded by `load_from_checkpoint` and plain Lightning, unless its utility `consolidate_checkpoint` has made a
+            file of it. `lightning-ssd export` makes a plain folder of weights of both.
         compile: compile the blocks of the model (see `units`) with `torch.compile` while it trains, except blocks that
             are compiled already. This changes the last digits of results, as your own `block.compile()` does.
         accelerator: as in Lightning's strategies.
@@ -251,7 +250,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         check_flag("compile", compile)
         self._compile = compile
-        self._save = save if checkpoints == "file" else save_sharded
+        self._checkpoints = checkpoints
+        self._explained_sharded = False
+        """Whether the log has said who loads a sharded checkpoint."""
         self._loaded = LoadedValues()
         self._ever_offloaded = False
         """Whether a training or evaluation with this strategy has offloaded states: checkpoints may have lazy tensors,
@@ -312,13 +313,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         # The present micro-batch.
         self._retry: MicroBatchRetry | None = None
         """Runs the micro-batch; `None`: it can't be run again after an OutOfMemoryError, or its backward has begun."""
-        self._module_records: ModuleRecords | None = None
-        """Records of the module; `None`: the micro-batch can't be run again after an OutOfMemoryError."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
         own: dict[str, Any] = {"_undo": []}
-        own |= dict.fromkeys(("_segments", "_collections", "_user_precision", "_module_records", "planner"))
+        own |= dict.fromkeys(("_segments", "_collections", "_user_precision", "planner"))
         return super().__getstate__() | own | {"_precision_plugin": self._user_precision or self._precision_plugin}
 
     @property
@@ -393,6 +392,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._default_path = root if "://" in root else os.path.abspath(root)
         self._storage = self.config.resolve(self._default_path)
         self._offloads = None
+        if fitting:
+            warn_of_untested()
         if fitting and self._compile:
             self._compile_blocks()
         try:
@@ -657,19 +658,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert module is not None
         planner = self.planner
         if planner is None or not planner.may_run_out or not module.automatic_optimization:
-            self._module_records = None
             return None
-        if self._module_records is None:
-            self._module_records = ModuleRecords(module)
         movable = not runs_within_step(self.optimizers) and self.can_offload_states()
         with planner.excluded():
             return MicroBatchRetry(
                 module.trainer,
-                self._module_records,
                 inputs=(args, kwargs),
                 states=lambda: self.model_states,
                 forward=lambda: self._forward(args, kwargs),
-                save_memory=planner.save_memory,
+                save_memory=functools.partial(planner.save_memory, note=UNRECORDED),
                 offload_states=functools.partial(self._offload_states_for_retry, planner) if movable else None,
                 delay_steps=planner.begins_rule,
             )
@@ -951,9 +948,27 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if not self._ever_offloaded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is None and can_write(self.checkpoint_io, filepath):
-            self._save(checkpoint, filepath)
+            if self._checkpoints == "file":
+                save(checkpoint, filepath)
+            else:
+                self._save_sharded(checkpoint, filepath)
         else:
             super().save_checkpoint(load_lazy(checkpoint), filepath, storage_options)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        assert self.lightning_module is not None
+        names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+        numbered = [
+            {number: names[item] for number, item in enumerate(parameters_of(optimizer)) if item in names}
+            for optimizer in self.optimizers
+        ]
+        save_sharded(checkpoint, filepath, numbered)
+        if not self._explained_sharded:
+            self._explained_sharded = True
+            pl.utilities.rank_zero_info(
+                f"{filepath} is a sharded checkpoint. `load_from_checkpoint` and Trainers with other strategies load "
+                f"the file that is made of it by `{consolidate_command(filepath)}`."
+            )
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class TestRun:
     def test_error_of_a_constructor_is_the_last_one_shown(
         self, recipe: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert _exit(["run", recipe, "--data=lightning_ssd.data.TextDataModule", "--data.batch_size=0"]) == 2
+        assert _exit(["run", recipe, "--data=lightning_ssd.recipes.data.TextDataModule", "--data.batch_size=0"]) == 2
         shown = capsys.readouterr().err.splitlines()[-1]
         assert shown == "lightning-ssd run: error: data.batch_size=0 is out of range: set it to 1 or more"
         assert _exit(["run", recipe, "--trainer.strategy.min_bytes=-1"]) == 2

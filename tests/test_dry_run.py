@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ssd import cli, dry_run
 from lightning_ssd.model_states import GPU_SHARE, MOVABLE_GPU_SHARE, bytes_on_device
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, resident_bytes, simulate
-from lightning_ssd.recipe import read_recipe
+from lightning_ssd.recipes import read_recipe
 from tests.support.transformer import transformer_profile
 
 ROOT = Path(__file__).parents[1]

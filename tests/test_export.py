@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_ssd import SSDOffloadStrategy, cli, export
-from lightning_ssd.models.gpt import GPT
+from lightning_ssd.recipes.models.gpt import GPT
 from tests.support.trainings import make_trainer
 
 

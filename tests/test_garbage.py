@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_ssd.garbage import ShortCollections, no_collections
+from lightning_ssd.garbage import ShortCollections
 from tests.support.garbage import collect
 from tests.support.models import Model
 from tests.support.states import host, train
@@ -146,18 +146,3 @@ def test_objects_that_user_code_has_frozen_stay_frozen(tmp_path: Path) -> None:
     train(tmp_path, host(), Model(), callbacks=[Collects()])
     assert 0.9 * count < gc.get_freeze_count() <= count  # some were freed, and none was added
     gc.unfreeze()
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collections_are_enabled_after_planning_if_they_were_before(enabled: bool) -> None:
-    try:
-        if not enabled:
-            gc.disable()
-        with pytest.raises(ValueError), no_collections():
-            with no_collections():
-                assert not gc.isenabled()
-            assert not gc.isenabled()
-            raise ValueError
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()

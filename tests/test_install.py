@@ -3,6 +3,7 @@
 The environments see this one's packages through a `.pth` file, so that torch is not installed again.
 """
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,14 +20,18 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module", params=[thorough("editable"), "wheel"])
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with the package installed."""
-    venv = tmp_path_factory.mktemp(request.param)
+    source = ["--editable", ROOT] if request.param == "editable" else [ROOT]
+    return _environment(tmp_path_factory.mktemp(request.param), source)
+
+
+def _environment(venv: Path, source: Sequence[str | Path]) -> Path:
+    """Returns the interpreter of a new environment in which `source` is installed."""
     _check([sys.executable, "-m", "venv", "--without-pip", venv])
     python = venv / "bin" / "python"
     (site_packages,) = venv.glob("lib/python*/site-packages")
     (site_packages / "parent.pth").write_text(sysconfig.get_paths()["purelib"])
     # The parent may have the package, too; `--ignore-installed` does not change it.
     offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
-    source = ["--editable", ROOT] if request.param == "editable" else [ROOT]
     _check([sys.executable, "-m", "pip", "--python", python, "install", *offline, *source])
     return python
 
@@ -139,6 +144,24 @@ sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None  # as if they
 import torch
 assert "lightning_ssd._autoload" in sys.modules and "lightning_ssd._lightning" not in sys.modules
 """)
+
+
+@pytest.mark.thorough
+def test_import_torch_outlives_the_clone_of_an_editable_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strategies are registered as long as the clone is there."""
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "lightning_ssd", clone / "lightning_ssd")
+    for name in ("pyproject.toml", "README.md", "lightning_ssd_autoload.py"):
+        shutil.copy(ROOT / name, clone / name)
+    python = _environment(tmp_path / "venv", ["--editable", clone])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    registered = "import torch, lightning.pytorch.strategies as s; assert ('ssd_offload' in s.StrategyRegistry) is {}"
+    _check([python, "-c", registered.format(True)])
+    clone.rename(tmp_path / "moved")
+    _check([python, "-c", registered.format(False)])
 
 
 @wheel_only

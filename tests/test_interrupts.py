@@ -1,12 +1,12 @@
 """Ctrl-C amid code that must not end halfway."""
 
+import random
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.module_records import ModuleRecords
-from lightning_ssd.step_state import StepState
+from lightning_ssd.retry.step_state import StepState
 from tests.support.states import offloading
 from tests.support.trainings import WIDTH, SmallModel, batches, make_trainer, nothing_left, small_model  # noqa: F401
 
@@ -73,20 +72,22 @@ def test_an_error_has_priority_and_other_handlers_are_kept() -> None:
     thread.join()
 
 
-class Presses(dict[str, int]):
-    def __setitem__(self, key: str, value: int) -> None:
+class Presses(random.Random):
+    """A generator whose restoration is interrupted."""
+
+    def setstate(self, state: Any) -> None:
         press()
-        super().__setitem__(key, value)
+        super().setstate(state)
 
 
 def test_the_state_before_a_micro_batch_is_restored_as_a_whole() -> None:
-    module = pl.LightningModule()
-    module.counts = Presses(first=1)
-    state = StepState(ModuleRecords(module), (), None, set())
-    module.counts.clear()
+    module = nn.Module()
+    module.noise, module.rate = Presses(1), 0.1
+    state = StepState(module, (), None, set())
+    drawn, module.rate = module.noise.random(), 0.2
     with pytest.raises(KeyboardInterrupt):
         state.restore()
-    assert module.counts == {"first": 1}
+    assert module.rate == 0.1 and module.noise.random() == drawn
 
 
 @pytest.mark.parametrize("owner, method", [(StateStore, "restore_to_cpu"), (GradientOffloader, "hand_over")])

@@ -2,8 +2,8 @@
 
 The modules, by subject, in the order in which they are best read:
 
-- a saved tensor, from pack to unpack: `offloader`, `policy` (the rules in force), `record` (one saved storage),
-  `micro_batch` (the order of storages), `in_flight` (evictions).
+- a saved tensor, from pack to unpack: `offloader`, `decide` (its treatment), `policy` (the rules in force), `record`
+  (one saved storage), `micro_batch` (the order of storages), `in_flight` (evictions).
 - choice of offloaded tensors: `placement` (rules), `resident_limit` (bytes that fit), `planned_excess` (a plan of
   compiled code), `config` (the user's arguments).
 - tiers: `tier` (the interface), `host`, `ssd_base`, `ssd` (staged), `direct` (GPUDirect Storage).

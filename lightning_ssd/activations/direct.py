@@ -5,7 +5,7 @@ The backend's transfers are not ordered by streams. A request is therefore submi
 """
 
 import contextlib
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import Mark
 from lightning_ssd.storage import Blob, Urgency
+from lightning_ssd.waits import wait_for, wait_for_all
 
 
 class DirectTier(SSDTierBase):
@@ -51,8 +52,8 @@ class _DirectCopy(StoredCopy):
             self._requests.set_exception(error)
 
     def wait_copied(self) -> Mark:
-        requests = self._requests.result()
-        wait(requests)
+        requests = wait_for(self._requests, "saved tensors")
+        wait_for_all(requests, "saved tensors")
         for request in requests:
             if not request.cancelled():  # `free` cancels requests whose bytes are not needed
                 request.result()
@@ -63,11 +64,12 @@ class _DirectCopy(StoredCopy):
         return _DirectLoad(self, urgent)
 
     def free(self) -> None:
+        wait_for_all([self._requests], "saved tensors")
         if self._requests.exception() is None:
             requests = self._requests.result()
             for request in requests:
                 request.cancel()
-            wait(requests)
+            wait_for_all(requests, "saved tensors")
         self.tier.blobs.free(self.blob)
 
 
@@ -89,8 +91,8 @@ class _DirectLoad(Load):
     def wait(self) -> Mark:
         if not self.issued:
             self._urgency.begin_wait()
-        for request in self._requests.result():
-            request.result()
+        for request in wait_for(self._requests, "saved tensors"):
+            wait_for(request, "saved tensors")
         return None
 
     def _read(self, copy: _DirectCopy, free: "Future[None]") -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import CopyEngine, Mark, StagedReader, h2d_and_release
-from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError, Urgency
+from lightning_ssd.waits import wait_for
 
 
 class SSDTier(SSDTierBase):

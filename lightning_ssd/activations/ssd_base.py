@@ -8,6 +8,7 @@ from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import CopyEngine
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
+from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class SSDTierBase(OffloadTier):
                 break
             if not may_wait:
                 return None
-            self._being_freed.popleft().result()  # depends on the SSD's progress only, so it can't deadlock
+            # It depends on the SSD's progress only, so it can't deadlock.
+            wait_for(self._being_freed.popleft(), "space on the drives")
         if self._full is None:
             log.warning("the SSD tier is full, and stores no tensors until backward frees space: %s", full)
         self._full = full

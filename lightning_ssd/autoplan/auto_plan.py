@@ -430,17 +430,18 @@ class AutoPlan(Uncopied):
 
     # ---- a micro-batch that ran out of memory ----
 
-    def save_memory(self, part: str) -> None:
+    def save_memory(self, part: str, note: str) -> None:
         """Prepares the second attempt of a micro-batch: all saved tensors are offloaded, one at a time.
 
         Args:
             part: forward or backward, which has failed.
+            note: a sentence for the log about state that is not restored.
         """
         offloader, known = self._training.offloader, self._known
         assert known is not None
         self._training.inform(
             f"offload='auto': the {self._device} has run out of memory in the {part} of a micro-batch, which is "
-            "run again with all saved tensors offloaded."
+            f"run again with all saved tensors offloaded. {note}"
         )
         self._proven.clear()
         self._ran_out = self._runs_again = self._short = True

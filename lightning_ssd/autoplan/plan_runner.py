@@ -371,7 +371,8 @@ class PlanRunner:
             profiler.graph,
             choices,
             recompute_ops,
-            plain_calls=not plan.offloads_states,
+            plain_calls=True,
+            save_weights=plan.offloads_states,
             checkpointed=frozenset(checkpointed),
         )
 

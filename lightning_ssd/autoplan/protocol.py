@@ -87,15 +87,16 @@ class MicroBatchPlanner(Protocol):
     def excluded(self) -> AbstractContextManager[None]:
         """Returns a context whose time, before the forward, is no part of measured times."""
 
-    def save_memory(self, part: str) -> None:
+    def save_memory(self, part: str, note: str) -> None:
         """Prepares the second attempt: all saved tensors are offloaded, one at a time. Agreed if backward has begun.
 
         Args:
             part: "forward" or "backward", which has failed.
+            note: a sentence for the log about state that is not restored.
         """
 
     def restart_after_offload(self, part: str) -> None:
-        """Prepares the third attempt, for which all model states were offloaded. Agreed; argument as above."""
+        """Prepares the third attempt, for which all model states were offloaded. Agreed; `part` as above."""
 
 
 class Training(Protocol):

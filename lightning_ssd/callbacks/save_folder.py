@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class SaveFolder(pl.Callback):
-    """Writes the model to a folder when training ends: a model of `lightning_ssd.models.CausalLM`, or its adapters.
+    """Writes the model of a `CausalLM` recipe, or its adapters, to a folder when training ends.
 
     The folder has the layout of the model's original one, and `from_pretrained` loads it. Tensors are written one at a
     time, so that host memory need not hold the model. An existing folder is replaced when the new one is complete.

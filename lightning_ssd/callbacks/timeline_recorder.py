@@ -12,8 +12,7 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.sizes import check_count, parse_path
-from lightning_ssd.timeline import BETWEEN
-from lightning_ssd.timeline_profile import TimelineProfile
+from lightning_ssd.timeline import BETWEEN, TimelineProfile
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from lightning_ssd.device.cuda_events import Event, Events, Mark
 from lightning_ssd.device.futures import finished
 from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
 from lightning_ssd.spans import COPY_IN, COPY_OUT, span
+from lightning_ssd.waits import wait_for, watch
 
 
 class WorkCounter(NamedTuple):
@@ -218,7 +219,7 @@ class CUDACopyEngine(CopyEngine):
 
     def drain(self) -> None:
         for stream in (self._out, self._in):
-            stream.done.when_reached(None).result()
+            wait_for(stream.done.when_reached(None), "copies")
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
@@ -271,9 +272,19 @@ class _EventThread:
     def __init__(self, name: str, device: torch.device) -> None:
         self._queue: queue.SimpleQueue[tuple[Mark, Future[None]] | None] = queue.SimpleQueue()
         self._device = device
+        self._reached = 0
         # Daemon: it must not keep the interpreter alive if the training thread died without closing the engine.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        watch(self)
+
+    def progress(self) -> tuple[int, ...]:
+        """Returns the number of events that were reached (`waits.Watched`)."""
+        return (self._reached,)
+
+    def pending(self) -> str:
+        """Returns the number of events that were not awaited yet (`waits.Watched`)."""
+        return f"{waiting} copies of {self._thread.name}" if (waiting := self._queue.qsize()) else ""
 
     def when_reached(self, mark: Mark) -> "Future[None]":
         reached: Future[None] = Future()
@@ -295,6 +306,7 @@ class _EventThread:
                 reached.set_exception(error)
             else:
                 reached.set_result(None)
+            self._reached += 1
             del item, mark, reached  # an idle thread must not keep buffers alive
 
 

@@ -81,7 +81,8 @@ class StagedReader:
         return filled
 
     def close(self) -> None:
-        """Ends the thread, and fails all reads that it has not begun."""
+        """Ends the thread, and fails all reads that it has not begun; one that waits for memory fails, too."""
+        self.pool.refuse()
         self._worker.close()
 
 

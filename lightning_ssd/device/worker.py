@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning_ssd.device.futures import all_of
 from lightning_ssd.storage import PriorityQueue, Urgency
+from lightning_ssd.waits import watch
 
 Run = Callable[[], Generator[Any, None, None] | None]
 """A job: a function, or a generator function that yields once."""
@@ -50,10 +51,13 @@ class Worker:
         self._lock = threading.Lock()
         """Guards `_closed`, `_waiting` and orders of jobs. Not held while futures complete: callbacks may submit."""
         self._closed = False
+        self._ended = 0
+        """Number of jobs that the thread, which alone changes it, has run."""
         self._waiting: set[_Job] = set()
         """Jobs that the thread has not begun, whether queued or still depending on futures."""
         self._thread = threading.Thread(target=self._work, name=f"lightning_ssd-{name}", daemon=True)
         self._thread.start()
+        watch(self)
 
     def submit(
         self,
@@ -107,6 +111,14 @@ class Worker:
             job.order = (URGENT, job.order[1])
             self._ready.promote(job, *job.order)
 
+    def progress(self) -> tuple[int, ...]:
+        """Returns the number of jobs that have ended (`waits.Watched`)."""
+        return (self._ended,)
+
+    def pending(self) -> str:
+        """Returns the number of jobs that have not begun (`waits.Watched`)."""
+        return f"{len(self._waiting)} jobs of {self._thread.name}" if self._waiting else ""
+
     def close(self) -> None:
         """Ends the thread after its current job, and fails all other jobs. No error is raised for them here."""
         with self._lock:
@@ -133,6 +145,7 @@ class Worker:
         while (job := self._ready.get()) is not None:
             if self._begin(job) and (paused := _start(job)) is not None:
                 self._work_together(paused)
+            self._ended += 1
             job = paused = None  # an idle thread must not keep the last job's buffers alive
 
     def _work_together(self, first: "_Paused") -> None:

@@ -13,11 +13,12 @@ The modules, by subject, in the order in which they are best read:
 - gradients: `gradient_offload`, `gradient`, `waiting_gradient` (on the device until a step), `grad_dtype`, `grad_scale`
   (clipping and loss scales).
 - optimizer steps: `step_scheduler` (when), `group_options`, `step` (one flat parameter), `step_work`, `step_history`
-  (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_share`, `share_trial`,
+  (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_steps`,
   `device_stepper`, `piece_transfers` and `adam_cuda` (steps of the GPU).
 - the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
-- operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `operands`, `references` (that
-  autograd saves), `sources`, `gradient_access`, `shared_memory`, `summoned` (whole weights).
+- operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `autograd_forwards` (calls of
+  autograd functions), `operands`, `references` (that autograd saves), `sources`, `gradient_access`, `shared_memory`,
+  `summoned` (whole weights).
 - checkpoints: `state_dicts`, `values` (in nested containers), `lazy`, `sharded`, `replace` (of files).
 - `recover=True`: `journal`, `settings`, `plain_data`.
 """
@@ -48,9 +49,10 @@ from lightning_ssd.model_states.regions import compiled_regions, is_compiled
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
-from lightning_ssd.model_states.sharded import divide_into_files, is_sharded, load_sharded, save_sharded
+from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.units import Unit, UnitPart, check_unit_classes, find_blocks, find_units
 from lightning_ssd.model_states.user_optimizers import (
+    parameters_of,
     register_optimizer,
     runs_within_step,
     stepped_whole,
@@ -94,7 +96,6 @@ __all__ = [
     "count_stored_bytes",
     "describe",
     "differences",
-    "divide_into_files",
     "encode",
     "exact_value",
     "find_blocks",
@@ -125,6 +126,7 @@ __all__ = [
     "states_in_memory",
     "stepped_whole",
     "steps_whole",
+    "parameters_of",
     "present_tiers",
     "type_name",
     "unscales_itself",

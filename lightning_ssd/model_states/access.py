@@ -17,10 +17,12 @@ operator returns, after the steps that have begun and before the next one.
 `Access` is large because every function of torch on an offloaded tensor passes through it. The tensor classes are in
 `parameter`, the effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
 
-Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
+Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time. `run`
+and `grad` refuse others.
 """
 
 import contextlib
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +37,6 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
 from lightning_ssd.model_states.operands import (
     differentiate,
-    export,
     geometry,
     map_tensors,
     move_offset,
@@ -55,6 +56,7 @@ from lightning_ssd.model_states.parameter import (
     as_non_view,
     autocast_to,
     hollow,
+    in_order_of_casts,
     not_followed,
     offloaded_in,
     ordinary,
@@ -122,16 +124,22 @@ class Access:
                 item.parameter.__class__ = OffloadedParameter
                 assert isinstance(item.parameter, OffloadedParameter)
                 item.parameter.flat = flat
+                earlier = vars(item.parameter).get("source")
                 item.parameter.source = Weights(self, flat, index)
+                if earlier is not None:  # the states were moved
+                    earlier.replace(item.parameter.source)
                 item.parameter.used = 0
         self.grad_dtype.open()
 
     def close(self) -> None:
-        """Makes the parameters ordinary ones, without values, which the caller restores."""
+        """Makes the parameters ordinary ones, without values, which the caller restores.
+
+        Their attribute `source` has their aliases until other model states take these over, or `end_aliases`.
+        """
         self.grad_dtype.close()
         for flat in self._flats:
             for item in flat.param_views:
-                del item.parameter.flat, item.parameter.source, item.parameter.used  # type: ignore[attr-defined]
+                del item.parameter.flat, item.parameter.used  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
 
     @contextlib.contextmanager
@@ -167,12 +175,11 @@ class Access:
                 weights.write(weights.read())
 
     @contextlib.contextmanager
-    def whole(self, owners: Sequence[tuple[nn.Module, str]], *, under_autocast: bool = False) -> Iterator[None]:
-        """Gives compiled code whole weights that have 16 bits on the device, where autocast would not cast them so.
+    def whole(self, owners: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+        """Gives compiled code whole weights that have 16 bits on the device.
 
         Args:
             owners: modules with the names of their offloaded parameters.
-            under_autocast: whether it is given them also where autocast would cast them in products.
 
         Raises:
             RuntimeError: the compiled code has changed a weight.
@@ -180,9 +187,7 @@ class Access:
         found = {
             (module, name): parameter
             for module, name in owners
-            if isinstance(parameter := module._parameters.get(name), OffloadedParameter)
-            and parameter.flat.mixed
-            and (under_autocast or not autocast_to(parameter.flat.dtype, parameter.flat.device))
+            if isinstance(parameter := module._parameters.get(name), OffloadedParameter) and parameter.flat.mixed
         }
         if not found:
             yield
@@ -235,6 +240,7 @@ class Access:
         """
         if parameter.flat.summoned:
             return parameter.grad
+        self.prefetcher.check_caller()
         _check_not_compiled(parameter)
         weights = parameter.source
         assert isinstance(weights, Weights)
@@ -251,6 +257,7 @@ class Access:
             if func is torch.autograd.grad:
                 self._check_graph(args[0] if args else kwargs.get("outputs"))
             return func(*args, **kwargs)
+        self.prefetcher.check_caller()
         _check_not_compiled(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._differentiate(func, args, kwargs, found.values())
@@ -302,9 +309,7 @@ class Access:
                 case Kind.ADDRESS | Kind.STORAGE:
                     return func(self._addressed(kind, func, first), *args[1:], **kwargs)
                 case Kind.EXPORT:
-                    with self._values({id(first): first}, computing=False) as values:
-                        copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
-                        return export(func, copy, args[1:], kwargs)
+                    return self._export(func, first, args[1:], kwargs)
         return self._operate(kind, func, args, kwargs, found)
 
     def _differentiate(
@@ -348,7 +353,10 @@ class Access:
             if kind is Kind.STRIDED and first is not None:
                 source = first.source
                 args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
-            result = func(*substitute(args, values), **substitute(kwargs, values))
+            given, named = substitute(args, values), substitute(kwargs, values)
+            if matmul and computing:
+                given, named = in_order_of_casts(given, named)
+            result = func(*given, **named)
             changed = [key for key, value in values.items() if value._version != versions[key]]
             unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
             if any(tensor.requires_grad for tensor in unfollowed.values()):
@@ -417,7 +425,7 @@ class Access:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
                     self.grad_dtype.sum_on_host(source.flat)
-                return apply(WholeWeight, tensor, source)
+                return WholeWeight.of(tensor, source)
         if computing and tensor.requires_grad:
             return apply(_Values, tensor, self._value(tensor))
         if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
@@ -570,10 +578,7 @@ class Access:
             source.flat.release_views()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    replaced = Replaced(source)
-                for alias in list(source.aliases):
-                    alias.source = replaced
-                source.aliases.clear()
+                    source.replace(Replaced(source))
             source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)
@@ -594,6 +599,23 @@ class Access:
             return self._memory(tensor, source.name)
         with self._values({}, computing=False):
             return self._value(tensor)
+
+    def _export(self, func: Callable[..., Any], tensor: OffloadedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs `func`, which passes memory to code outside of torch: a NumPy array shares it with the parameter.
+
+        Memory of a gradient is a read-only copy: it has other values once the gradient is clipped, added to or stepped.
+        """
+        if isinstance(tensor.source, Weights | Replaced):
+            return func(self._memory(tensor, tensor.source.name).requires_grad_(tensor.requires_grad), *args, **kwargs)
+        warnings.warn(
+            f"`{func.__name__}` of an offloaded gradient gives a copy of its values, which later changes of the "
+            "gradient do not change. Call it again after these, such as clipping.",
+            stacklevel=2,
+        )
+        exported = func(self.values(tensor).clone().requires_grad_(tensor.requires_grad), *args, **kwargs)
+        if hasattr(exported, "setflags"):
+            exported.setflags(write=False)
+        return exported
 
     def _memory(self, tensor: OffloadedTensor, sharing: str) -> Tensor:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.

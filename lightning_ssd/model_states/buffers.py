@@ -144,12 +144,6 @@ class HostBuffer(StateBuffer):
             slab.pin()
         self._pin = True
 
-    def unpin(self) -> None:
-        """Unlocks the pages of the memory of all versions, which no copy uses."""
-        for slab in self._slabs.values():
-            slab.unpin()
-        self._pin = False
-
     def add_second(self) -> None:
         """Allocates the second version, whose bytes are undefined, unless it is allocated.
 

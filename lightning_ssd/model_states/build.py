@@ -24,6 +24,7 @@ from lightning_ssd.model_states.grouping import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
     FlatSpec,
+    compute_dtypes,
     flat_groups,
     flats_of,
     make_flat_params,
@@ -92,7 +93,10 @@ def make_model_states(
     if optimizers:
         offloaded -= {parameter for parameter in offloaded if parameter.requires_grad and parameter not in groups}
     recover = setup.config.recover and bool(optimizers)
-    resident, prefetch_bytes = _choose_residents(units, offloaded, groups, device, setup, plan_tiers, recover=recover)
+    dtypes = compute_dtypes(module, setup.autocast)
+    resident, prefetch_bytes = _choose_residents(
+        units, offloaded, groups, dtypes, device, setup, plan_tiers, recover=recover
+    )
     offloaded -= resident
     check_steps_not_compiled(optimizers, offloaded)
     with contextlib.ExitStack() as undo:
@@ -205,6 +209,7 @@ def _choose_residents(
     units: Sequence[Unit],
     offloaded: set[nn.Parameter],
     groups: Groups,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
     device: torch.device,
     setup: Setup,
     plan_tiers: PlanTiers | None,
@@ -226,7 +231,7 @@ def _choose_residents(
         ), budget
     if config.states == "auto" and config.gpu_memory != "auto" and not recover:
         resident, used = residents_within(
-            units, offloaded, groups, budget, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
+            units, offloaded, groups, budget, dtypes, defer_to_user_hooks=setup.defer_to_user_hooks
         )
         return resident, budget - used
     return set(), budget

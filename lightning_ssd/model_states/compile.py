@@ -79,8 +79,9 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
         if begun and begun.pop():
             after()
 
-    first = module.register_forward_pre_hook(ModuleHook(begin), prepend=True)
-    last = module.register_forward_hook(ModuleHook(end), always_call=True)
+    # A rerun of a checkpointed unit uses the weights as the first run did.
+    first = module.register_forward_pre_hook(ModuleHook(begin, in_reruns=True), prepend=True)
+    last = module.register_forward_hook(ModuleHook(end, in_reruns=True), always_call=True)
 
     def remove() -> None:
         first.remove()

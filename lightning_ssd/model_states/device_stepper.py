@@ -1,8 +1,6 @@
 """Optimizer steps on the device of offloaded flat parameters, whose values are transferred there and back in pieces.
 
-The file is large because one thread runs the three stages of all pieces (transfer in, step, transfer out) in a shared
-amount of device memory: their order, their priorities and the release of memory after an error depend on each other.
-`piece_transfers` has the transfers.
+One thread runs the three stages of all pieces: transfer in, step, transfer out. `piece_transfers` has the transfers.
 """
 
 from collections import deque
@@ -64,14 +62,13 @@ class DeviceStepper:
     """Steps flat parameters on the device, piece by piece: transferred to it, stepped, and transferred back.
 
     While one piece is stepped, the next ones are copied to the device and the ones before are copied back, so that
-    copies use both directions at once. Values in host memory may be prefetched before the step is known, if there is
-    memory. Values on SSDs whose backend takes device buffers are read to the memory of the piece, and written from it.
+    copies use both directions at once. Values on SSDs whose backend takes device buffers are read to the memory of the
+    piece, and written from it.
 
-    The lowest priority goes first, piece by piece: a step before a prefetch, and each before less urgent ones that were
-    submitted earlier. While the values of a step are read from SSDs, less urgent ones are made. At most `AHEAD` pieces
-    are copied to the device at once, and as many are read from SSDs, so that an urgent piece waits for no more than
-    these in the queue of copies, or of the drives. Without free memory, an urgent prefetch takes that of the least
-    urgent one; a step takes that of any prefetch or less urgent step, if no memory is about to be free.
+    The lowest priority goes first, piece by piece, also before less urgent steps that were submitted earlier. While the
+    values of a step are read from SSDs, less urgent ones are made. At most `AHEAD` pieces are copied to the device at
+    once, and as many are read from SSDs, so that an urgent piece waits for no more than these in the queue of copies,
+    or of the drives.
 
     Threads: public methods may be called on any thread. Each posts an event to the thread `device-optimizer`, which
     owns all private fields but `_copies` and `_worker`, and issues copies and kernels, with streams of its own. It
@@ -79,16 +76,14 @@ class DeviceStepper:
     those of the drives post. Returned futures complete on these, or on `device-optimizer`.
 
     Ownership: the device memory of a piece belongs to `_free`, when no stream and no transfer uses it; then, from the
-    transfers to the device on, to `_Work.arriving`; then to the step and its transfers back, which return it to `_free`
-    when they have ended. A dropped piece returns when its transfers to the device have ended. Values in host memory may
-    be read by copies from `prefetch` until the future of `drop`, or the second future of `submit`, is done; values in
-    host memory or staging memory, and the gradient, belong to the step until then. Values on SSDs belong to it until
-    then, too, and the uncommitted version until it is written (`StateBuffer.write_done`). After an error of the device,
-    no later step is made; a failed read fails its step alone.
+    transfers to the device on, to `_RunningStep.arriving`; then to the step and its transfers back, which return it to
+    `_free` when they have ended. Pieces of a step whose read has failed return when their transfers to the device have
+    ended. Values in host memory, staging memory or on SSDs, and the gradient, belong to the step until the second
+    future of `submit` is done, and an uncommitted version on SSDs until it is written (`StateBuffer.write_done`). After
+    an error of the device, no later step is made; a failed read fails its step alone.
 
     Args:
         copies: copy engine of the training; the stepper uses a sibling of it, with streams of its own.
-        num_pieces: pieces that have memory on the device; `PIECES` or more.
 
     Attributes:
         nbytes: bytes of device memory.
@@ -105,19 +100,17 @@ class DeviceStepper:
     """Pieces that are copied to the device at once, so that the second one begins without waiting for the host; and
     pieces that are read from SSDs at once, by several requests each."""
 
-    def __init__(self, copies: CopyEngine, num_pieces: int = PIECES) -> None:
-        self.nbytes = num_pieces * self.PIECE_BYTES
+    def __init__(self, copies: CopyEngine) -> None:
+        self.nbytes = self.PIECES * self.PIECE_BYTES
         with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             memory = copies.empty(self.nbytes)
         self._allocated = copies.mark(awaited=True)
         """The memory belongs to earlier work of the compute stream until this mark is reached."""
         self._free: list[Tensor] = []
-        self._num_returning = 0
-        """Pieces whose memory returns to `_free` without a further decision: they are written back, or were dropped."""
         self._num_arriving = {False: 0, True: 0}
         """Pieces that are being copied to the device, and of which values are being read from SSDs (`True`)."""
-        self._work: dict[FlatParameter, _Work] = {}
-        """Flat parameters that are prefetched, or whose step is not issued as a whole."""
+        self._steps: dict[FlatParameter, _RunningStep] = {}
+        """Steps that are not issued as a whole."""
         self._failure: BaseException | None = None
         self._copies = copies.sibling()
         self._worker = Worker("device-optimizer")
@@ -128,46 +121,6 @@ class DeviceStepper:
         """Whether a step has failed; later ones fail with its error."""
         return self._failure is not None
 
-    def prefetch(self, store: StateStore, *, priority: int) -> None:
-        """Copies values to the device once the announced step has ended, if there is memory.
-
-        Values that change before their step are copied again. The caller submits a step, or calls `drop`.
-
-        Args:
-            store: the values, which are in host memory as a whole.
-            priority: the lowest goes first.
-        """
-        work = _Work(store, priority)
-
-        def announce() -> None:
-            if self._failure is None:
-                self._work.setdefault(store.flat, work)
-
-        self._post(announce)
-
-        def open_values() -> None:
-            if self._work.get(store.flat) is work and not work.pieces:  # not dropped, and no step begins to use it
-                self._open(work, make_transfers(store, None, self._copies))
-
-        self._post(open_values, after=[store.stepped])
-
-    def drop(self, flat: FlatParameter) -> "Future[None]":
-        """Drops the prefetched values of `flat`, unless its step was submitted.
-
-        Returns:
-            A future that is done when no copy reads the values in host memory any more.
-        """
-
-        def release() -> "Future[None]":
-            work = self._work.get(flat)
-            if work is not None and work.step is None:
-                del self._work[flat]
-                self._release(work.arriving)
-            return self._copies.on_h2d(None)  # done after those of all earlier copies
-
-        copied: list[Future[None]] = []
-        return then(ended(self._post(lambda: copied.append(release()))), lambda _: all_of(copied))
-
     def submit(self, step: DeviceStep, *, priority: int) -> "tuple[Future[None], Future[None]]":
         """Submits a step; the lowest priority goes first.
 
@@ -176,25 +129,18 @@ class DeviceStepper:
             new values, which is done when no copy uses the values or the gradient any more, also if it has an error.
             Writes to SSDs are submitted then; their errors are those of the version's `StateBuffer.write_done`.
         """
-        running = _RunningStep(step)
+        running = _RunningStep(step, priority)
 
         def begin() -> None:
             if self._failure is not None:
                 raise self._failure
             if step.drop_second:
                 step.store.drop_second()
-            work = self._work.setdefault(step.store.flat, _Work(step.store, priority))
-            try:
-                running.transfers = make_transfers(step.store, step.staged, self._copies)
-                if work.pieces:
-                    work.transfers = running.transfers
-                else:
-                    self._open(work, running.transfers)
-            except BaseException:
-                del self._work[step.store.flat]
-                self._release(work.arriving)
-                raise
-            work.step = running
+            layout = step.store.layout
+            itemsize = sum(dtype.itemsize for _, dtype in _arrays(layout))
+            running.transfers = make_transfers(step.store, step.staged, self._copies)
+            running.pieces = list(pieces(layout.flat, self.PIECE_BYTES // itemsize))
+            self._steps[layout.flat] = running
 
         def fail(begun: "Future[None]") -> None:
             if (error := begun.exception()) is not None:
@@ -265,32 +211,23 @@ class DeviceStepper:
 
     def _issue_next(self) -> bool:
         """Issues the most urgent step of a piece, or transfers to the device; returns whether anything was issued."""
-        if steps := [work for work in self._work.values() if work.step is not None]:
-            for work in sorted(steps, key=_priority):
-                if self._issue_step(work):
-                    return True
-                if not work.from_ssds:  # it waits for memory or for copies, as less urgent ones would
-                    return False
-            return False
-        for work in sorted(self._work.values(), key=_priority):
-            if len(work.arriving) < len(work.pieces):
-                return self._read(work)
+        for running in sorted(self._steps.values(), key=_priority):
+            if self._issue_step(running):
+                return True
+            if not running.from_ssds:  # it waits for memory or for copies, as less urgent ones would
+                return False
         return False
 
-    def _issue_step(self, work: "_Work") -> bool:
-        """Issues the step of the first piece of `work` if its values are there, else transfers to the device."""
-        if work.changes != work.store.changes:
-            for piece in work.arriving:
-                self._read_values(work, piece)
-            work.changes = work.store.changes
-        begun = not work.arriving and self._read(work)
-        if not work.arriving:
+    def _issue_step(self, running: "_RunningStep") -> bool:
+        """Issues the step of the first piece if its values are there, else transfers to the device."""
+        begun = not running.arriving and self._read(running)
+        if not running.arriving:
             return False
-        if succeeded(work.arriving[0].arrived):
-            self._step(work)
+        if succeeded(running.arriving[0].arrived):
+            self._step(running)
             return True
         # It is read from SSDs: the next one is read meanwhile.
-        return begun or (work.num_stepped + len(work.arriving) < len(work.pieces) and self._read(work))
+        return begun or (running.num_stepped + len(running.arriving) < len(running.pieces) and self._read(running))
 
     def _fail_steps(self, error: BaseException) -> None:
         """Fails all steps that are not issued, after the copies that were."""
@@ -299,27 +236,12 @@ class DeviceStepper:
             self._copies.drain()
         except BaseException as lost:  # the device is lost, and copies may still be under way
             error, drained = lost, False
-        works, self._work = self._work, {}
-        for work in works.values():
-            if (running := work.step) is not None:
-                running.drained = drained
-                running.issued.set_exception(error)
+        steps, self._steps = self._steps, {}
+        for running in steps.values():
+            running.drained = drained
+            running.issued.set_exception(error)
 
     # ---- memory of pieces ----
-
-    def _allocate(self, work: "_Work") -> Tensor | None:
-        """Returns the memory of a piece; None: there is none until another event."""
-        if self._free:
-            return self._free.pop()
-        if self._num_returning == 0:
-            others = [
-                other
-                for other in self._work.values()
-                if other.arriving and (other.priority > work.priority or (work.step and not other.step))
-            ]
-            if others:
-                self._release([max(others, key=_priority).arriving.pop()])
-        return None
 
     def _release(self, pieces: "Iterable[_Piece]") -> "Future[None]":
         """Frees the memory of pieces that are not stepped, once the transfers to the device have ended.
@@ -338,58 +260,43 @@ class DeviceStepper:
         """Returns memory of pieces to `_free` when `unused` is done, with a result or an error."""
 
         def free() -> None:
-            self._num_returning -= len(memory)
             self._free += memory
 
-        self._num_returning += len(memory)
         unused.add_done_callback(lambda _: self._post(free))
 
     # ---- one piece ----
 
-    def _open(self, work: "_Work", transfers: Sequence[PieceTransfer]) -> None:
-        """Begins to transfer values, which no step changes now."""
-        layout = work.store.layout
-        itemsize = sum(dtype.itemsize for _, dtype in _arrays(layout))
-        work.changes = work.store.changes
-        work.transfers = transfers
-        work.pieces = list(pieces(layout.flat, self.PIECE_BYTES // itemsize))
-
-    def _read(self, work: "_Work") -> bool:
+    def _read(self, running: "_RunningStep") -> bool:
         """Issues the transfers of the next piece to the device; returns whether it could."""
-        if self._num_arriving[work.from_ssds] == self.AHEAD or (memory := self._allocate(work)) is None:
+        if self._num_arriving[running.from_ssds] == self.AHEAD or not self._free:
             return False
-        piece = _Piece(work.pieces[work.num_stepped + len(work.arriving)], memory, work.store.layout, self._allocated)
-        self._num_arriving[work.from_ssds] += 1
-        readings = self._read_values(work, piece)
-        work.arriving.append(piece)
-        all_of(ended(reading.ended) for reading in readings).add_done_callback(
-            lambda _: self._post(lambda: self._end_read(work, piece))
-        )
-        return True
-
-    def _read_values(self, work: "_Work", piece: "_Piece") -> Sequence[Reading]:
+        elements = running.pieces[running.num_stepped + len(running.arriving)]
+        piece = _Piece(elements, self._free.pop(), running.step.store.layout, self._allocated)
+        self._num_arriving[running.from_ssds] += 1
         readings: list[Reading] = []
-        for transfer in work.transfers:
+        for transfer in running.transfers:
             readings.append(transfer.read(piece.elements, piece.rows, piece.copied))
             piece.copied = readings[-1].mark
         piece.arrived = all_of(reading.arrived for reading in readings)
-        return readings
+        running.arriving.append(piece)
+        all_of(ended(reading.ended) for reading in readings).add_done_callback(
+            lambda _: self._post(lambda: self._end_read(running, piece))
+        )
+        return True
 
-    def _end_read(self, work: "_Work", piece: "_Piece") -> None:
-        self._num_arriving[work.from_ssds] -= 1
+    def _end_read(self, running: "_RunningStep", piece: "_Piece") -> None:
+        self._num_arriving[running.from_ssds] -= 1
         error = error_of(piece.arrived)
-        if error is not None and piece in work.arriving and self._work.get(work.store.flat) is work:
-            running = work.step
-            assert running is not None, "values on SSDs are not prefetched"
-            del self._work[work.store.flat]
+        flat = running.step.store.flat
+        if error is not None and piece in running.arriving and self._steps.get(flat) is running:
+            del self._steps[flat]
             # The step ends when no transfer of the other pieces uses its values any more.
-            self._release(work.arriving).add_done_callback(lambda _: running.issued.set_exception(error))
+            self._release(running.arriving).add_done_callback(lambda _: running.issued.set_exception(error))
 
-    def _step(self, work: "_Work") -> None:
-        """Issues the step of the first piece of `work`, and the transfers of its new values."""
-        assert work.step is not None
-        copies, running, step = self._copies, work.step, work.step.step
-        piece = work.arriving.popleft()
+    def _step(self, running: "_RunningStep") -> None:
+        """Issues the step of the first piece that is not stepped, and the transfers of its new values."""
+        copies, step = self._copies, running.step
+        piece = running.arriving.popleft()
         elements, own = piece.elements, piece.rows[_GRADIENT]
         if isinstance(step.gradient, WaitingGradient):
             copies.wait(piece.copied)
@@ -405,11 +312,11 @@ class DeviceStepper:
         has_grad = [True] * len(step.store.flat.param_views)
         step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), piece.values, within)
         writings = [transfer.write(elements, piece.rows) for transfer in running.transfers]
-        work.num_stepped += 1
+        running.num_stepped += 1
         running.stored += [writing.stored for writing in writings]
         self._return([piece.memory], all_of(writing.ended for writing in writings))
-        if work.num_stepped == len(work.pieces):
-            del self._work[step.store.flat]
+        if running.num_stepped == len(running.pieces):
+            del self._steps[step.store.flat]
             running.issued.set_result(None)
 
 
@@ -450,17 +357,30 @@ class _RunningStep:
 
     Attributes:
         step: the step.
+        priority: the lowest goes first.
         transfers: transfers of the values; set when it begins.
+        pieces: its pieces; set when it begins.
+        arriving: pieces with memory on the device, in order, from the first one that is not stepped.
+        num_stepped: pieces that were stepped.
         issued: done when all transfers have begun.
         stored: futures of the new values of the pieces.
         drained: whether copies that were issued before an error are known to have ended.
     """
 
     step: DeviceStep
+    priority: int
     transfers: Sequence[PieceTransfer] = ()
+    pieces: Sequence[PieceRange] = ()
+    arriving: "deque[_Piece]" = field(default_factory=deque)
+    num_stepped: int = 0
     issued: "Future[None]" = field(default_factory=Future)
     stored: "list[Future[None]]" = field(default_factory=list)
     drained: bool = True
+
+    @property
+    def from_ssds(self) -> bool:
+        """Whether values are read from SSDs to the device."""
+        return any(transfer.from_ssds for transfer in self.transfers)
 
     @property
     def overwritten(self) -> bool:
@@ -469,38 +389,8 @@ class _RunningStep:
         return begun and (self.step.store.steps_in_place or not self.drained)
 
 
-@dataclass(eq=False)
-class _Work:
-    """A flat parameter that is prefetched or stepped.
-
-    Attributes:
-        store: its values.
-        priority: the lowest goes first.
-        changes: `StateStore.changes` of the values on the device.
-        transfers: transfers of the values.
-        pieces: its pieces; empty until the step before has ended.
-        arriving: pieces with memory on the device, in order, from the first one that is not stepped.
-        num_stepped: pieces that were stepped.
-        step: its step; None: it is prefetched.
-    """
-
-    store: StateStore
-    priority: int
-    changes: int = 0
-    transfers: Sequence[PieceTransfer] = ()
-    pieces: Sequence[PieceRange] = ()
-    arriving: "deque[_Piece]" = field(default_factory=deque)
-    num_stepped: int = 0
-    step: _RunningStep | None = None
-
-    @property
-    def from_ssds(self) -> bool:
-        """Whether values are read from SSDs to the device."""
-        return any(transfer.from_ssds for transfer in self.transfers)
-
-
-def _priority(work: _Work) -> int:
-    return work.priority
+def _priority(running: _RunningStep) -> int:
+    return running.priority
 
 
 def _arrays(layout: Layout) -> list[tuple[str, torch.dtype]]:

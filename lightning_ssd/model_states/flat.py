@@ -79,7 +79,7 @@ def in_memory_order(values: Tensor, stride: tuple[int, ...]) -> Tensor:
 class FlatParameter:
     """The device memory of several parameters of a unit.
 
-    Threads: the training thread, and autograd's while the training thread waits in `backward`.
+    Threads: the training thread, and autograd's while the training thread waits in `backward`; others are refused.
 
     Args:
         name: unique name, for messages.
@@ -113,6 +113,8 @@ class FlatParameter:
         """Whether the compute weights are on the device, or being copied there."""
         self.users = 0
         """Number of running forwards of the unit and running operators that use the compute weights."""
+        self.thread = 0
+        """Identity of the thread on which the last of them began."""
         self.forwards = 0
         """Number of running forwards of the unit."""
         self.summoned = False

@@ -7,7 +7,7 @@ The host does not wait for it: optimizer jobs depend on a future.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from lightning_ssd.device import CopyEngine, Mark, finished
 from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
+from lightning_ssd.waits import wait_for_all
 
 _SLOT_BYTES = 8  # two fp32 numbers: the scale, and 1.0 if a gradient was not finite
 
@@ -226,7 +227,7 @@ class GradScaleDecision:
         try:
             data = torch.cat((torch.ones_like(self._not_finite) if scale is None else scale, self._not_finite))
             if len(self._in_flight) == self.SLOTS:
-                wait([self._in_flight.popleft()])
+                wait_for_all([self._in_flight.popleft()], "the scale of gradients")
             self._in_flight.append(decided)
             slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
             self._slot = (self._slot + 1) % self.SLOTS

@@ -28,7 +28,7 @@ Only methods of `Gradient` change states and flags:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from enum import Enum, auto
 
 import torch
@@ -36,9 +36,9 @@ from torch import Tensor
 
 from lightning_ssd.device import Mark, ended, finished, then
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.spans import WAIT, span, wait_for
 from lightning_ssd.storage import PinnedPool, Slab
 from lightning_ssd.types import Tier
+from lightning_ssd.waits import wait_for, wait_for_first
 
 
 def clip(gradient: Tensor, scale: float | None, limit: float | None) -> None:
@@ -76,8 +76,7 @@ class GradientPool:
         """
         while (buffer := self._pool.try_acquire(nbytes)) is None:
             if running := [step for step in under_way() if not step.done()]:
-                with span(WAIT + "a step"):
-                    wait(running, return_when=FIRST_COMPLETED)
+                wait_for_first(running, "a step")
             elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # released between the two calls
                 break
             else:
@@ -237,7 +236,7 @@ class Gradient:
 
     def resume(self, index: int) -> None:
         """A gradient that the last step has used, and kept, is one that no step has used again."""
-        self.consumed.result()
+        wait_for(self.consumed, "gradients")
         self.used()
         self.set_accumulated(index)
 
@@ -269,7 +268,7 @@ class Gradient:
             self.assigned[index] = values
             self.states[index] = GradientState.PRESENT
         if self.accumulating:  # else `has_accum` belongs to the last step
-            self.consumed.result()
+            wait_for(self.consumed, "gradients")
             self.accumulating = any(self.has_accum)
         self.accumulating |= bool(self.assigned)
 
@@ -374,7 +373,7 @@ class Gradient:
     def fold(self) -> None:
         """Copies the gradients that user code has assigned to `accum`."""
         if self.assigned:
-            self.consumed.result()
+            wait_for(self.consumed, "gradients")
             for index, gradient in self.assigned.items():
                 self._flat.param_views[index].of(self.accumulated()).copy_(gradient.detach())
                 self.has_accum[index] = True
@@ -419,7 +418,7 @@ class Gradient:
         self.states = [GradientState.NONE] * len(self.states)
         self._used = None
         if self.accumulating or any(self.arrived):
-            self.consumed.result()
+            wait_for(self.consumed, "gradients")
             self.arrived = [False] * len(self.arrived)
             self.on_device.clear()
             self.has_accum = [False] * len(self.has_accum)

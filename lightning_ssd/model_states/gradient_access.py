@@ -15,6 +15,7 @@ from lightning_ssd.model_states.parameter import AliasGraph, OffloadedView, holl
 from lightning_ssd.model_states.sources import Source
 from lightning_ssd.model_states.split import write_changed
 from lightning_ssd.model_states.torch_functions import Kind
+from lightning_ssd.waits import wait_for
 
 
 class GradientSource(Source):
@@ -210,7 +211,7 @@ class GradientAccess:
         self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
             self.check(flat, index)
-            gradient.consumed.result()
+            wait_for(gradient.consumed, "gradients")
             return gradient.used()
         self._accumulate_arrived(flat)
         return gradient.accumulated()
@@ -238,7 +239,7 @@ class GradientAccess:
                     self.detach_views(flat, index)
             gradient.drop()
             if not none and present:
-                gradient.consumed.result()
+                wait_for(gradient.consumed, "gradients")
                 for index in present:
                     flat.param_views[index].of(gradient.accumulated()).zero_()
                     gradient.set_accumulated(index)
@@ -257,4 +258,4 @@ class GradientAccess:
         gradient = self._gradients[flat]
         if any(gradient.arrived):
             self.offloader.accumulate(flat)
-        gradient.consumed.result()
+        wait_for(gradient.consumed, "gradients")

@@ -21,6 +21,7 @@ from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradient import Gradient, GradientPool, GradientState
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.waiting_gradient import WaitingGradient
+from lightning_ssd.waits import wait_for
 
 
 @dataclass
@@ -436,7 +437,7 @@ class GradientOffloader:
                 continue
             if gradient.arrived[index]:
                 self.offload_kept(flat)
-                self._on_host(gradient).result()
+                wait_for(self._on_host(gradient), "gradients")
                 copied = item.of(gradient.host_grad).to(self._copies.device)
                 norms[item.parameter] = torch._foreach_norm([copied.float()])[0]
             else:

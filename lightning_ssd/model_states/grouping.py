@@ -11,7 +11,7 @@ from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, make_flat_optimizer
-from lightning_ssd.model_states.regions import compiled_regions, may_read_weights
+from lightning_ssd.model_states.regions import compiled_regions
 from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 
@@ -42,7 +42,7 @@ def make_flat_params(
         setup: settings of the training.
         max_elements: most elements of a flat parameter, unless one parameter has more.
     """
-    dtypes = _compute_dtypes(module, setup.autocast)
+    dtypes = compute_dtypes(module, setup.autocast)
     of_units: list[tuple[Unit, list[FlatParameter]]] = []
     for unit in units:
         flat_params: list[FlatParameter] = []
@@ -145,21 +145,20 @@ def _multiplies(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
 
 
-def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:
+def compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:
     """Returns the compute dtype of each parameter: autocast's, where autocast would cast the parameter anyway.
 
     Autocast casts a weight once a forward and keeps the copy until backward. A weight of that dtype needs no copy, and
     the product has the same numbers. (The gradients of a weight that one forward uses several times are summed in that
     dtype, and in fp32 by Lightning, which disables autocast's cache.)
 
-    Compiled code calls no `__torch_function__` that would give it fp32 weights where it uses them otherwise: if it may
-    do so, all of its weights are fp32, and it casts them itself.
+    Weights of compiled modules are fp32, and the compiled code casts them: it calls no `__torch_function__` that would
+    give it fp32 weights where it uses them otherwise than in one product under autocast, and it is not compiled yet.
     """
     dtypes: dict[nn.Parameter, torch.dtype] = {}
-    reading = [region for region in compiled_regions(module) if may_read_weights(region, _multiplies)]
-    in_fp32 = {part for region in reading for part in region.modules()}
+    compiled = {part for region in compiled_regions(module) for part in region.modules()}
     for owner in module.modules():
-        casts = _multiplies(owner) and owner not in in_fp32
+        casts = _multiplies(owner) and owner not in compiled
         for parameter in owner.parameters(recurse=False):
             dtype = autocast if autocast is not None and casts and parameter.dtype == torch.float32 else parameter.dtype
             dtypes[parameter] = dtype if dtypes.get(parameter, dtype) == dtype else parameter.dtype

@@ -30,7 +30,8 @@ class StagedState:
         master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
         low: low half of split master weights (`weights` is the high half), int16.
         states: fp32 optimizer states by name, zero before the first step.
-        buffer: staging memory that the values lie in; None: they lie where they are stored.
+        memory: bytes that values on SSDs were read to; None: the values lie where they are stored.
+        buffer: staging memory that has these bytes; None: they are memory of their own.
         uncommitted: destination of a step's new values; None: the step is made in place.
     """
 
@@ -38,6 +39,7 @@ class StagedState:
     master: Tensor | None
     low: Tensor | None
     states: dict[str, Tensor]
+    memory: Tensor | None = None
     buffer: PinnedBuffer | None = None
     uncommitted: "StagedState | None" = None
 
@@ -141,11 +143,6 @@ class Layout:
         """Bytes of all values but the compute weights: master weights and optimizer states, and what aligns them."""
         last = self.arrays[-1]
         return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of all values and of the gradient, which a step on the device copies there."""
-        return self.opt_state_bytes + 2 * self.flat.nbytes
 
     @property
     def paged(self) -> bool:

@@ -249,8 +249,10 @@ def save(checkpoint: Any, path: str | Path) -> None:
         torch.serialization.set_crc32_options(checked)
 
 
-class _Filling(io.RawIOBase):
+class _Filling:
     """A file that writes a lazy tensor's values in place of its mark.
+
+    Not an `io` class, whose finaliser would flush the closed file.
 
     `torch.serialization.skip_data` can't be used instead. It leaves holes for ordinary tensors, too, and the tensor of
     a hole is known only after all objects of the checkpoint are unpickled from the file.

@@ -11,15 +11,14 @@ A step, as FSDP names its phases:
 The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 
-The file is large because `ModelStates` is a facade: each event of Lightning, of modules and of the user's optimizers
-has a method, which calls the pieces in the right order. The state and the decisions are in the pieces.
+Each event of Lightning, of modules and of the user's optimizers has a method of `ModelStates`, which calls the pieces
+in the right order. The state and the decisions are in the pieces.
 """
 
 import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -35,7 +34,7 @@ from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.compile import renew_guards
 from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.device_share import DeviceShare
+from lightning_ssd.model_states.device_steps import DeviceSteps
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_dtype import GradDtype
@@ -54,6 +53,7 @@ from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.regions import is_region
 from lightning_ssd.model_states.restorer import ModelRestorer
+from lightning_ssd.model_states.sources import end_aliases
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.step_scheduler import StepScheduler
@@ -64,6 +64,7 @@ from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied
+from lightning_ssd.waits import wait_for_all
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class ModelStates(Uncopied):
     (checkpoints).
 
     Threads: all methods and hooks run on the training thread, or on autograd's thread while the training thread waits
-    in `backward`. Optimizer jobs and accumulations run on the thread of `worker`.
+    in `backward`; `ParamPrefetcher.check_caller` refuses all others. Optimizer jobs and accumulations run on the thread
+    of `worker`.
 
     Ownership: the model's parameters are views of their flat parameters from construction until `close` or `dissolve`,
     which make them whole on the CPU or return them. All objects of `offloaded` are owned.
@@ -153,6 +155,7 @@ class ModelStates(Uncopied):
         # `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for prefetches.
         self._staged = StagedFlats(
             self.stores,
+            check_caller=lambda: self._prefetcher.check_caller(),
             drain=lambda flat: self._steps.drain_flat(flat),
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
@@ -175,13 +178,12 @@ class ModelStates(Uncopied):
         self._gradients = GradientOffloader(
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
-        self._device_share = DeviceShare(
+        self._device_steps = DeviceSteps(
             self.stores,
             list(offloaded.flat_optimizers),
             copies,
             self._prefetcher,
-            drain=lambda: wait(self._gradients.consumed()),
-            prefetches=setup.needs_norm,
+            drain=lambda: wait_for_all(self._gradients.consumed(), "gradients"),
         )
         self._steps = StepScheduler(
             offloaded,
@@ -192,7 +194,7 @@ class ModelStates(Uncopied):
             worker,
             setup,
             journal,
-            self._device_share,
+            self._device_steps,
         )
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
@@ -304,7 +306,7 @@ class ModelStates(Uncopied):
     @uninterrupted
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
-        self._prefetcher.check_process()
+        self._prefetcher.check_caller()
         with torch._C.DisableTorchFunctionSubclass():
             grad, parameter.grad = parameter.grad, None
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
@@ -314,7 +316,6 @@ class ModelStates(Uncopied):
         self._steps.check_not_submitted(flat, index)
         self._grads.note_graph(flat, index, grad)
         self._apply_clipping(flat)
-        self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         if grad.dtype != flat.dtype:  # summed in fp32
             self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
             self._gradients.note_sum(flat)
@@ -330,7 +331,7 @@ class ModelStates(Uncopied):
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
             self._prefetcher.retire_for_step(flat)
-        if flat in self._device_share.kept_gradients and self._keeps_gradient(flat):
+        if flat in self._device_steps.kept_gradients and self._keeps_gradient(flat):
             self._gradients.keep(flat, index, grad)
         else:
             self._gradients.offload(flat, index, grad)
@@ -418,7 +419,7 @@ class ModelStates(Uncopied):
 
     @uninterrupted
     def step_on_device(self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter]) -> bool:
-        """Has the device make the optimizer steps of these parameters, and the CPU all others; no trial chooses them.
+        """Has the device make the optimizer steps of these parameters, and the CPU all others.
 
         Called between two steps on the training thread. The steps' bits do not depend on the processor. The device
         steps the flat parameters of `parameters` whose gradients are not accumulated, in host memory or on SSDs, in
@@ -435,10 +436,11 @@ class ModelStates(Uncopied):
         chosen, kept = (
             {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
         )
-        return self._device_share.plan(chosen, kept)
+        return self._device_steps.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless it has begun. Backward then submits steps of complete gradients."""
+        self._prefetcher.check_caller()
         if self._steps.optimizer is not optimizer:
             check_state(optimizer)
             self.state_dicts.before_step()
@@ -573,6 +575,7 @@ class ModelStates(Uncopied):
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
+        self._prefetcher.check_caller()
         self._steps.check_may_drop(optimizer)
         self._grads.zero(self.offloaded.groups, optimizer, set_to_none)
         self._steps.drop_clipping(optimizer)
@@ -614,6 +617,7 @@ class ModelStates(Uncopied):
         if self._summoned:
             yield
             return
+        self._prefetcher.check_caller()
         for flat in self.stores:
             self._prefetcher.check(flat)
         self._staged.pull_all()
@@ -642,7 +646,6 @@ class ModelStates(Uncopied):
                 "a kill. Change them before `fit`, or set `recover=False`."
             )
         self._prefetcher.check(flat)
-        self._staged.unstage()
         self._changed = True
 
     # ---- counters and sizes ----
@@ -859,6 +862,8 @@ class ModelStates(Uncopied):
         self._restorer.restore_parameters(
             ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
         )
+        for parameter in self._flat_of:
+            ending.run(end_aliases, parameter)
         kept = self.recorded and self._steps.end_record(ending)
         if self.recorded:
             self._restorer.hand_over(kept=kept)

@@ -31,6 +31,7 @@ from lightning_ssd.model_states.residency import (
     residents_within,
     state_bytes,
 )
+from lightning_ssd.model_states.sources import end_aliases
 from lightning_ssd.model_states.state_storage import make_staging
 from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
 from lightning_ssd.model_states.units import Unit, UnitPart
@@ -122,8 +123,9 @@ def present_tiers(
     groups, _ = groups_of(optimizers)
     resident = model.parameters
     if not resident_bytes or state_bytes(resident, groups) > resident_bytes + states.prefetched_bytes:
+        dtypes = {one.parameter: flat.dtype for flat in model.stores for one in flat.param_views}
         resident, _ = residents_within(
-            units, resident, groups, resident_bytes, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
+            units, resident, groups, resident_bytes, dtypes, defer_to_user_hooks=setup.defer_to_user_hooks
         )
     tiers: dict[str, UnitTiers] = {}
     for unit, flat_params in model.units:
@@ -284,7 +286,7 @@ def _remake(
     check_flats_apart((item.flat for of_part in target for item in of_part), device, known=states.parameters)
     states.drain()
     used = states.used_gradients() | _resident_gradients(target, states.parameters, keep=setup.defer_to_user_hooks)
-    staging = states.staging
+    before, staging = states.parameters, states.staging
     with contextlib.ExitStack() as undo:
         if staging is None:
             staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=None)
@@ -317,5 +319,7 @@ def _remake(
             ssd_bytes=0 if moved.staging is None else max(memory_plan.ssd, moved.staging.store.size),
         )
         undo.pop_all()
+    for parameter in before - states.parameters:
+        end_aliases(parameter)
     states.restore_used_gradients(used)
     return states

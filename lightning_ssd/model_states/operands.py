@@ -153,11 +153,3 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 def plain_dtype(tensor: Tensor) -> torch.dtype:
     """Returns the dtype that a tensor has in plain training."""
     return tensor.source.item.dtype if isinstance(tensor, OffloadedParameter) else tensor.dtype  # type: ignore[attr-defined]
-
-
-def export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of `func` for `copy`, which code outside of torch uses; a NumPy array is read-only."""
-    exported = func(copy, *args, **kwargs)
-    if hasattr(exported, "setflags"):
-        exported.setflags(write=False)
-    return exported

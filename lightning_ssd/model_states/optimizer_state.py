@@ -52,7 +52,7 @@ def check_state(optimizer: Optimizer) -> None:
     if not isinstance(optimizer.state, OffloadedOptimizerState):
         raise RuntimeError(
             f"`state` of {type(optimizer).__name__} was assigned during training, and the states of some of its "
-            "parameters are offloaded. Change them with `load_state_dict`, or set `states='gpu'`."
+            f"parameters are offloaded. {_CHANGE}"
         )
 
 
@@ -170,6 +170,12 @@ class _Unavailable:
 
 def _refuse(name: str) -> NoReturn:
     raise RuntimeError(
-        f"the {name} state of this parameter is offloaded, and `optimizer.state` does not have it. Read "
-        "it in `optimizer.state_dict()`, change it with `load_state_dict`, or set `states='gpu'`."
+        f"the {name} state of this parameter is offloaded, and `optimizer.state` does not have it. Read it in "
+        f"`optimizer.state_dict()`. {_CHANGE}"
     )
+
+
+_CHANGE = (
+    "Change states with `optimizer.load_state_dict`, reset all of them with `optimizer.load_state_dict({'state': {}, "
+    "'param_groups': optimizer.state_dict()['param_groups']})`, or set `states='gpu'`."
+)

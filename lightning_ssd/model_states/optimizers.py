@@ -1,7 +1,7 @@
 """The user's optimizer on flat parameters in host memory: same class, same options, states of the same names.
 
-The file is large because it has every kind of optimizer, one class each, which differ in a few methods: Adam, SGD,
-optimizers that step each parameter alone, and optimizers that couple parameters.
+Each kind of optimizer has a class: Adam, SGD, optimizers that step each parameter alone, and optimizers that couple
+parameters.
 """
 
 from abc import ABC, abstractmethod

@@ -9,7 +9,8 @@ import multiprocessing.context
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, MethodType
+from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
+from lightning_ssd.model_states.autograd_forwards import autograd_forwards
 from lightning_ssd.model_states.references import references_saved, saves_references
 from lightning_ssd.model_states.shared_memory import over
 from lightning_ssd.model_states.torch_functions import KINDS, Kind, kind_of
@@ -125,6 +127,8 @@ class _RunsOperators:
                 if _runs_on_memory(kind, args, kwargs):
                     if in_backward():
                         args, kwargs = recomputed_with((args, kwargs or {}))
+                    if kind is Kind.MATMUL and torch.is_grad_enabled():
+                        args, kwargs = in_order_of_casts(args, kwargs or {})
                     with references_saved():
                         result = func(*args, **(kwargs or {}))
                     return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
@@ -261,6 +265,16 @@ class OffloadedView(_RunsOperators, Tensor):
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
         mark_offloaded(storage_of(self), _ViewReferences(self))
 
+    def end(self, values: Tensor) -> None:
+        """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            start = values.storage_offset() * values.itemsize + self.offset
+            self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
+                values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
+            )
+            del self.source, self.offset, self.versioned, self.backed, self.graph
+            self.__class__ = Tensor  # type: ignore[assignment]
+
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
         raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
@@ -355,7 +369,7 @@ class _SavedOffloadedView(SavedWeight):
         view = self._view
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.values(view)
+        return view.source.values(view) if isinstance(view, OffloadedView) else view.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -374,6 +388,16 @@ class WholeWeight(torch.autograd.Function):
     """
 
     @staticmethod
+    def of(parameter: Tensor, source: "Weights") -> Tensor:
+        """Returns the whole weights. Their node runs in backward as soon as it is ready, as that of the parameter does.
+
+        So hooks of gradients run in the order of plain training.
+        """
+        weights = apply(WholeWeight, parameter, source)
+        cast(Any, weights.grad_fn)._set_sequence_nr(_FIRST)
+        return weights
+
+    @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: "Weights") -> Tensor:
         ctx.source = weakref.ref(source)  # a graph that the module keeps would keep the module, without end
         with torch.inference_mode(False):
@@ -386,6 +410,10 @@ class WholeWeight(torch.autograd.Function):
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
+
+
+_FIRST = 2**64 - 1
+"""Autograd's sequence number of nodes that accumulate gradients: of the nodes that are ready, they run first."""
 
 
 class _ViewNode:
@@ -494,12 +522,12 @@ def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> 
 
 
 def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
-    """Returns whether all parameters among `values` are in use by a forward, and their views have memory."""
+    """Returns whether a forward on this thread uses all parameters among `values`, and their views have memory."""
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
             flat = value.flat
-            if not (flat.users and flat.resident) or flat.shared:
+            if not (flat.users and flat.resident and flat.thread == get_ident()) or flat.shared:
                 return False
             if flat.mixed:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
@@ -509,7 +537,9 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
-            if not value.backed or value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
+            if not value.backed or value.source.flat.thread != get_ident():
+                return False
+            if value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
                 return False
             if value.graph.freed:
                 return False
@@ -540,6 +570,28 @@ def recomputed_with(arguments: Any) -> Any:
     return arguments
 
 
+def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns arguments of a matrix product whose gradients autograd accumulates in the order of plain training.
+
+    In plain training the node of autocast's cast is between a parameter and the product, and casts of later arguments
+    run later in backward: compilers evaluate the arguments of autocast's calls from right to left. A 16-bit parameter
+    has no cast. Its gradient would be accumulated first, that of a bias before that of the weight, and hooks of user
+    code would run in another order. So those behind another leaf have a node that does nothing.
+    """
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    leaves = [name for name, value in given.items() if _is_leaf(value)]
+    for name in reversed(leaves[1:]):
+        parameter = given[name]
+        if type(parameter) is OffloadedParameter and parameter.flat.mixed:
+            with torch._C._DisableTorchDispatch():  # no operator of plain training, which modes would report
+                given[name] = parameter.view_as(parameter)
+    return [given.pop(index) for index in range(len(args))], given
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+
+
 def not_followed(name: str) -> RuntimeError:
     """Returns the error of a use of a tensor whose graph was freed, where plain training differentiates it."""
     return RuntimeError(
@@ -566,11 +618,12 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             continue
         if torch.is_inference_mode_enabled():
             return
+        forwards = autograd_forwards()
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_FRAMES):
             if frame is None:
                 break
-            if frame.f_code is _APPLY and any(given is value for given in frame.f_locals["args"]):
+            if id(frame.f_code) in forwards and _has_argument(frame, value):
                 if isinstance(value, OffloadedView):
                     raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)
@@ -578,7 +631,13 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             frame = frame.f_back
 
 
-_APPLY = cast(MethodType, torch.autograd.Function.apply).__func__.__code__
-
 _FRAMES = 32
 """Python calls between an autograd function and an operator that it runs, at most."""
+
+
+def _has_argument(frame: FrameType, value: Tensor) -> bool:
+    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
+    for given in frame.f_locals.values():
+        if given is value or (isinstance(given, tuple) and any(one is value for one in given)):
+            return True
+    return False

@@ -4,9 +4,10 @@ A *use* of a unit is its forward, or a saved weight that backward unpacks. The u
 those of this one: from the present use on, as many units as fit into the budget are kept or prefetched, and the others
 are evicted (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time and do not change results.
 
-Threads: the training thread and, in backward, autograd's thread of the device. Both may call at once, since the
-training thread runs operations on the CPU that have saved weights: every public method acquires the lock. Its holder
-waits only for steps, reads and copies, whose threads never acquire it.
+Threads: the training thread, which has called `fit`, and, in backward, autograd's thread of the device. Both may call
+at once, since the training thread runs operations on the CPU that have saved weights: every public method acquires the
+lock. Its holder waits only for steps, reads and copies, whose threads never acquire it. `check_caller` refuses all
+other threads: with a lock, too, the training thread would evict or step weights between two of their operators.
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
 which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
@@ -27,9 +28,9 @@ from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Urgency
 from lightning_ssd.types import Overlap
+from lightning_ssd.waits import wait_for
 
 
 class ParamPrefetcher:
@@ -66,6 +67,7 @@ class ParamPrefetcher:
         self._pull = pull
         self._overlap = overlap
         self._process = forks.process
+        self._thread = threading.get_ident()
         self._loads: dict[FlatParameter, _Load] = {}
         """Loads of the resident flat parameters."""
         self._forwards = [0] * len(units)
@@ -104,12 +106,13 @@ class ParamPrefetcher:
         """Begins a forward of `unit`. On return, the compute stream is ordered after the prefetch of its weights.
 
         Raises:
-            RuntimeError: the process is a fork of the training one.
+            RuntimeError: another thread or process than that of `fit` calls.
         """
-        self.check_process()
+        self.check_caller()
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
+                flat.thread = threading.get_ident()
             try:
                 for flat in self._units[unit]:
                     self._pull(flat)
@@ -136,14 +139,15 @@ class ParamPrefetcher:
             record: whether the use is recorded, so that the next micro-batch prefetches them.
 
         Raises:
-            RuntimeError: the step of one of them has begun, or the process is a fork of the training one.
+            RuntimeError: the step of one of them has begun, or another thread or process than that of `fit` calls.
         """
-        self.check_process()
+        self.check_caller()
         held: list[FlatParameter] = []
         try:
             with self._lock:
                 for flat in flat_params:
                     flat.users += 1
+                    flat.thread = threading.get_ident()
                     held.append(flat)
                 for flat in held:
                     self.check(flat)
@@ -179,8 +183,9 @@ class ParamPrefetcher:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
 
         Raises:
-            RuntimeError: the step of `flat` has begun.
+            RuntimeError: the step of `flat` has begun, or another thread or process than that of `fit` calls.
         """
+        self.check_caller()
         with self._lock:
             self.check(flat)
             if not flat.mixed:  # else backward needs the values that were cast for the forward
@@ -211,8 +216,18 @@ class ParamPrefetcher:
                 f"gradient flows (detached). {remedy}"
             )
 
-    def check_process(self) -> None:
-        """Raises RuntimeError if the process is a fork of the training one, whose threads it lacks."""
+    def check_caller(self) -> None:
+        """Raises RuntimeError if another thread than that of `fit` calls, or a fork of the training process.
+
+        On a GPU, autograd calls hooks on a thread of its own, for which the training thread waits.
+        """
+        if threading.get_ident() != self._thread and (self._copies.device.type == "cpu" or not in_backward()):
+            raise RuntimeError(
+                f"the thread {threading.current_thread().name!r} uses a model whose weights are offloaded, and another "
+                "thread has called `fit`: it fetches, steps and frees the weights meanwhile. Call modules, `backward` "
+                "and optimizers in a loop on that thread, and have it read or write weights. Give other threads a "
+                "`.clone()` of weights, or a `copy.deepcopy` of the model, or set `states='gpu'`."
+            )
         if self._process != forks.process:
             raise RuntimeError(
                 "a forked process, such as a worker of a DataLoader, uses a model whose weights are offloaded: its "
@@ -349,7 +364,7 @@ class ParamPrefetcher:
         store = self._stores[flat]
         after = self._copies.mark(awaited=store.reads_to_device)
         arrived = store.prefetch_to(target, after, urgency)
-        self._loads[flat] = _Load(arrived, urgency, self._copies)
+        self._loads[flat] = _Load(flat.name, arrived, urgency, self._copies)
 
     def _evict_all_but(self, expected: Iterable[int]) -> None:
         """Evicts the units that are neither in use nor `expected` soon."""
@@ -379,7 +394,8 @@ class _Load:
         waited: whether the compute stream is ordered after it.
     """
 
-    def __init__(self, issued: "Future[Mark]", urgency: Urgency, copies: CopyEngine) -> None:
+    def __init__(self, name: str, issued: "Future[Mark]", urgency: Urgency, copies: CopyEngine) -> None:
+        self._name = name
         self._issued = issued
         self._urgency = urgency
         self._copies = copies
@@ -395,5 +411,5 @@ class _Load:
             return
         if not self._issued.done():
             self._urgency.begin_wait()
-        self._copies.wait(wait_for(self._issued, "weights"))
+        self._copies.wait(wait_for(self._issued, f"the weights of {self._name}"))
         self.waited = True

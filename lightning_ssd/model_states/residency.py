@@ -90,14 +90,14 @@ def state_bytes(parameters: Iterable[nn.Parameter], groups: Groups) -> int:
 
     Compiled code keeps no 16-bit copies of fp32 weights: it casts them again in backward.
     """
-    return sum(_element_bytes(parameter, groups, None) * parameter.numel() for parameter in parameters)
+    return sum(_element_bytes(parameter, groups, parameter.dtype) * parameter.numel() for parameter in parameters)
 
 
-def _element_bytes(parameter: nn.Parameter, groups: Groups, autocast: torch.dtype | None) -> int:
+def _element_bytes(parameter: nn.Parameter, groups: Groups, compute: torch.dtype) -> int:
     """Returns the bytes of an element on the device: fp32 master, gradient and two states, and a 16-bit copy."""
     if parameter in groups:
-        return 16 + (2 if autocast is not None or parameter.dtype != torch.float32 else 0)
-    return parameter.element_size() + (0 if autocast is None else 2)
+        return 16 + (2 if compute.itemsize == 2 else 0)
+    return parameter.element_size() + (2 if compute != parameter.dtype else 0)
 
 
 def residents_within(
@@ -105,7 +105,7 @@ def residents_within(
     offloaded: set[nn.Parameter],
     groups: Groups,
     budget: int,
-    autocast: torch.dtype | None,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
     *,
     defer_to_user_hooks: bool,
 ) -> tuple[set[nn.Parameter], int]:
@@ -119,21 +119,18 @@ def residents_within(
         offloaded: parameters to choose from.
         groups: parameter groups; parameters outside of them need no gradients and states.
         budget: bytes of the device.
-        autocast: dtype of matrix products; None: the dtype of the weights.
+        dtypes: compute dtype of each parameter.
         defer_to_user_hooks: as in `whole_parts`.
     """
 
     def own(unit: Unit | UnitPart) -> list[nn.Parameter]:
         return [parameter for _, parameter in unit.parameters if parameter in offloaded]
 
-    def compute_bytes(parameter: nn.Parameter) -> int:
-        return parameter.element_size() if autocast is None else autocast.itemsize
-
-    sizes = sorted((sum(compute_bytes(p) * p.numel() for p in own(unit)) for unit in units), reverse=True)
+    sizes = sorted((sum(dtypes[p].itemsize * p.numel() for p in own(unit)) for unit in units), reverse=True)
     used, most = 0, budget - sum(sizes[:3])  # one unit computes, one is prefetched, one is evicted
     resident: set[nn.Parameter] = set()
     for part in (part for unit in units for part in unit.parts):
-        needed = sum(_element_bytes(parameter, groups, autocast) * parameter.numel() for parameter in own(part))
+        needed = sum(_element_bytes(p, groups, dtypes[p]) * p.numel() for p in own(part))
         if defer_to_user_hooks and not whole_parts([part], offloaded, defer_to_user_hooks=True):
             continue
         if used + needed > most:

@@ -34,13 +34,16 @@ class SharedMemory:
         self._users.add(self)
         self._storage = storage._cdata
         reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        self._of_array = not storage.resizable()
+        """Whether the memory belongs to a NumPy array, which may outlive its tensors. Arrays that are made of a tensor,
+        such as by `Tensor.numpy`, keep a tensor instead."""
         self._begin = int(tensor.storage_offset()) * tensor.itemsize
         self._end = self._begin + (1 + reach if tensor.numel() else 0) * tensor.itemsize
 
     @property
     def foreign(self) -> bool:
         """Whether code other than torch's in this process may write the memory: NumPy, or another process."""
-        return not self._tensor.untyped_storage().resizable() or self.of_processes
+        return self._of_array or self.of_processes
 
     @property
     def of_processes(self) -> bool:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.flat import FlatParameter
@@ -66,6 +66,13 @@ class Source(ABC):
     def counter(self) -> Tensor | None:
         """Tensor whose version counter tells in-place changes; None: there is none."""
         return None
+
+    def replace(self, other: "Source") -> None:
+        """Makes the aliases read and write `other`."""
+        for alias in list(self.aliases):
+            alias.source = other
+            other.aliases.add(alias)
+        self.aliases.clear()
 
     def values(self, tensor: OffloadedTensor) -> Tensor:
         """Returns the values of `tensor`, which has this source, for a backward that needs them."""
@@ -196,3 +203,15 @@ class Replaced(Source):
 
     def write(self, values: Tensor) -> None:
         """Does nothing: the operator has changed the values themselves, which `read` returns."""
+
+
+def end_aliases(parameter: nn.Parameter) -> None:
+    """Makes the aliases of a parameter that is no longer offloaded ordinary tensors, which share its memory.
+
+    Later changes of the parameter find plain aliases, as do later trainings: those share the memory with them.
+    """
+    source = vars(parameter).pop("source", None)
+    if source is not None:
+        for alias in list(source.aliases):
+            alias.end(parameter.data)
+        source.aliases.clear()

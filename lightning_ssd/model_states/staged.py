@@ -13,6 +13,7 @@ from lightning_ssd.model_states.shared_memory import same_bits
 from lightning_ssd.model_states.split import write_changed
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.summoned import SummonedWeights
+from lightning_ssd.waits import wait_for
 
 
 @dataclass
@@ -31,18 +32,23 @@ class StagedFlat:
 
 
 class StagedFlats:
-    """Flat parameters that are staged for user code: those of its last access, which the next one may need again.
+    """Flat parameters that are staged for user code: the two of its last accesses, which the next one may need again.
+
+    Two, because the parameters of one module, or a weight and its moving average, are often in two.
 
     Duty: stages master weights and optimizer states for an access, and keeps memory that user code shares with
     parameters (`.data`) in agreement with the master weights: `pull` from that memory, `push` to it.
 
-    Threads: the training thread, or autograd's while the training thread waits in `backward`.
+    Threads: the training thread, or autograd's while the training thread waits in `backward`. `stage` and `summon`
+    refuse others, such as one that reads a lazy tensor of a checkpoint.
 
-    Ownership: staged values belong to the caller from `stage` until `unstage`. Staging memory is held until then, so
-    `unstage` is called before anything waits for a step, and before weights are fetched.
+    Ownership: staged values belong to the caller from `stage` until `unstage`, which is called before weights are
+    fetched and before a step begins, so that these read changed values. They hold no staging memory meanwhile: user
+    code runs between two calls, and steps that it waits for need that memory (see `StateStore`).
 
     Args:
         stores: where the values are stored.
+        check_caller: raises RuntimeError if another thread than that of `fit` calls.
         drain: returns when the submitted step of a flat parameter is made; raises RuntimeError if the caller can't
             wait for it.
         begin_change: called before weights change; raises RuntimeError if they may not.
@@ -53,33 +59,36 @@ class StagedFlats:
     def __init__(
         self,
         stores: Mapping[FlatParameter, StateStore],
+        check_caller: Callable[[], None],
         drain: Callable[[FlatParameter], None],
         begin_change: Callable[[FlatParameter], None],
         arrived: Callable[[FlatParameter], None],
         release: Callable[[FlatParameter], None],
     ) -> None:
         self._stores = stores
+        self._check_caller = check_caller
         self._drain = drain
         self._begin_change = begin_change
         self._arrived = arrived
         self._release = release
         self._staged: dict[FlatParameter, StagedFlat] = {}
         self._summoned: dict[FlatParameter, SummonedWeights] = {}
-        """Master weights for `load_state_dict`, which `unstage` stores. They hold no staging memory: a module may own
-        more flat parameters than that has room for."""
+        """Master weights for `load_state_dict`, which `unstage` stores."""
         self._pulling = False
 
-    def stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
-        """Returns the values of `flat`; unstages all others, but at least one of those in `keep` that are staged."""
-        self.pull(flat, keep=keep)
-        return self._stage(flat, keep=keep)
+    def stage(self, flat: FlatParameter) -> StagedFlat:
+        """Returns the values of `flat`, which the next calls for two other flat parameters unstage."""
+        self._check_caller()
+        self.pull(flat)
+        return self._stage(flat)
 
     def summon(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
         """Makes the parameters of `flat` views of its master weights, which may be changed until `restore`.
 
         Unstages all other flat parameters but those in `keep`.
         """
-        self.pull(flat, keep=keep)
+        self._check_caller()
+        self.pull(flat)
         self.unstage(keep={*keep, flat} if flat in self._summoned else {*keep} - {flat})
         if flat not in self._summoned:
             self._drain(flat)
@@ -92,7 +101,7 @@ class StagedFlats:
         if flat.summoned:
             self._summoned[flat].restore()
 
-    def pull(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
+    def pull(self, flat: FlatParameter) -> None:
         """Copies memory that user code shares with parameters of `flat`, and has changed, to the master weights.
 
         Raises:
@@ -104,8 +113,8 @@ class StagedFlats:
         """Parameters whose memory user code no longer references; its earlier writes count."""
         self._pulling = True
         try:
-            if changed := self.differing(flat, keep=keep):
-                self._adopt_changes(flat, changed, keep)
+            if changed := self.differing(flat):
+                self._adopt_changes(flat, changed)
         finally:
             self._pulling = False
         for index in last:
@@ -116,12 +125,10 @@ class StagedFlats:
         for flat in self._stores:
             self.pull(flat)
 
-    def _adopt_changes(
-        self, flat: FlatParameter, changed: Mapping[int, Tensor], keep: Collection[FlatParameter]
-    ) -> None:
+    def _adopt_changes(self, flat: FlatParameter, changed: Mapping[int, Tensor]) -> None:
         self._begin_change(flat)
         self._arrived(flat)  # a copy to the device reads the host memory that is written now
-        staged = self._stage(flat, keep=keep)
+        staged = self._stage(flat)
         staged.changed = True
         with _plain_operators():
             for index, tensor in changed.items():
@@ -131,9 +138,9 @@ class StagedFlats:
                 if flat.mixed:  # a later backward would need the overwritten values, which the forward has cast
                     torch.autograd.graph.increment_version(flat.param_views[index].parameter)
 
-    def differing(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> dict[int, Tensor]:
+    def differing(self, flat: FlatParameter) -> dict[int, Tensor]:
         """Returns, by parameter index, memory shared with user code whose values differ from the master weights."""
-        masters = self._stage(flat, keep=keep).masters
+        masters = self._stage(flat).masters
         found: dict[int, Tensor] = {}
         with _plain_operators():
             for index in flat.shared:
@@ -152,19 +159,16 @@ class StagedFlats:
                 if (tensor := flat.memory(index)) is not None:
                     tensor.copy_(item.of(masters))
 
-    def _stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
-        if flat in self._staged:
-            self.unstage(keep={flat, *keep})
-        else:
-            # Staging memory has the bytes of three of the largest flat parameters. Beside a single one that holds some,
-            # there is room for any other one, so that this read ends, and the step before it.
-            held = [one for one in self._staged if one in keep]
-            self.unstage(keep={*keep} - {flat, *held[:-1]})
+    def _stage(self, flat: FlatParameter) -> StagedFlat:
+        staged = self._staged.pop(flat, None)
+        if staged is None:
+            self.unstage(keep=list(self._staged)[-1:])
             self._drain(flat)
-            values = self._stores[flat].stage().result()
+            values = wait_for(self._stores[flat].stage(apart=True), f"the values of {flat.name}")
             with torch.inference_mode(False):
-                self._staged[flat] = StagedFlat(values, values.masters())
-        return self._staged[flat]
+                staged = StagedFlat(values, values.masters())
+        self._staged[flat] = staged  # behind those of earlier accesses
+        return staged
 
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
         """Unstages all flat parameters but those in `keep`, and stores changed values."""

@@ -130,13 +130,12 @@ class StateDicts:
             for name, _ in offloaded:
                 state.pop(prefix + name, None)
             return
-        flat_params = {self._where[parameter][0] for _, parameter in offloaded}
         for name, parameter in offloaded:
             value = state.get(prefix + name)
             if not isinstance(value, OffloadedView) or not value.is_whole(parameter):
                 continue  # missing, computed by user code, the parameter itself (`keep_vars`), or `parameter` is whole
             flat, index = self._where[parameter]
-            masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)
+            masters = flat.param_views[index].of(self._staged.stage(flat).masters)
             if self.lazy.enabled:
                 state[prefix + name] = self.lazy.make((flat, index), masters, self._reader(flat, index), copied=False)
             else:

@@ -1,7 +1,7 @@
 """The store of a flat parameter: its compute weights, master weights and optimizer states, off the device.
 
-The file is large because `StateStore` orders all uses of one flat parameter's values: prefetch, step, write-back, user
-code and moves wait for each other's futures here. `layout` has the arrays, and `buffers` the memory of each tier.
+`StateStore` orders all uses of these values: prefetch, step, write-back, user code and moves wait for each other's
+futures here. `layout` has the arrays, and `buffers` the memory of each tier.
 """
 
 import logging
@@ -17,8 +17,9 @@ from lightning_ssd.device import CopyEngine, Mark, all_of, ended, failed, finish
 from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.layout import Layout, StagedState, StoredArray
 from lightning_ssd.model_states.loaded import Loaded, exact_value
-from lightning_ssd.storage import Blob, FileRange, PinnedBuffer, StorageError, Urgency
+from lightning_ssd.storage import Blob, FileRange, PinnedBuffer, Slab, StorageError, Urgency
 from lightning_ssd.types import OffloadTierName
+from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,20 @@ class StateStore:
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
-    then to the copy to the device or to the caller, then to the writes until all have ended. All memory that
-    one caller needs is allocated at once, so that no caller holds a part of it and waits for the rest. Where the store
+    then to the copy to the device or to the caller, then to the writes until all have ended. Where the store
     of SSDs takes device buffers, prefetched weights are read to the device without staging memory, and so are values of
     a step on the device, which are written from there (`stage_on_device`).
+
+    Deadlocks: a holder of staging memory waits for drives, issued copies and the threads of optimizer steps only, never
+    for staging memory or for a thread that may wait for it. So each holder ends, and each request is served at the
+    latest when all have ended, since no request is larger than the pool. In detail:
+
+    - All memory that a caller needs is allocated at once, by the reader thread, or by the training thread in a move.
+    - Steps stage when the steps before have ended (`ready` of `OptimizerStep`). Their jobs wait for gradients whose
+      copies were issued before. A job itself stages values in host memory only, unless all steps are `serial`.
+    - The training thread holds staging memory within one method only, which waits for drives (`assign`, `checkin`).
+      Values that it holds from one call of user code to the next (`StagedFlats`) are staged `apart`. Each flat
+      parameter's read is queued behind the writes of the ones before, which bounds that memory.
 
     Weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
     arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.
@@ -60,7 +71,6 @@ class StateStore:
     Attributes:
         steps: steps that were committed.
         revertible: whether the last commit can be rolled back.
-        changes: how often the values were changed; prefetched copies of them are compared with it.
         spare: budget of host memory for the second version; None: unlimited.
 
     Raises:
@@ -80,7 +90,6 @@ class StateStore:
         self.staging = staging
         self.steps = 0
         self.revertible = False
-        self.changes = 0
         self.spare: SpareMemory | None = None
         self._buffers: tuple[StateBuffer, ...] = (weights,) if opt_state is None else (weights, opt_state)
         self._copies = copies
@@ -102,11 +111,6 @@ class StateStore:
             stepped: done when the step is committed or skipped.
         """
         self._weights_stepped, self._stepped = weights, stepped
-
-    @property
-    def stepped(self) -> "Future[Any]":
-        """Done when the announced step is committed or skipped."""
-        return self._stepped
 
     @property
     def reads_to_device(self) -> bool:
@@ -149,13 +153,14 @@ class StateStore:
 
     # ---- values on the host ----
 
-    def stage(self, *, step: bool = False, priority: int = -1) -> "Future[StagedState]":
+    def stage(self, *, step: bool = False, priority: int = -1, apart: bool = False) -> "Future[StagedState]":
         """Stages the values on the host.
 
         Args:
             step: new values are written to the uncommitted version, if it is allocated, until `commit`; else values are
                 changed in place.
             priority: of requests that wait for staging memory, the lowest goes first.
+            apart: whether values on SSDs are read to memory of their own, because the caller holds them for any time.
         """
         if self._lost is not None:
             return failed(self._lost)
@@ -165,7 +170,7 @@ class StateStore:
             return self._in_place[step]
         values: StagedState | None = None
 
-        def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread
+        def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread, or that of `read_apart`
             nonlocal values
             start = 0
             parts: list[Tensor] = []
@@ -179,6 +184,7 @@ class StateStore:
                 parts.append(part)
                 reads.append(done)
             values = self._views(parts, step=step)
+            values.memory = memory
             return all_of(reads)
 
         def hand_over(memory: PinnedBuffer) -> "Future[StagedState]":  # on an I/O thread
@@ -186,9 +192,23 @@ class StateStore:
             values.buffer = memory
             return finished(values)
 
+        def read_apart(_: object) -> "Future[StagedState]":  # on the caller's thread, or one that ends a write
+            memory = Slab(self._staging_bytes, pin=False).tensor  # freed with its last view or transfer
+            return then(fill(memory), filled)
+
+        def filled(_: None) -> "Future[StagedState]":  # on an I/O thread, or that of `read_apart`
+            assert values is not None
+            return finished(values)
+
+        if apart:
+            return then(self._writes_ended(), read_apart)
         assert self.staging is not None
         read = self.staging.states.read(self._staging_bytes, fill, [self._writes_ended()], priority=priority)
         return then(read, hand_over)
+
+    def _staged_now(self) -> StagedState:
+        """Returns the values, for an access within one method on the training thread."""
+        return wait_for(self.stage(), f"the values of {self.flat.name}")
 
     @property
     def steps_directly(self) -> bool:
@@ -214,29 +234,26 @@ class StateStore:
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
-        self.changes += changed
-        if not changed or staged.buffer is None:
+        if not changed or staged.memory is None:
             self._release(staged)
             return
         start = 0
         writes: list[Future[None]] = []
         for buffer in self._buffers:
             if buffer.staging_bytes:
-                writes.append(buffer.write(staged.buffer.tensor[start : start + buffer.nbytes], uncommitted=step))
+                writes.append(buffer.write(staged.memory[start : start + buffer.nbytes], uncommitted=step))
                 start += buffer.staging_bytes
         all_of(writes).add_done_callback(lambda _: self._release(staged))
 
     def commit(self) -> None:
         """Commits the step that was unstaged last."""
         self.steps += 1
-        self.changes += 1
         self.revertible = self.has_second
         self._flip()
 
     def revert(self) -> None:
         """Rolls the last commit back: it is `revertible`, and no step was staged since."""
         self.steps -= 1
-        self.changes += 1
         self.revertible = False
         self._flip()
 
@@ -316,11 +333,6 @@ class StateStore:
             assert self.staging is not None
             self.staging.states.pool.pin()
 
-    def unpin(self) -> None:
-        """Unlocks the pages of values that `pin` has page-locked; no copy uses them. Idempotent."""
-        if isinstance(self.opt_state, HostBuffer):
-            self.opt_state.unpin()
-
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
         if self._staging_bytes == 0:
@@ -333,14 +345,14 @@ class StateStore:
         Raises:
             StorageError: it could not be written.
         """
-        self._stepped.result()
-        self.written().result()
+        wait_for(self._stepped, f"the step of {self.flat.name}")
+        wait_for(self.written(), f"the writes of {self.flat.name}")
 
     # ---- master weights for user code ----
 
     def checkout(self) -> Tensor:
         """Returns the fp32 master weights, `flat.numel` elements, to be changed until `checkin`."""
-        staged = self.stage().result()
+        staged = self._staged_now()
         masters = staged.masters()
         # Those in host memory are returned themselves; staging memory can't be held for long.
         if staged.buffer is not None:
@@ -350,13 +362,13 @@ class StateStore:
 
     def checkin(self, masters: Tensor) -> None:
         """Stores the master weights that `checkout` has returned."""
-        staged = self.stage().result()
+        staged = self._staged_now()
         staged.set_masters(masters)
         self.unstage(staged, changed=True)
 
     def is_unchanged(self, masters: Tensor) -> bool:
         """Whether the master weights that `checkout` has returned are still the stored ones."""
-        staged = self.stage().result()
+        staged = self._staged_now()
         same = torch.equal(staged.masters(), masters)
         self.unstage(staged, changed=False)
         return same
@@ -381,7 +393,7 @@ class StateStore:
             weights: the weights.
             change: called with the staged values, to change other ones.
         """
-        staged = self.stage().result()
+        staged = self._staged_now()
         masters = staged.master if staged.master is not None else torch.zeros(self.flat.numel, dtype=torch.float32)
         try:
             for item, whole in zip(self.flat.param_views, weights, strict=True):
@@ -411,7 +423,7 @@ class StateStore:
             return None
         self.flat.attached = False
         try:
-            staged = self.stage().result()
+            staged = self._staged_now()
         except Exception as error:
             log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
             for item in self.flat.param_views:
@@ -524,13 +536,13 @@ class StateStore:
             memory = self.staging.states.pool.acquire(staging_bytes)
         try:
             tensor = None if memory is None else memory.tensor
-            old.write_done().result()
+            wait_for(old.write_done(), f"the writes of {self.flat.name}")
             values, read = old.stage(tensor if old.staging_bytes else None, read=True)
-            read.result()
+            wait_for(read, f"the values of {self.flat.name}")
             target, _ = new.stage(tensor if new.staging_bytes else None, read=False)
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
-            new.write(target, uncommitted=False).result()
+            wait_for(new.write(target, uncommitted=False), f"the writes of {self.flat.name}")
         finally:
             if memory is not None:
                 memory.release()

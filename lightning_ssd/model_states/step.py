@@ -154,12 +154,6 @@ class OptimizerStep:
         weights.add_done_callback(end)
         return weights, done
 
-    def can_be_on_device(self) -> bool:
-        """Returns whether the device could make the step without reads, with values and gradient page-locked."""
-        if not self.store.in_memory or self.arrived is None:
-            return False
-        return self.flat_optimizer.steps_on_device(self._input(1.0), self.store.stage(step=True).result())
-
     def on_device(
         self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
     ) -> Submitted:
@@ -233,8 +227,7 @@ class OptimizerStep:
             return finished(None) if skipped or self.waiting is None else stepper.offload(self.waiting)
 
         def on_cpu() -> "Future[None]":
-            dropped = stepper.drop(self.store.flat)  # its copies read the values that this step overwrites
-            return then(dropped, lambda _: self.deferred([to_host()], drop_second=drop_second)[1])
+            return self.deferred([to_host()], drop_second=drop_second)[1]
 
         def pass_done(done: "Future[None]") -> None:
             if self.waiting is not None:

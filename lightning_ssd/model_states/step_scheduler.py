@@ -4,15 +4,14 @@ With `overlap="optimized"`, the step of a flat parameter is submitted during bac
 offloaded; the next forward of its unit waits for that step alone. If user code may read gradients before
 `optimizer.step`, all steps are submitted there.
 
-The file is large because one class owns the futures of a step, and with them the times at which a step may begin, be
-dropped, recorded or waited for. `step` computes, `grad_scale` decides the scale, and `journal` writes records.
+`step` computes, `grad_scale` decides the scale, and `journal` writes records.
 """
 
 import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from time import perf_counter
 
 import torch
@@ -21,8 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
 from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper
+from lightning_ssd.model_states.device_steps import DeviceSteps
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision, is_power_of_two
@@ -40,7 +39,7 @@ from lightning_ssd.model_states.step_history import StepHistory
 from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
 from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.weights_first import WeightsFirst
-from lightning_ssd.spans import wait_for
+from lightning_ssd.waits import wait_for, wait_for_all
 
 
 class StepScheduler:
@@ -71,7 +70,7 @@ class StepScheduler:
         worker: runs the jobs; owned.
         setup: settings of the training.
         journal: records steps for `recover=True`; owned. None: steps are not recorded.
-        device_share: the flat parameters that the device steps; owned.
+        device_steps: the flat parameters that the device steps; owned.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class StepScheduler:
         worker: Worker,
         setup: Setup,
         journal: Journal | None,
-        device_share: DeviceShare,
+        device_steps: DeviceSteps,
     ) -> None:
         self._offloaded = offloaded
         self._stores = offloaded.stores
@@ -103,9 +102,7 @@ class StepScheduler:
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._defer_next = setup.defer_to_user_hooks
         self._weights_first = WeightsFirst(len(offloaded_units))
-        self._device_share = device_share
-        self._timed = next(iter(offloaded.optimizers), None)
-        """The optimizer from whose steps the device's share is chosen: steps of several differ, and alternate."""
+        self._device_steps = device_steps
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self._limit: float | None = None
@@ -203,7 +200,7 @@ class StepScheduler:
     def keeps_gradient(self, flat: FlatParameter) -> bool:
         """Whether a gradient of `flat`, which a plan keeps, stays on the device: its step may be made there."""
         return (
-            self._device_share.stepper_of(flat) is not None
+            self._device_steps.stepper_of(flat) is not None
             and self._overlap == "optimized"
             and self.overlaps(flat)
             and not (flat.shared or self._gradients[flat].accumulating)
@@ -246,17 +243,15 @@ class StepScheduler:
             )
 
     def submit(self, flat: FlatParameter) -> None:
-        """Submits the step of `flat`, whose gradient is complete.
+        """Submits the step of `flat`, whose gradient is complete, and whose weights are retired; nothing is staged.
 
         Raises:
             RuntimeError: its step before was not recorded, and a record can't name both.
         """
         gradient, store = self._gradients[flat], self._stores[flat]
         self._gradients.resume_stepped(flat)
-        self._staged.unstage()
-        self._prefetcher.retire_for_step(flat)
         options = self._options.submit(flat)  # the step owns these
-        stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
+        stepper = self._device_steps.stepper_of(flat) if self._overlap == "optimized" else None
         waiting: WaitingGradient | None = None
         arrived: list[bool] | None
         if stepper is not None and len(gradient.on_device) == len(flat.param_views):
@@ -273,7 +268,6 @@ class StepScheduler:
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         with self._lock:
-            first = not self._submitted
             recorded = flat not in self._unrecorded
             # Values that a step may be rolled back to are not overwritten.
             ready = [] if store.layout.versions == 1 else [self._committed, self._recorded]
@@ -298,7 +292,7 @@ class StepScheduler:
             waiting=waiting,
         )
         self.history.submit(flat)
-        weights, done = self._begin_step(flat, step, stepper, on_host, ready, first=first)
+        weights, done = self._begin_step(flat, step, stepper, on_host, ready)
         gradient.submit_step(done)
         store.announce_step(weights, done)
         with self._lock:
@@ -311,8 +305,6 @@ class StepScheduler:
         stepper: DeviceStepper | None,
         on_host: "Future[None]",
         ready: "list[Future[None]]",
-        *,
-        first: bool,
     ) -> Submitted:
         """Begins the step of `flat`: on the device, speculatively, or when the scale is known.
 
@@ -322,7 +314,6 @@ class StepScheduler:
             stepper: makes the step on the device; None: the CPU makes it.
             on_host: done when its gradient is in host memory, or at once if the gradient waits on the device.
             ready: futures that the step waits for.
-            first: whether it is the first submitted one of the optimizer's step.
 
         Returns:
             The futures of the compute weights and of the whole step.
@@ -330,16 +321,9 @@ class StepScheduler:
         speculated, accumulated = self._decision.speculated, step.arrived is None
         # A step that is not committed must not change the values or the gradient.
         revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and not accumulated)
-        if self._device_share.undecided and step.can_be_on_device():
-            self._device_share.consider(flat)
-        if stepper is not None and accumulated:  # accumulated gradients are not in page-locked memory
-            ready.append(stepper.drop(flat))
-            stepper = None
-        if stepper is not None and first and not self._decision.scale.done():  # else steps need the memory now
-            self._prefetch_values()
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
-        if stepper is not None:
+        if stepper is not None and not accumulated:  # accumulated gradients are not in page-locked memory
             after = [on_host, *ready, self._released]
             return step.on_device(stepper, after, drop_second=self._decision.given_up)
         if speculated is not None and revertible:
@@ -350,11 +334,6 @@ class StepScheduler:
             drop_second=self._decision.given_up,
         )
 
-    def _prefetch_values(self) -> None:
-        """Prefetches values that the running step of the device needs, which begins when the scale is known."""
-        assert self.optimizer is not None
-        self._device_share.prefetch({flat: self._priorities[flat] for flat, _ in self._gradients_of(self.optimizer)})
-
     def end_backward(self) -> None:
         """Submits the steps of gradients that the backward has completed, or their accumulation.
 
@@ -364,7 +343,7 @@ class StepScheduler:
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
-                    self.submit(flat)
+                    self._retire_and_submit(flat)
                 elif flat.shared or not (self.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
 
@@ -448,7 +427,7 @@ class StepScheduler:
             if gradient.accumulating or any(gradient.arrived):
                 if any(gradient.arrived):
                     self._gradients.accumulate(flat)
-                gradient.consumed.result()
+                wait_for(gradient.consumed, "gradients")
                 for index, item in enumerate(flat.param_views):
                     if index in gradient.assigned:
                         clip(gradient.assigned[index].detach(), scale, clipping.limit)
@@ -499,9 +478,6 @@ class StepScheduler:
             self._gradients.keep_alive(*in_flight)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
-        with self._lock:
-            stepped = set(self._submitted)
-        self._device_share.end_step(stepped)
         self._weights_first.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()
@@ -520,8 +496,6 @@ class StepScheduler:
                 self._staged.push(flat)
         if submitted:
             self._prefetcher.prefetch()
-        if optimizer is self._timed:
-            self._device_share.note(self.work())
         self._begin_outer()
 
     def cancel(self) -> None:
@@ -529,7 +503,6 @@ class StepScheduler:
         assert self.optimizer is not None and not self._submitted
         self._clippings.pop(self.optimizer, None)
         self._decision.cancel()
-        self._device_share.end_step(())
         self.optimizer = None
         self._options.end()
         self.defer_to_user_hooks = self._defer_next
@@ -570,7 +543,13 @@ class StepScheduler:
             if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
                 self._staged.pull(flat)
                 gradient.fold()
-                self.submit(flat)
+                self._retire_and_submit(flat)
+
+    def _retire_and_submit(self, flat: FlatParameter) -> None:
+        """Submits a step after backward, which may have left weights on the device, and user code staged values."""
+        self._staged.unstage()
+        self._prefetcher.retire_for_step(flat)
+        self.submit(flat)
 
     def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
         """Passes the step's futures to the next step, the journal and the history, and returns those of its jobs."""
@@ -653,7 +632,7 @@ class StepScheduler:
         """
         with self._waiting():
             for consumed in self._gradients.consumed():
-                consumed.result()
+                wait_for(consumed, "gradients")
             for store in self._stores.values():
                 store.drain()
 
@@ -707,7 +686,7 @@ class StepScheduler:
         Raises:
             Exception: it could not be written.
         """
-        self._last_record().result()
+        wait_for(self._last_record(), "the record of the last step")
 
     def _last_record(self) -> "Future[None]":
         with self._lock:
@@ -716,13 +695,13 @@ class StepScheduler:
     def drop_record(self) -> None:
         """Removes the last record, since values that it names are about to change: a killed run would begin anew."""
         if self._journal is not None:
-            wait([self._last_record()])
+            wait_for_all([self._last_record()], "the record of the last step")
             self._journal.forget()
 
     def close_journal(self) -> None:
         """Ends the journal's thread after its last record."""
         if self._journal is not None:
-            wait([self._last_record()])
+            wait_for_all([self._last_record()], "the record of the last step")
             self._journal.close()
 
     def end_record(self, ending: Ending) -> bool:
@@ -741,6 +720,8 @@ class StepScheduler:
 
     def close(self) -> None:
         """Ends the worker's thread after the submitted jobs."""
-        wait(self._gradients.consumed())
-        self._worker.close()
-        self._device_share.close()
+        try:
+            wait_for_all(self._gradients.consumed(), "the last steps")
+        finally:
+            self._worker.close()
+            self._device_steps.close()

@@ -39,7 +39,7 @@ class Kind(Enum):
     HOOK = auto()
     """Registers a hook that may read gradients."""
     EXPORT = auto()
-    """Passes memory to code outside of torch, which gets a read-only copy."""
+    """Passes memory to code outside of torch."""
     ADDRESS = auto()
     """Returns an address, which is valid until the forward of the unit ends."""
     STORAGE = auto()

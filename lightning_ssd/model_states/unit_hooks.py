@@ -102,7 +102,7 @@ class UnitHooks:
         """Makes weights resident around a call of a compiled function that a module holds, and that is given modules.
 
         Parameters among the arguments are replaced by clones. In mixed precision the weights of modules are whole ones,
-        in fp32: the function's code is not examined for other uses of 16-bit weights than in products.
+        in fp32, and the function's code casts them, as that of compiled modules does.
         """
         clones: dict[nn.Parameter, Tensor] = {}
 
@@ -119,7 +119,7 @@ class UnitHooks:
         items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
         given = [item for item in items if isinstance(item, nn.Module)]
         inner = [part for module in given for part in module.modules() if part in self._hooked]
-        with self._around_compiled(self._weights_of(given, inner), under_autocast=True):
+        with self._around_compiled(self._weights_of(given, inner)):
             yield arguments
         for (parameter, clone), version in zip(clones.items(), versions, strict=True):
             if clone._version != version:
@@ -143,13 +143,13 @@ class UnitHooks:
         )
 
     @contextlib.contextmanager
-    def _around_compiled(self, weights: "_CompiledWeights", *, under_autocast: bool = False) -> Iterator[None]:
-        """Makes weights resident, and ordinary parameters; `under_autocast` as in `Access.whole`."""
+    def _around_compiled(self, weights: "_CompiledWeights") -> Iterator[None]:
+        """Makes weights resident, and ordinary parameters."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_own_hooks(weights.inner))
             if not self._summoned():
                 stack.enter_context(self._prefetcher.resident(weights.flat_params, record=True))
-                stack.enter_context(self._access.whole(weights.owners, under_autocast=under_autocast))
+                stack.enter_context(self._access.whole(weights.owners))
                 stack.enter_context(self._access.ordinary(weights.offloaded))
                 stack.enter_context(ordinary(weights.with_masters))
                 stack.enter_context(_own_storages_when_compiled(weights.flat_params))

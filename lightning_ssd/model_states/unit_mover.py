@@ -19,12 +19,14 @@ from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer
 from lightning_ssd.model_states.residency import MASTERED_DTYPES
+from lightning_ssd.model_states.sources import end_aliases
 from lightning_ssd.model_states.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.units import UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
+from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +235,7 @@ class UnitMover:
         masters: dict[nn.Parameter, Tensor] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         store = self._stores[item.flat]
-        staged = store.stage().result()
+        staged = wait_for(store.stage(), f"the values of {item.flat.name}")
         try:
             whole = staged.masters()
             for index, view in enumerate(store.flat.param_views):
@@ -262,6 +264,8 @@ class UnitMover:
             if self._staging is not None:
                 stack.callback(self._staging.close)
             stack.callback(self._model.copies.close)
+            for parameter in self._model.parameters:
+                stack.callback(end_aliases, parameter)
             for store in self._stores.values():
                 stack.callback(store.free)
                 stack.callback(store.restore_to_cpu)

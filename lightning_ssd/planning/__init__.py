@@ -5,27 +5,29 @@ The modules, by subject, in the order in which they are best read:
 - the data: `plan`, `model` and `hardware` (profiles), `validation` (of both).
 - predictions: `simulator`, `step_tasks`, `event_simulation`, `stages`, `resident`, `calibration` (corrections).
 - planners: `planners` (by name), `holistic` (the default), `few_launches`, `saved_groups` (helpers); `papers` with
-  `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes` (Teraio's rule for units).
+  `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes` (Teraio's rule for units) with `teraio` (its algorithm),
+  `io_timeline` and `migration`.
 - compiled code: `saved_timeline`.
-- single tensors (Teraio): `lifetimes`, `teraio`, `evictions`, `io_timeline`, `migration`, `migration_simulator`,
-  `transfer_bounds`.
-- reports: `report`, `endurance`, `roofline`, `traffic`.
+- reports: `report`, `endurance`.
 """
 
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
+from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.holistic import exceeds_no_more
-from lightning_ssd.planning.lifetimes import (
-    CLASSES,
-    PHASES,
-    LifetimeProfile,
-    OperatorSpan,
-    Phase,
-    TensorClass,
-    TensorLifetime,
+from lightning_ssd.planning.io_timeline import Floats
+from lightning_ssd.planning.migration import (
+    Bytes,
+    Direction,
+    Migration,
+    MigrationMachine,
+    MigrationPeriod,
+    StepMemory,
+    inactive_periods,
+    sum_ranges,
+    wrapped,
 )
-from lightning_ssd.planning.migration import MigrationMachine
 from lightning_ssd.planning.model import (
     ModelProfile,
     OperatorProfile,
@@ -45,7 +47,6 @@ from lightning_ssd.planning.report import (
     swap_coefficient,
 )
 from lightning_ssd.planning.resident import resident_bytes
-from lightning_ssd.planning.roofline import BANDWIDTHS, Prices, best_throughput, by_hardware, cost_table, roofline
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
 from lightning_ssd.planning.saved_timeline import (
     SavedTimeline,
@@ -54,82 +55,89 @@ from lightning_ssd.planning.saved_timeline import (
     plan_storages,
     smaller_budget,
 )
-from lightning_ssd.planning.simulator import Prediction, replay, simulate
+from lightning_ssd.planning.simulator import Prediction, simulate, simulate_tasks
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
-from lightning_ssd.planning.traffic import DIRECTIONS, Traffic, migration_traffic, planned_traffic, recorded_traffic
+from lightning_ssd.planning.teraio import plan_in_longer_step
 from lightning_ssd.planning.validation import (
     MOST_BYTES,
+    as_list,
     as_mapping,
+    as_whole_numbers,
     check_not_negative,
     check_positive,
+    from_mapping,
+    load_json,
     parse_json,
+    read_text,
+    write_text,
 )
 
 __all__ = [
-    "BANDWIDTHS",
-    "CLASSES",
-    "DIRECTIONS",
-    "MOST_BYTES",
-    "PHASES",
-    "PLANNERS",
-    "YEAR",
+    "Bytes",
+    "COPY_IN",
+    "COPY_OUT",
+    "MigrationPeriod",
+    "Direction",
     "FixedPlacement",
+    "Floats",
     "HardwareProfile",
     "HostOverhead",
-    "LifetimeProfile",
+    "MOST_BYTES",
+    "Migration",
     "MigrationMachine",
     "ModelProfile",
     "OperatorProfile",
-    "OperatorSpan",
-    "Phase",
+    "PLANNERS",
     "PartPlan",
     "PartProfile",
     "Plan",
     "Prediction",
-    "Prices",
+    "SSD",
     "SavedTimeline",
+    "StepMemory",
     "StoragePlan",
-    "TensorClass",
-    "TensorLifetime",
     "TierSpeed",
-    "Traffic",
     "UnitPlan",
     "UnitProfile",
+    "YEAR",
+    "as_list",
     "as_mapping",
-    "best_throughput",
-    "by_hardware",
+    "as_whole_numbers",
     "bytes_per_day",
     "calibrate",
     "calibrate_step_rate",
     "check_not_negative",
     "check_positive",
-    "cost_table",
     "default_plan",
     "default_window",
     "exceeds_no_more",
     "find_what_ifs",
+    "from_mapping",
+    "inactive_periods",
     "is_later_call",
     "large_write_endurance",
     "lifetime_seconds",
+    "load_json",
     "make_plan",
-    "migration_traffic",
-    "needed_early",
     "make_report",
+    "needed_early",
     "offload_amounts",
     "parse_json",
     "plan_for_least_memory",
+    "plan_in_longer_step",
     "plan_storages",
     "plan_with_coefficient",
-    "planned_traffic",
-    "recorded_traffic",
+    "read_text",
     "render_report",
     "render_summary",
     "render_what_ifs",
-    "replay",
     "resident_bytes",
-    "roofline",
     "simulate",
+    "simulate_tasks",
     "smaller_budget",
+    "sum_ranges",
     "swap_coefficient",
     "unit_call_name",
+    "wrapped",
+    "write_text",
 ]

@@ -1,6 +1,5 @@
 """Simulates a training step under a plan, and predicts its seconds and the bytes in each tier."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
@@ -8,7 +7,7 @@ from lightning_ssd.planning.endurance import DAY
 from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, Task, run
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.step_tasks import StepTasks
 
@@ -183,41 +182,3 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
         bound=max(busy, key=lambda resource: busy[resource]),
         memory=samples,
     )
-
-
-def replay(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, bandwidths: Sequence[float]
-) -> list[tuple[float, float]]:
-    """Returns (bandwidth, throughput) pairs: Teraio's figure 3.
-
-    All transfers run at the given bandwidth in each direction. Throughputs are relative to that of a GPU on which
-    everything fits, which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may
-    exceed 1. 0: the plan does not fit the machine.
-
-    Args:
-        model: profile of the model.
-        hardware: profile of the machine, whose transfer bandwidths are replaced; the limit of daily writes is ignored.
-        plan: plan of the transfers.
-        bandwidths: transfer bandwidths, bytes/s.
-    """
-    units = {
-        unit.name: UnitPlan("gpu", "gpu", "keep", {operator.name: "keep" for operator in unit.operators})
-        for unit in model.units
-    }
-    ideal = simulate(model, hardware, Plan(units, 0, 0, plan.clip)).step_seconds
-    points = []
-    for bandwidth in bandwidths:
-        machine = replace(
-            hardware,
-            copy_out=bandwidth,
-            copy_in=bandwidth,
-            copy_out_both=bandwidth,
-            copy_in_both=bandwidth,
-            ssd_read=bandwidth,
-            ssd_write=bandwidth,
-            ssd_mixed=bandwidth,
-            ssd_bytes_per_day=None,
-        )
-        found = simulate(model, machine, plan)
-        points.append((bandwidth, 0.0 if found.excess_bytes(machine) else ideal / found.step_seconds))
-    return points

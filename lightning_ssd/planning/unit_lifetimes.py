@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
-from lightning_ssd.planning.migration import Migration, MigrationMachine
+from lightning_ssd.planning.migration import (
+    Migration,
+    MigrationMachine,
+    MigrationPeriod,
+    StepMemory,
+    inactive_periods,
+    sum_ranges,
+)
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.saved_groups import (
@@ -21,15 +29,15 @@ from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
 MAX_PLANS = 6
-"""Most plans that are made, each for less GPU memory, because the lifetimes do not include what prefetching needs."""
+"""Most plans, each for less GPU memory than the one before: the lifetimes do not include the prefetch window."""
 
 
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with the best ratio of benefit and cost migrate, and nothing is recomputed.
 
-    A part of a unit is kept on the GPU unless its weights or states migrate. Migrating parts are stepped by the CPU, or
-    by the GPU, as in Teraio, if that is faster: those in host memory, or all. Gradients of the GPU's steps leave the
-    GPU, or stay there if they do not migrate and that is faster.
+    A part of a unit is kept on the GPU unless its weights or states migrate. The CPU steps migrating parts, or, if the
+    step gets faster, the GPU, as in Teraio: those in host memory, or all. Gradients of the GPU's steps are offloaded,
+    or kept if they do not migrate and the step gets faster.
 
     Args:
         model: profile of the model.
@@ -61,7 +69,7 @@ def _add_plans(
         fixed: as in `plan_units`.
     """
     steps = _StepLifetimes(planned, hardware, fixed)
-    lifetimes = steps.profile()
+    step = steps.memory()
     machine = _machine(hardware, fixed)
 
     def consider(plan: Plan) -> Prediction:
@@ -70,7 +78,7 @@ def _add_plans(
         return found
 
     for tried in range(MAX_PLANS):
-        migrations = plan_in_time(lifetimes, machine, min_bytes=1).migrations
+        migrations = plan_in_time(step, machine)
         made = steps.plan(migrations)
         plan = made if fixed is None else fixed.apply(model, made)
         found = consider(plan)
@@ -109,45 +117,43 @@ class _StepLifetimes:
         self._model = model
         self._bandwidth = hardware.gpu_memory_bandwidth
         self._fixed = fixed
+        self._count = sum(2 * len(unit.operators) + 1 for unit in model.units)
+        """Operators of a step: of forward and backward, and an optimizer step of each unit."""
         self.keys: list[tuple[str, int, int]] = []
         """Class of each tensor, index of its unit, and index of its operator or part in the unit."""
-        self._tensors: list[TensorLifetime] = []
+        self._allocated: list[tuple[int, int, int]] = []
+        """First operator with each tensor, the one after the last, and the tensor's bytes."""
+        self._candidates: list[MigrationPeriod] = []
 
-    def profile(self) -> LifetimeProfile:
-        """Returns the lifetimes."""
+    def memory(self) -> StepMemory:
+        """Returns the operators' seconds, and the tensors in GPU memory."""
         model = self._model
-        spans: list[OperatorSpan] = []
-        now = 0.0
+        seconds: list[float] = []
         fixed = iter(() if self._fixed is None else self._fixed.states)
-
-        def add(phase: str, seconds: float) -> None:
-            nonlocal now
-            spans.append(OperatorSpan("work", phase, now, now + seconds))
-            now += seconds
-
         forward: dict[tuple[int, int], int] = {}
         backward: dict[tuple[int, int], int] = {}
         for index, unit in enumerate(model.units):
             for position, operator in enumerate(unit.operators):
-                forward[index, position] = len(spans)
-                add("forward", operator.forward_seconds)
+                forward[index, position] = len(seconds)
+                seconds.append(operator.forward_seconds)
         for index, unit in reversed(list(enumerate(model.units))):
             for position, operator in reversed(list(enumerate(unit.operators))):
-                backward[index, position] = len(spans)
-                add("backward", operator.backward_seconds)
+                backward[index, position] = len(seconds)
+                seconds.append(operator.backward_seconds)
         for index, unit in enumerate(model.units):
             moved = unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
             resident = [next(fixed, None) == "gpu" for _ in unit.own_parts]
-            self._add_unit(index, resident, forward, backward, len(spans))
-            add("optimizer", moved / self._bandwidth)
-        return LifetimeProfile(model.name, tuple(spans), tuple(self._tensors))
+            self._add_unit(index, resident, forward, backward, len(seconds))
+            seconds.append(moved / self._bandwidth)
+        starts, stops, sizes = zip(*self._allocated, strict=True) if self._allocated else ((), (), ())
+        # Differences of sums, as of measured times: their rounding breaks ties between equal units. With exact ties,
+        # the search leaves memory between the sizes of two units unused.
+        seconds = np.diff(np.cumsum(seconds), prepend=0.0).tolist()
+        return StepMemory(seconds, sum_ranges(starts, stops, sizes, self._count), self._candidates)
 
     def plan(self, migrations: Sequence[Migration]) -> Plan:
         """Returns the plan in which the tensors of `migrations` are offloaded."""
-        tiers: dict[tuple[str, int, int], InputChoice] = {}
-        for migration in migrations:
-            assert migration.tier is not None  # nothing is recomputed
-            tiers[self.keys[migration.tensor]] = migration.tier
+        tiers: dict[tuple[str, int, int], InputChoice] = {self.keys[one.tensor]: one.tier for one in migrations}
         weights: list[Tier] = []
         states: list[Tier] = []
         saved: dict[tuple[int, int], InputChoice] = {}
@@ -179,9 +185,9 @@ class _StepLifetimes:
         Args:
             index: index of the unit.
             resident: for each part of the unit, whether a fixed placement has it on the GPU.
-            forward: index of the operator span of each forward, by unit and operator.
-            backward: index of the operator span of each backward.
-            step: index of the operator span of the unit's optimizer step.
+            forward: index of the forward of each operator, by unit and operator.
+            backward: index of each backward.
+            step: index of the unit's optimizer step.
         """
         unit = self._model.units[index]
         count = len(unit.operators)
@@ -218,8 +224,22 @@ class _StepLifetimes:
         allocated: int | None = None,
         freed: int | None = None,
     ) -> None:
-        if nbytes:
-            name = self._model.units[unit].name
-            owner = name if kind in ("weight", "gradient", "optimizer state") else ""
-            self._tensors.append(TensorLifetime(len(self._tensors), name, kind, nbytes, uses, allocated, freed, owner))
-            self.keys.append((kind, unit, position))
+        """Adds a tensor.
+
+        Args:
+            kind: class of the tensor.
+            unit: index of its unit.
+            position: index of its operator or part in the unit.
+            nbytes: bytes; 0: there is no tensor.
+            uses: indices of the operators that use it, in order.
+            allocated: index of the operator that allocates it; None: it exists in every step from begin to end.
+            freed: index of the last operator with it; None: as for `allocated`.
+        """
+        if not nbytes:
+            return
+        is_global = allocated is None
+        stop = self._count if freed is None else freed + 1
+        self._allocated.append((allocated or 0, stop, nbytes))
+        for after, before in inactive_periods(uses, self._count, is_global=is_global):
+            self._candidates.append(MigrationPeriod(len(self.keys), nbytes, after, before))
+        self.keys.append((kind, unit, position))

@@ -1,17 +1,17 @@
 """Records the lifetimes of all tensors of a training step: forward, backward and optimizer step (Teraio, 3.1)."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations import ForwardGraph, Saved, tensors_of
+from lightning_ssd.activations import tensors_of
 from lightning_ssd.device import Clock
 from lightning_ssd.model_states import Unit, state_tensors, states_in_memory
-from lightning_ssd.planning import LifetimeProfile, OperatorSpan, Phase, TensorClass, TensorLifetime
+from lightning_ssd.replay import LifetimeProfile, OperatorSpan, Phase, TensorClass, TensorLifetime
 from lightning_ssd.storage_tags import LIFETIME
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
@@ -61,8 +61,6 @@ class LifetimeRecorder:
         self._operators: list[tuple[str, Phase, Any]] = []
         self._lifetimes: list[_Lifetime] = []
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._of_operation: dict[int, int] = {}
-        """Index of the operator of each operation of a forward graph."""
         self.closed = False
 
     def __len__(self) -> int:
@@ -90,7 +88,7 @@ class LifetimeRecorder:
                 for kind, of_tensor, tensor in state_tensors(name, parameter, states):
                     self.register(tensor, kind, of_tensor, unit.name)
 
-    def ran(self, func: Any, given: Any, result: Any, span: tuple[Any, Any], operation: int | None = None) -> None:
+    def ran(self, func: Any, given: Any, result: Any, span: tuple[Any, Any]) -> None:
         """Records an operator.
 
         Args:
@@ -98,12 +96,9 @@ class LifetimeRecorder:
             given: its arguments.
             result: its result.
             span: begin and end on the device's clock.
-            operation: index of the operator among the operations of a forward graph.
         """
         index = len(self._operators)
         self._operators.append((func._schema.name.removeprefix("aten::"), self.phase, span))
-        if operation is not None:
-            self._of_operation[operation] = index
         for tree, allocated in ((given, False), (result, True)):
             for value in tensors_of(tree):
                 if value.layout is not torch.strided or value.is_quantized:
@@ -134,7 +129,7 @@ class LifetimeRecorder:
         self.closed = True
         self._alive.clear()
 
-    def profile(self, name: str, clock: Clock, graph: ForwardGraph, saved: Sequence[Saved]) -> LifetimeProfile:
+    def profile(self, name: str, clock: Clock) -> LifetimeProfile:
         """Returns the profile, once, after `close`. The device must have executed all operators.
 
         A gradient that is alive at the end is counted as freed after its last use: `zero_grad` frees it before it is
@@ -143,8 +138,6 @@ class LifetimeRecorder:
         Args:
             name: name of the model.
             clock: clock of the spans.
-            graph: graph of the forward, whose buffers may be recomputed.
-            saved: saved tensors of the graph.
         """
         operators = []
         now = 0.0
@@ -159,45 +152,10 @@ class LifetimeRecorder:
             and not (lifetime.freed is not None and lifetime.freed < (lifetime.allocated or 0))
             and (lifetime.uses or lifetime.kind != "gradient")
         }
-        for number, recomputed in self._recomputed(graph, saved, operators).items():
-            if number in found and found[number].kind == "saved tensor":
-                seconds, sources = recomputed
-                sources = tuple(one for one in sources if one in found)
-                found[number] = replace(found[number], recompute_seconds=seconds, sources=sources)
         # The tags of weights reference this recorder as long as the weights live.
         self._operators.clear()
         self._lifetimes.clear()
-        self._of_operation.clear()
         return LifetimeProfile(name, tuple(operators), tuple(found.values()))
-
-    def _recomputed(
-        self, graph: ForwardGraph, saved: Sequence[Saved], operators: Sequence[OperatorSpan]
-    ) -> Mapping[int, tuple[float, tuple[int, ...]]]:
-        """Returns the seconds and source tensors of the recomputation of each saved tensor, by number."""
-        by_result: dict[tuple[int, int], list[int]] = {}
-        for number, lifetime in enumerate(self._lifetimes):
-            if lifetime.allocated is not None:
-                by_result.setdefault((lifetime.allocated, lifetime.nbytes), []).append(number)
-        users: dict[int, list[int]] = {}
-        for number, lifetime in enumerate(self._lifetimes):
-            for use in lifetime.uses:
-                users.setdefault(use, []).append(number)
-        result: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for item in saved:
-            if not item.recomputable or any(index not in self._of_operation for index in item.recompute_ops):
-                continue
-            recompute_ops = [self._of_operation[index] for index in item.recompute_ops]
-            made = by_result.get((recompute_ops[-1], item.nbytes), [])
-            if len(made) != 1:
-                continue
-            sources = {number for use in recompute_ops for number in users.get(use, ())}
-            outside = tuple(
-                number
-                for number in sorted(sources)
-                if self._lifetimes[number].allocated not in recompute_ops and self._lifetimes[number].kind is None
-            )
-            result[made[0]] = sum(operators[use].end - operators[use].start for use in recompute_ops), outside
-        return result
 
 
 def _tensor(number: int, lifetime: _Lifetime, backward_start: int, last: int) -> TensorLifetime:

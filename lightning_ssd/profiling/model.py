@@ -1,7 +1,7 @@
 """`Profiler` measures the units, operators and saved tensors of a training, and the tiers of its model states.
 
-The file is large because the phases of a profile (record, check, time) share the peaks, marks and hooks of the steps in
-which they run. `TraceMode` records operators, `unit_profiles` makes the units' profiles, and `limits` adds budgets.
+It records one micro-batch, checks recomputations in the next, and times further steps. `TraceMode` records operators,
+`unit_profiles` makes the units' profiles, and `limits` adds budgets.
 """
 
 import statistics
@@ -33,7 +33,6 @@ from lightning_ssd.model_states import ModelStates, Unit, UnitPart, count_stored
 from lightning_ssd.planning import (
     FixedPlacement,
     HostOverhead,
-    LifetimeProfile,
     ModelProfile,
     PartProfile,
     unit_call_name,
@@ -42,6 +41,7 @@ from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
+from lightning_ssd.replay import LifetimeProfile
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
@@ -375,7 +375,7 @@ class Profiler(Uncopied):
                 "Lifetimes of tensors need a step of one micro-batch that Lightning makes. Set "
                 "`accumulate_grad_batches=1`, and `automatic_optimization=True`."
             )
-        return self._lifetimes.profile(name, self._clock, self.graph, self.saved)
+        return self._lifetimes.profile(name, self._clock)
 
     def name_of(self, unit_call: UnitCall) -> str:
         """Returns the name of a call in profiles and plans."""

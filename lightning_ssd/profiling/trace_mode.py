@@ -264,7 +264,7 @@ class TraceMode(UnitDispatchMode):
         result, span = self.run_timed(func, args, kwargs)
         self._spans.append(span)
         if span is not None and self._lifetimes is not None:
-            self._lifetimes.ran(func, (args, kwargs), result, span, index)
+            self._lifetimes.ran(func, (args, kwargs), result, span)
         for position, value in enumerate(tensors_of(result)):
             if value.layout is not torch.strided or value.is_quantized:
                 continue

@@ -58,10 +58,13 @@ def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capa
         StorageFullError: a volume cannot grow by a page.
         StorageError: a transfer failed.
     """
-    share = align_down(min(capacity // len(volumes), *(volume.disk_free() for volume in volumes)))
+    # Files never shrink. A half of the free space is left to other scratch files: a training may have two of them, one
+    # of model states and one of saved tensors.
+    halves = [volume.disk_free() // (2 * len(volumes)) for volume in volumes]
+    share = align_down(min(capacity // len(volumes), *halves))
     if share == 0:
         raise StorageFullError(
-            f"no room to measure {', '.join(str(volume.path) for volume in volumes)}: {PAGE} bytes needed on "
+            f"no room to measure {', '.join(str(volume.path) for volume in volumes)}: {2 * PAGE} free bytes needed on "
             f"each, {capacity} available in all. Free space, or give other paths."
         )
     block = min(piece_bytes, share, _MAX_BYTES)

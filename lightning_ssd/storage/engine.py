@@ -19,16 +19,21 @@ from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.slots import align_up
 from lightning_ssd.storage.urgency import Urgency
+from lightning_ssd.waits import watch
 
 __all__ = ["Engine", "Meter"]
 
 
 class Meter:
-    """Bytes transferred in one direction, and the seconds during which at least one transfer ran. Thread-safe."""
+    """Bytes transferred in one direction, and the seconds during which at least one transfer ran. Thread-safe.
+
+    Attributes:
+        running: number of transfers that run now.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
+        self.running = 0
         self._since = 0.0
         self._seconds = 0.0
         self._nbytes = 0
@@ -36,22 +41,22 @@ class Meter:
     def start(self) -> None:
         """Records the begin of a transfer."""
         with self._lock:
-            if self._running == 0:
+            if self.running == 0:
                 self._since = perf_counter()
-            self._running += 1
+            self.running += 1
 
     def stop(self, nbytes: int) -> None:
         """Records the end of a transfer of `nbytes` bytes, 0 if it failed."""
         with self._lock:
             self._nbytes += nbytes
-            self._running -= 1
-            if self._running == 0:
+            self.running -= 1
+            if self.running == 0:
                 self._seconds += perf_counter() - self._since
 
     def read(self) -> tuple[int, float]:
         """Returns (bytes transferred, seconds with a running transfer) so far."""
         with self._lock:
-            running = perf_counter() - self._since if self._running else 0.0
+            running = perf_counter() - self._since if self.running else 0.0
             return self._nbytes, self._seconds + running
 
 
@@ -98,6 +103,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        watch(self)
 
     def submit(
         self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgency: Urgency | None = None
@@ -131,6 +137,15 @@ class Engine:
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():  # a callback may close the store
                 thread.join()
+
+    def progress(self) -> tuple[int, ...]:
+        """Returns the bytes that were written and read (`waits.Watched`)."""
+        return self.written.read()[0], self.read.read()[0]
+
+    def pending(self) -> str:
+        """Returns the directions in which transfers run (`waits.Watched`)."""
+        running = [name for name, meter in (("writes", self.written), ("reads", self.read)) if meter.running]
+        return f"{' and '.join(running)} of {', '.join(str(one.path) for one in self._queues)}" if running else ""
 
     def _work(self, target: _IOQueue) -> None:
         while (request := target.queue.get()) is not None:

@@ -12,6 +12,7 @@ from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.errors import StorageError
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_down, align_up
+from lightning_ssd.waits import watch
 
 __all__ = ["PinnedBuffer", "PinnedPool"]
 
@@ -65,9 +66,11 @@ class PinnedPool:
         self.slab_total = 0
         self.used_bytes = 0
         self.peak_bytes = 0
+        self._refused = False
         self._closed = False
         if self._slab_bytes is None:
             self._add_slab(self.largest)
+        watch(self)
 
     def acquire(self, nbytes: int) -> PinnedBuffer:
         """Allocates a buffer, and blocks until there is room. The caller owns one reference and releases it.
@@ -139,11 +142,26 @@ class PinnedPool:
             if self._slab_bytes is not None:
                 self._close_empty_slabs(self.peak_bytes)
 
+    def refuse(self) -> None:
+        """Makes waiting and later requests raise a StorageError. The memory belongs to its buffers until `close`."""
+        with self._changed:
+            self._refused = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Closes the pool: waiting requests raise a StorageError, and each slab is freed with its last buffer."""
         with self._changed:
-            self._closed = True
+            self._refused = self._closed = True
             self._close_empty_slabs()
+
+    def progress(self) -> tuple[int, ...]:
+        """Returns the bytes in use, which change when a request is served or a buffer is released (`waits.Watched`)."""
+        return (self.used_bytes,)
+
+    def pending(self) -> str:
+        """Returns the requests that wait, and the bytes in use (`waits.Watched`)."""
+        used = f"{format_bytes_exactly(self.used_bytes)} of {format_bytes_exactly(self.budget)} in use"
+        return f"{self._name} pool: {len(self._waiting)} requests wait, {used}" if self._waiting else ""
 
     def _checked(self, nbytes: int) -> int:
         if nbytes <= 0:
@@ -157,7 +175,7 @@ class PinnedPool:
         return need
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._refused:
             raise StorageError(f"the {self._name} pool is closed: it hands out no more buffers")
 
     def _allocate(self, nbytes: int, need: int) -> PinnedBuffer | None:

@@ -60,13 +60,6 @@ class Slab:
     def close(self) -> None:
         """Unlocks and drops the memory, after the last copy to or from the GPU. Idempotent."""
         tensor, self.tensor = self.tensor, torch.empty(0, dtype=torch.uint8)
-        self._unpin(tensor)
-
-    def unpin(self) -> None:
-        """Unlocks the pages, after the last copy to or from the GPU; the bytes do not change. Idempotent."""
-        self._unpin(self.tensor)
-
-    def _unpin(self, tensor: torch.Tensor) -> None:
         if self._pinned:
             self._pinned = False
             # Buffers are released when the host is done with them; the GPU may still be a few copies behind.

@@ -1,7 +1,7 @@
 """The blob store, in which the other folders store bytes on SSDs.
 
-The file is large because `BlobStore` is the folder's only entry for transfers: it has the documentation of buffers,
-futures and errors that callers rely on. Slots, striping, I/O threads and checksums are in files of their own.
+`BlobStore` is the folder's only entry for transfers. Slots, striping, I/O threads and checksums are in files of their
+own.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.activations.placement import OffloadOnPressure
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
-from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
+from lightning_ssd.waits import wait_for
 from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.forwards import (
     FORWARDS,

@@ -18,7 +18,7 @@ from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorde
 from lightning_ssd.callbacks import timeline_recorder
 from lightning_ssd.planning import recorded_traffic
 from lightning_ssd.timeline import COLORS, Timeline
-from lightning_ssd.timeline_profile import read_timeline
+from lightning_ssd.timeline.timeline_profile import read_timeline
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.parity import TinyGPT

@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd.activations import PlanMode, UnitCall
 from lightning_ssd.planning import HostOverhead
 from lightning_ssd.profiling import measure_machine
 from tests.support.compare import assert_same
 from tests.support.garbage import collect
-from tests.support.plans import pinned, quiet_trainer
+from tests.support.plans import KEEP_CHECKPOINT_OFFLOAD, in_turn, pinned, quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("deterministic")]
 
@@ -103,3 +104,30 @@ def test_memory_of_checkpointed_units_is_the_predicted_one(tmp_path: Path) -> No
     assert second.comparison is not None
     predicted = second.comparison.predicted.gpu_peak_bytes
     assert second.comparison.gpu_peak_bytes == pytest.approx(predicted, rel=0.1)
+
+
+def test_units_keep_or_checkpoint_all_with_offloaded_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those without a plan, and no operation of these units is intercepted."""
+    offloaded: Any = {"states": "host", "gpu_memory": "1MiB"}
+    expected = train(tmp_path, SSDOffloadStrategy(**offloaded, offload="none"))
+    first = SwapPlanner()
+    assert_same(train(tmp_path, SSDOffloadStrategy(**offloaded), first), expected)
+    assert first.plan is not None and first.profile is not None
+    intercepted: set[UnitCall] = set()
+    may_not: set[UnitCall] = set()
+    operation = PlanMode.operation
+
+    def noted(self: PlanMode, *args: Any) -> Any:
+        if not self.checking:
+            may_not.update(self.schedule.plain_calls, self.schedule.checkpointed)
+            intercepted.update(self._open)
+        return operation(self, *args)
+
+    monkeypatch.setattr(PlanMode, "operation", noted)
+    for kinds in (KEEP_CHECKPOINT_OFFLOAD, ("checkpoint",)):
+        intercepted.clear()
+        may_not.clear()
+        second = pinned(in_turn(first.plan, first.profile, kinds))
+        assert_same(train(tmp_path, SSDOffloadStrategy(**offloaded), second), expected)
+        assert may_not and intercepted.isdisjoint(may_not)
+        print(f"{kinds}: {second.comparison}")

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy
-from lightning_ssd.planning import LifetimeProfile
-from lightning_ssd.planning.lifetimes import PHASES
+from lightning_ssd.replay import PHASES, LifetimeProfile
 from tests.support.compare import assert_same
 from tests.support.parity import TinyGPT, train
 

@@ -10,14 +10,11 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.device import copies
 from lightning_ssd.model_states import build, layout
 from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.adam_cuda import cuda_kernel
 from lightning_ssd.model_states.buffers import SSDBuffer, SSDStep
-from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
-from lightning_ssd.model_states.share_trial import ShareTrial
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend, SlowCopies
 from tests.support.device_steps import Shared
@@ -170,25 +167,6 @@ def test_the_kernel_of_the_device_is_found() -> None:
     """Else the CPU makes all steps."""
     kernel = any_kernel()
     assert kernel is not None and cuda_kernel(torch.device("cuda", 0), kernel) is not None
-
-
-def test_a_trial_of_shares_changes_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step is a measurement, small copies are timed, and the CPU counts as busy."""
-    how: dict[str, Any] = {"device": "cuda", "clip": 1.0, "model": TinyGPT, "recorded": False}
-    expected = train(streamed(overlap="none", clip="deferred"), **how)
-    for name, steps in (("WARM_UP", 1), ("WARMUP_AFTER_CHANGE", 1), ("MEASURED", 1), ("BUSY", 0)):
-        monkeypatch.setattr(ShareTrial, name, steps)
-    monkeypatch.setattr(copies._CopyStream, "TIMED", 1)
-    shares: list[float | None] = []
-    close = DeviceShare.close
-
-    def closed(share: DeviceShare) -> None:
-        shares.append(None if share._trial is None else share._trial.share)
-        close(share)
-
-    monkeypatch.setattr(DeviceShare, "close", closed)
-    assert_same(expected, train(streamed(clip="deferred"), **how))
-    assert shares and shares[-1] is not None
 
 
 @pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import config
 from lightning_ssd.model_states import StatesConfig
-from lightning_ssd.models.gpt import GPT
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, default_plan, simulate
+from lightning_ssd.recipes.models.gpt import GPT
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowCopies
 from tests.support.parity import SharedStorages, TinyGPT, exact, train

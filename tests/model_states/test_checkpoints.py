@@ -5,8 +5,9 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,11 +21,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import load_lazy, load_sharded, save_sharded, sharded
+from lightning_ssd.model_states import load_lazy, load_sharded, save_sharded
 from lightning_ssd.model_states.lazy import LazyTensor, LazyTensors, save
 from tests.support.compare import assert_same, same
 from tests.support.models import Block, Model, ToyModel
-from tests.support.states import Large, host, loader, ssd, train
+from tests.support.states import Large, host, loader, memory, ssd, train
 from tests.support.trainings import make_trainer, rows
 
 
@@ -260,36 +261,70 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_sharded_checkpoints(tmp_path: Path, weights_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content is the same as in one file; tied weights are written once, and files have a bounded size."""
-    monkeypatch.setattr(sharded, "SHARD_BYTES", 10_000)
+def test_sharded_checkpoints(tmp_path: Path, weights_only: bool) -> None:
+    """The content is the same as in one file, nothing but tensors and plain containers is unpickled, and tied weights
+    are written once."""
     checkpoint = pl.callbacks.ModelCheckpoint(
         dirpath=tmp_path / "saved", save_last=True, save_weights_only=weights_only, save_top_k=1
     )
     strategy = ssd(checkpoints="sharded")
     train(tmp_path, strategy, Model(), enable_checkpointing=True, callbacks=[checkpoint])
     directory = tmp_path / "saved" / "last.ckpt"
-    files = list(directory.glob("*.safetensors"))
-    assert len(files) > 3 and all(file.stat().st_size < 12_000 for file in files)
+    assert {file.name for file in directory.iterdir()} == {"__0_0.distcp", ".metadata", "meta.pt", "lightning_ssd.pt"}
     assert len(list((tmp_path / "saved").iterdir())) == 2
     plain = saved(tmp_path / "plain", "auto", save_weights_only=weights_only)
-    ours = load_sharded(directory, weights_only=False)
+    (directory / ".metadata").write_bytes(b"")
+    ours = load_sharded(directory, weights_only=True)
+    assert ours.keys() == plain.keys()
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         if part in plain:
             assert same(ours[part], plain[part]), part
-    assert "state_dict/head.weight" not in json.loads((directory / "index.json").read_text())
+    weights = ours["state_dict"]
+    assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
 
 
-@pytest.mark.parametrize("second", ["sharded", "file"])
-def test_resuming_from_a_sharded_checkpoint(tmp_path: Path, second: Any) -> None:
+@pytest.mark.parametrize("second", ["sharded", "file", "consolidated"])
+def test_resuming_from_a_sharded_checkpoint(
+    tmp_path: Path, second: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain Lightning resumes from what its own utility makes of it, by the command that the log names."""
     expected = train(tmp_path, "auto", Model())
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
     how: Any = dict(max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
-    begun: Any = train(tmp_path, ssd(checkpoints="sharded"), Model(), **how)
-    again: Any = ssd(states="host", checkpoints=second)
-    resumed: Any = train(tmp_path, again, Model(), ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
+    with caplog.at_level("INFO"):
+        begun: Any = train(tmp_path, ssd(checkpoints="sharded"), Model(), **how)
+    path = str(tmp_path / "saved" / "last.ckpt")
+    if second == "consolidated":
+        (command,) = re.findall(r"python -m ([\w.]+) \S+\.ckpt", caplog.text)
+        monkeypatch.setattr(sys, "argv", [command, path])
+        runpy.run_module(command, run_name="__main__", alter_sys=True)
+        path += ".consolidated"
+        assert same(Model.load_from_checkpoint(path).state_dict(), begun.state_dict())
+    again: Any = "auto" if second == "consolidated" else ssd(states="host", checkpoints=second)
+    resumed: Any = train(tmp_path, again, Model(), ckpt_path=path)
     resumed.losses = begun.losses + resumed.losses
     assert_same(resumed, expected)
+
+
+def test_a_directory_of_another_strategy(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").mkdir()
+    (tmp_path / "a.ckpt" / "meta.pt").touch()
+    with pytest.raises(ValueError, match=r"has not written.*utilities\.consolidate_checkpoint \S+a\.ckpt"):
+        train(tmp_path, ssd(), Model(), ckpt_path=str(tmp_path / "a.ckpt"))
+
+
+def test_a_sharded_checkpoint_of_a_sparse_tensor(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model/a is a sparse tensor.*checkpoints='file'"):
+        save_sharded({"state_dict": {"a": torch.eye(3).to_sparse()}}, tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sharded_checkpoint_that_was_cut_off(tmp_path: Path) -> None:
+    save_sharded({"state_dict": {"a": torch.ones(100)}}, tmp_path / "a.ckpt")
+    for nbytes in (200, 0):
+        os.truncate(tmp_path / "a.ckpt" / "__0_0.distcp", nbytes)
+        with pytest.raises(ValueError, match=r"__0_0\.distcp is shorter than when it was written"):
+            load_sharded(tmp_path / "a.ckpt")
 
 
 class Strided(ToyModel):
@@ -489,15 +524,22 @@ def test_a_checkpoint_that_is_overwritten_after_it_was_loaded(tmp_path: Path, re
     assert same(resumed[1], resumed[0])
 
 
-@pytest.mark.parametrize("states", ["host", "ssd"])
-def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, states: str) -> None:
-    model = Large()
-    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(states=states), max_steps=2, default_root_dir=tmp_path,
+@pytest.mark.parametrize(("states", "checkpoints"), [("host", "file"), ("ssd", "file"), ("ssd", "sharded")])
+def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, states: str, checkpoints: str) -> None:
+    """A sharded one is also loaded in it."""
+    model, strategy = Large(), ssd(states=states, checkpoints=checkpoints)
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_steps=2, default_root_dir=tmp_path,
                          logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
     trainer.fit(model, loader())
-    size = (tmp_path / "large.ckpt").stat().st_size
+    saved = tmp_path / "large.ckpt"
+    size = sum(file.stat().st_size for file in (saved.iterdir() if checkpoints == "sharded" else [saved]))
     assert size > 192 * 2**20
     assert model.extra < size / 3
+    if checkpoints == "sharded":
+        before = memory()
+        loaded = load_sharded(saved)
+        assert sum(value.nbytes for value in loaded["state_dict"].values()) > 64 * 2**20
+        assert memory() - before < size / 3
 
 
 KILLED = """

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device import CPUCopyEngine, WorkCounter, Worker, ended, finished
-from lightning_ssd.model_states import build, device_share
-from lightning_ssd.model_states.device_share import DeviceShare
+from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
+from lightning_ssd.model_states import build
 from lightning_ssd.model_states.device_stepper import DeviceStepper
+from lightning_ssd.model_states.device_steps import DeviceSteps
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.layout import Layout
@@ -110,7 +110,6 @@ def test_numbers_are_plain_lightnings(
     shared = Shared(monkeypatch)
     assert_same(train(tmp_path, offloading(states, **strategy), Model(optimizer), **how), expected)
     assert (shared.steps > shared.waiting > 0) == (accumulate == 1)
-    assert states == "host" or shared.prefetches == 0
 
 
 @pytest.mark.parametrize(("gpu_memory", "selected"), [("100kB", False), ("1MB", True)])
@@ -120,7 +119,13 @@ def test_pieces_take_memory_of_prefetched_weights(
     """Without room for them and three units, the CPU makes all steps."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
     found: list[bool] = []
-    monkeypatch.setattr(DeviceShare, "note", lambda share, work: found.append(share.select(share._order)))
+    end = StepScheduler.end
+
+    def end_and_plan(scheduler: StepScheduler) -> None:
+        end(scheduler)
+        found.append(scheduler._device_steps.plan(scheduler._device_steps._order, ()))
+
+    monkeypatch.setattr(StepScheduler, "end", end_and_plan)
     train(tmp_path, offloading(gpu_memory=gpu_memory), Model(), max_epochs=1)
     assert found and set(found) == {selected}
 
@@ -130,14 +135,14 @@ def test_no_step_runs_while_values_are_page_locked(tmp_path: Path, monkeypatch: 
     calls: list[str] = []
     monkeypatch.setattr(StateStore, "pin", lambda store: calls.append("pin"))
     copies: Any = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(DeviceShare, "_make_stepper", lambda share: True)
+    monkeypatch.setattr(DeviceSteps, "_make_stepper", lambda steps: True)
     layout = Layout(
         FlatParameter("flat", [("w", nn.Parameter(torch.zeros(5)))], torch.float32, CPU), False, STATES, True, 1
     )
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
         stores = {layout.flat: store}
-        share = DeviceShare(stores, [layout.flat], copies, SimpleNamespace(), lambda: calls.append("drain"))  # type: ignore[arg-type]
-        assert share.select([layout.flat])
+        steps = DeviceSteps(stores, [layout.flat], copies, SimpleNamespace(), lambda: calls.append("drain"))  # type: ignore[arg-type]
+        assert steps.plan([layout.flat], ())
     assert calls == ["drain", "pin"]
 
 
@@ -147,92 +152,6 @@ def test_staging_memory_is_page_locked_for_values_on_ssds(tmp_path: Path, monkey
     with open_store(tmp_path, ("host", "ssd"), make_layout(1)) as (store, scratch):
         store.pin()
         assert locked == [store.flat.nbytes, scratch.states.pool.budget]
-
-
-class OneShare:
-    """In place of a `ShareTrial`: one share is tried, and the CPU alone is faster than it."""
-
-    def __init__(self, parameters: list[int], nbytes: int, select: Any) -> None:
-        self.share: float | None = None
-        self.sizes = parameters, nbytes
-        self.ends: list[Any] = []
-        self._select = select
-
-    def note(self, end: Any) -> None:
-        self.ends.append(end)
-        if len(self.ends) == 1:
-            assert self._select([0])
-        else:
-            self.share = 0.0
-
-
-def test_a_trial_of_shares_notes_each_step_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the device is freed then, when no step runs."""
-    calls: list[str] = []
-    trials: list[OneShare] = []
-
-    class Stepper:
-        PIECES, PIECE_BYTES, nbytes, failed = 1, 7, 7, False
-
-        def __init__(self, copies: Any, num_pieces: int) -> None:
-            assert num_pieces == self.PIECES
-            self.close = lambda: calls.append("close")
-
-    def trial(*arguments: Any) -> OneShare:
-        trials.append(OneShare(*arguments))
-        return trials[-1]
-
-    monkeypatch.setattr(StateStore, "pin", lambda store: calls.append("pin"))
-    monkeypatch.setattr(StateStore, "unpin", lambda store: calls.append("unpin"))
-    monkeypatch.setattr(device_share, "ShareTrial", trial)
-    monkeypatch.setattr(device_share, "DeviceStepper", Stepper)
-    copied = WorkCounter(1, 0.1), WorkCounter(2, 0.2)
-    copies: Any = SimpleNamespace(device=torch.device("cuda"), busy=lambda: copied)
-    prefetcher: Any = SimpleNamespace(change_budget=lambda nbytes: calls.append(f"budget {nbytes:+}") or True, budget=0)
-    flat = FlatParameter("flat", [("w", nn.Parameter(torch.zeros(5)))], torch.float32, CPU)
-    with open_store(tmp_path, ("host", "host"), Layout(flat, False, STATES, True, 1)) as (store, _):
-        share = DeviceShare({flat: store}, [flat], copies, prefetcher, lambda: calls.append("drain"))
-        assert share.undecided
-        share.consider(flat)
-        works = [WorkCounter(step, 0.1 * step) for step in range(4)]
-        for work in works:
-            share.note(work)
-            assert (share.stepper_of(flat) is not None) == (work is works[0])
-    (only,) = trials
-    assert only.sizes == ([flat.numel], flat.numel * 4 * (len(STATES) + 2))  # fp32 weights, states and gradient
-    assert [(end.work, end.copied) for end in only.ends] == [(work, copied) for work in works[:2]]
-    assert calls == ["budget -7", "drain", "pin", "drain", "close", "budget +7", "unpin"] and not share.undecided
-
-
-class InTurns(Model):
-    """Two optimizers, of a half of the units each, which are stepped one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        parameters = list(self.parameters())
-        half = len(parameters) // 2
-        return [torch.optim.AdamW(own, lr=1e-2) for own in (parameters[:half], parameters[half:])]
-
-    def training_step(self, *arguments: Any) -> None:
-        loss: Any = super().training_step(*arguments)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_a_share_is_chosen_by_the_steps_of_one_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times between steps of several ones alternate."""
-    notes: list[object] = []
-    ends: list[object] = []
-    end = StepScheduler.end
-    monkeypatch.setattr(DeviceShare, "note", lambda share, work: notes.append(work))
-    monkeypatch.setattr(StepScheduler, "end", lambda scheduler: ends.append(end(scheduler)))
-    train(tmp_path, offloading(), InTurns(), max_epochs=1)
-    assert 2 * len(notes) == len(ends) > 2
 
 
 class Engines(LateCopies):
@@ -258,7 +177,7 @@ def test_a_device_that_is_behind_the_host_has_the_same_numbers(
     monkeypatch.setattr(Engines, "made", [])
     monkeypatch.setattr(build, "make_copy_engine", Engines)
     assert_same(train(tmp_path, offloading(states, clip=clip or "auto"), Model(), **how), expected)
-    assert shared.steps > 0 and (shared.prefetches > 0) == (states == "host") and len(Engines.made) == 2
+    assert shared.steps > 0 and len(Engines.made) == 2
     assert [violation for engine in Engines.made for violation in engine.violations] == []
     assert "late-device" not in [thread.name for thread in threading.enumerate()]
 
@@ -287,32 +206,6 @@ def test_states_that_move_and_checkpoints_amid_a_training(tmp_path: Path, monkey
     assert_same(train(tmp_path, ssd(tier="ssd"), Model(), callbacks=[ours, mover], **how), expected)
     assert_same(ours.read, plain.read)
     assert shared.steps > 0 and mover.moves > 2
-
-
-class FirstAlone(Model):
-    """Only the first parameters have a gradient in every other micro-batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx % 2:
-            return super().training_step(batch, batch_idx)
-        return next(self.parameters()).square().sum()
-
-
-def test_steps_of_accumulated_gradients_drop_prefetched_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU makes them beside steps of the device, which have all memory then."""
-    how: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 1}
-    expected = train(tmp_path, "auto", FirstAlone(), **how)
-    shared = Shared(monkeypatch, share=1.0)
-    note = DeviceShare.note
-
-    def note_and_look(share: DeviceShare, work: Any) -> None:
-        share._drain()
-        assert share.stepper is None or not share.stepper._work
-        note(share, work)
-
-    monkeypatch.setattr(DeviceShare, "note", note_and_look)
-    assert_same(train(tmp_path, offloading(clip="deferred"), FirstAlone(), **how), expected)
-    assert shared.prefetches > shared.steps > 0
 
 
 class Lost(CPUCopyEngine):
@@ -452,18 +345,16 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 @pytest.mark.quick_cases(1)
 @combinations(
-    "versions, tiers, prefetched, waiting",
+    "versions, tiers, waiting",
     [1, 2],
     [("host", "host"), ("host", "ssd"), ("ssd", "ssd")],
     [False, True],
-    [False, True],
     quick=[
-        (1, ("host", "host"), False, False),
-        (1, ("host", "host"), False, True),
-        (2, ("host", "host"), True, False),
-        (1, ("ssd", "ssd"), False, True),
+        (1, ("host", "host"), False),
+        (1, ("host", "host"), True),
+        (2, ("host", "host"), False),
+        (1, ("ssd", "ssd"), True),
     ],
-    possible=lambda versions, tiers, prefetched, waiting: not prefetched or tiers == ("host", "host"),
 )
 def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
     tmp_path: Path,
@@ -471,7 +362,6 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
     versions: int,
     tiers: Tiers,
-    prefetched: bool,
     waiting: bool,
 ) -> None:
     """Or values are lost and can't be read, if some were overwritten in place; then nothing is committed."""
@@ -485,8 +375,6 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
             copies.fail_at = fail_at
             if versions == 2:
                 assert store.add_second()
-            if prefetched:
-                stepper.prefetch(store, priority=0)
             weights, done = made.step.on_device(stepper, [])
             ended(done).result(timeout=60)
             assert stepper.failed == (len(copies.calls) >= fail_at)
@@ -612,100 +500,6 @@ def test_a_gradient_on_the_device_belongs_to_the_step_until_it_has_ended(
         assert copies.calls.count("h2d") == copies.calls.count("d2h") == 3 * pieces_made  # weights and two states
 
 
-PREFETCHED = 3 * DeviceStepper.PIECES
-"""Copies of the pieces that have memory: weights and two states of each."""
-
-
-def test_values_are_on_the_device_before_the_scale_is_known(
-    tmp_path: Path, worker: Worker, stepper: DeviceStepper
-) -> None:
-    """As many as there is memory for. Each value is copied to the device once, and nothing is copied back before."""
-    copies, scale = copies_of(stepper), Future[float | None]()
-    with stepped(tmp_path, worker, 1, scale) as made:
-        store = made.step.store
-        weights, done = made.step.on_device(stepper, [])
-        stepper.prefetch(store, priority=0)
-        copies.until("h2d", PREFETCHED)
-        assert "d2h" not in copies.calls
-        scale.set_result(0.5)
-        done.result(timeout=60)
-        assert weights.done() and store.steps == 1 and same(masters_of(store), torchs(store))
-        # Of each piece weights, two states and the gradient are copied to the device, and all but the gradient back.
-        assert 3 * copies.calls.count("h2d") == 4 * copies.calls.count("d2h") > 4 * PREFETCHED
-
-
-def test_a_prefetch_waits_for_the_step_before(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
-    """And is forgotten if it is dropped meanwhile, since the CPU may change the values then."""
-    copies, before = copies_of(stepper), Future[None]()
-    with stepped(tmp_path, worker, 1) as made:
-        store = made.step.store
-        store.announce_step(before, before)
-        stepper.prefetch(store, priority=0)
-        stepper.drop(store.flat).result(timeout=60)
-        before.set_result(None)
-        stepper.drop(store.flat).result(timeout=60)  # all events before this one were handled
-        assert "h2d" not in copies.calls
-        store.announce_step(before, before)
-        stepper.prefetch(store, priority=0)
-        copies.until("h2d", PREFETCHED)
-
-
-def test_values_that_change_after_their_prefetch_are_copied_again(
-    tmp_path: Path, worker: Worker, stepper: DeviceStepper
-) -> None:
-    with stepped(tmp_path, worker, 1) as made:
-        store = made.step.store
-        right = store.checkout().clone()
-        store.checkin(torch.zeros_like(right))
-        stepper.prefetch(store, priority=0)
-        copies_of(stepper).until("h2d", PREFETCHED)
-        store.checkin(right)
-        made.step.on_device(stepper, [])[1].result(timeout=60)
-        assert same(masters_of(store), torchs(store))
-
-
-def test_a_skipped_step_drops_prefetched_values(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
-    """The next prefetch has all the memory."""
-    copies, scale = copies_of(stepper), Future[float | None]()
-    with stepped(tmp_path, worker, 1, scale) as made:
-        store = made.step.store
-        _, done = made.step.on_device(stepper, [])
-        for times in (1, 2):
-            stepper.prefetch(store, priority=0)
-            copies.until("h2d", times * PREFETCHED)
-            if times == 1:
-                scale.set_result(None)
-                done.result(timeout=60)
-        assert "d2h" not in copies.calls and store.steps == 0
-
-
-def test_the_end_of_a_step_waits_for_copies_of_unused_values(
-    tmp_path: Path, worker: Worker, stepper: DeviceStepper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A parameter may have no gradient in a step, and its values may be moved afterwards."""
-    copies = copies_of(stepper)
-    waited: list[object] = []
-
-    def release(futures: Any) -> None:
-        waited.extend(futures)
-        assert not any(future.done() for future in futures)
-        copies.until("on_h2d", 2 * DeviceStepper.AHEAD + 1)  # of the pieces, their memory, and the drop
-        for future in copies.held_in or []:
-            future.set_result(None)
-        wait(futures, timeout=60)
-
-    monkeypatch.setattr(device_share, "wait", release)
-    with stepped(tmp_path, worker, 1) as made:
-        store = made.step.store
-        share = DeviceShare({store.flat: store}, [store.flat], copies, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
-        share.stepper, share._chosen = stepper, [store.flat]
-        copies.held_in = []
-        share.prefetch({store.flat: 0})
-        copies.until("h2d", 3 * DeviceStepper.AHEAD)
-        share.end_step([])
-        assert len(waited) == 1 and all(future.done() for future in waited)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("versions", [1, 2])
 def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
     tmp_path: Path, worker: Worker, stepper: DeviceStepper, versions: int
@@ -736,14 +530,12 @@ def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
 
 @pytest.mark.parametrize("begun", [False, True], ids=["waits for the scale", "waits for memory"])
 def test_closing_ends_every_step(tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
-    """Prefetched values are dropped, and no future stays open."""
+    """No future stays open."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
     stepper = DeviceStepper(HeldCopies())
     copies, scale = copies_of(stepper), Future[float | None]()
     with stepped(tmp_path, worker, 1, scale) as made:
         weights, done = made.step.on_device(stepper, [])
-        stepper.prefetch(made.step.store, priority=0)
-        copies.until("h2d", PREFETCHED)
         if begun:
             copies.held = []
             scale.set_result(0.5)
@@ -777,20 +569,14 @@ def is_of(source: Tensor, made: Stepped) -> bool:
     return source.untyped_storage().data_ptr() in [storage.data_ptr() for storage in memory]
 
 
-@pytest.mark.parametrize("prefetched", [True, False], ids=["prefetches", "steps"])
-def test_urgent_values_overtake_others_at_the_copies(
-    tmp_path: Path, worker: Worker, stepper: DeviceStepper, prefetched: bool
-) -> None:
+def test_urgent_values_overtake_others_at_the_copies(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
     """They wait for the pieces that are being copied, and not for those that were submitted before."""
     copies = copies_of(stepper)
-    copies.held_in, num_arrays = [], 3 if prefetched else 4  # the gradients of steps, too
+    copies.held_in, num_arrays = [], 4  # weights, two states and the gradient
     with two_steps(tmp_path, worker) as (late, urgent):
         futures = []
         for made, ahead in ((late, DeviceStepper.AHEAD), (urgent, 0)):
-            if prefetched:
-                stepper.prefetch(made.step.store, priority=made.step.priority)
-            else:
-                futures.append(made.step.on_device(stepper, [])[1])
+            futures.append(made.step.on_device(stepper, [])[1])
             if ahead:
                 copies.until("h2d", num_arrays * ahead)
         begun = len(copies.sources)
@@ -804,25 +590,9 @@ def test_urgent_values_overtake_others_at_the_copies(
             done.result(timeout=60)
 
 
-def test_an_urgent_prefetch_has_the_memory_of_others(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
-    """All memory has values that the next forward needs later. Both steps have their numbers."""
-    copies = copies_of(stepper)
-    with two_steps(tmp_path, worker) as (late, urgent):
-        stepper.prefetch(late.step.store, priority=1)
-        copies.until("h2d", PREFETCHED)
-        stepper.prefetch(urgent.step.store, priority=0)
-        copies.until("h2d", 2 * PREFETCHED)
-        assert all(is_of(source, urgent) for source in copies.sources[PREFETCHED:])
-        for made in (urgent, late):
-            made.step.on_device(stepper, [])[1].result(timeout=60)
-            assert same(masters_of(made.step.store), torchs(made.step.store))
-
-
-@pytest.mark.parametrize(
-    ("room", "num_pieces"), [(10**9, 16), (9, 8), (4, 4), (3, None)], ids=["all", "half", "least", "none"]
-)
-def test_too_little_memory_makes_fewer_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, num_pieces: int | None
+@pytest.mark.parametrize("room", [4, 3], ids=["enough", "too little"])
+def test_pieces_take_device_memory_while_steps_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """An allocation that fails is no error, and the budget of weights is as before without a stepper."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**10)
@@ -839,13 +609,12 @@ def test_too_little_memory_makes_fewer_pieces(
         budget += nbytes
         return True
 
-    prefetcher: Any = SimpleNamespace(budget=budget, change_budget=change)
+    prefetcher: Any = SimpleNamespace(change_budget=change)
     flat = FlatParameter("flat", [("w", nn.Parameter(torch.zeros(2**14)))], torch.float32, CPU)
     with open_store(tmp_path, ("host", "host"), Layout(flat, False, STATES, True, 1)) as (store, _):
-        for prefetches in (False, True):
-            share = DeviceShare({flat: store}, [flat], Little(), prefetcher, lambda: None, prefetches=prefetches)
-            assert share.select([flat]) == (num_pieces is not None)
-            expected = num_pieces if prefetches or num_pieces is None else DeviceStepper.PIECES
-            assert budget == (64 - (expected or 0)) * 2**10
-            share.close()
-            assert budget == 64 * 2**10
+        drains: list[None] = []
+        steps = DeviceSteps({flat: store}, [flat], Little(), prefetcher, lambda: drains.append(None))
+        assert steps.plan([flat], ()) == (room == DeviceStepper.PIECES)
+        assert budget == (60 if room == DeviceStepper.PIECES else 64) * 2**10
+        assert steps.plan([], ())
+        assert budget == 64 * 2**10 and len(drains) == (room == DeviceStepper.PIECES)  # no step uses the freed memory

@@ -413,12 +413,12 @@ def test_memory_belongs_to_reads_of_a_failed_step_until_they_have_ended(
         backend.hold("read")
         backend.left = 3
         reading = failed.step(stepper)
-        stepper.drop(make_flat()).result(timeout=60)  # two pieces are being read
+        handle_events(stepper)  # two pieces are being read
         backend.fail.set()
         copies.held, free = [], 2 * (DeviceStepper.PIECES - 1)
         done = other.step(stepper)
         copies.until("on_d2h", free)
-        stepper.drop(make_flat()).result(timeout=60)
+        handle_events(stepper)
         assert copies.calls.count("on_d2h") == free and not reading.done()
         backend.release("read")
         with pytest.raises(StorageError):
@@ -475,6 +475,11 @@ def test_a_failure_of_the_device_leaves_the_step_to_the_cpu(
 # ---- the order of events ----
 
 
+def handle_events(stepper: DeviceStepper) -> None:
+    """Returns when the stepper has handled the events that were posted before."""
+    stepper._post(lambda: None).result(timeout=60)
+
+
 def test_values_are_not_read_before_their_memory_is_free(tmp_path: Path, worker: Worker, copies: HeldCopies) -> None:
     """The compute stream may use the memory when the stepper is made."""
     copies.held_in = []
@@ -484,8 +489,7 @@ def test_values_are_not_read_before_their_memory_is_free(tmp_path: Path, worker:
     ):
         backend.clear()
         done = case.step(stepper)
-        stepper.drop(make_flat())
-        copies.until("on_h2d", 2)  # the events of the step, and of the drop after it, were handled
+        handle_events(stepper)
         assert backend.log == []
         release, copies.held_in = copies.held_in, None
         for future in release:
@@ -521,18 +525,21 @@ def test_values_are_written_when_the_device_has_computed_them(
         assert same(case.values(), right)
 
 
-def test_values_are_not_read_before_they_are_written(tmp_path: Path, worker: Worker) -> None:
+def test_values_are_not_read_before_they_are_written(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step before is committed, and the drive could serve the reads before its writes."""
+    monkeypatch.setattr(DeviceStepper, "PIECES", 2 * PIECES)
     backend = DirectBackend()
     with (
-        contextlib.closing(DeviceStepper(HeldCopies(), 2 * PIECES)) as stepper,
+        contextlib.closing(DeviceStepper(HeldCopies())) as stepper,
         opened(tmp_path, worker, backend) as case,
     ):
         backend.clear()
         backend.hold("write")
         case.step(stepper).result(timeout=60)
         second = case.step(stepper)
-        stepper.drop(make_flat()).result(timeout=60)
+        handle_events(stepper)
         assert len(backend.addresses["read"]) == 3 * PIECES and not second.done()
         backend.release("write")
         second.result(timeout=60)
@@ -543,10 +550,13 @@ def test_values_are_not_read_before_they_are_written(tmp_path: Path, worker: Wor
         assert same(found, case.values())
 
 
-def test_writes_of_weights_overtake_others_once_a_thread_waits_for_them(tmp_path: Path, worker: Worker) -> None:
+def test_writes_of_weights_overtake_others_once_a_thread_waits_for_them(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceStepper, "PIECES", PIECES)
     backend, copies = DirectBackend(), HeldCopies()
     with (
-        contextlib.closing(DeviceStepper(copies, PIECES)) as stepper,
+        contextlib.closing(DeviceStepper(copies)) as stepper,
         opened(tmp_path, worker, backend, threads=1) as case,
     ):
         (weights,) = case.store.buffers[0].blobs[1].pieces
@@ -582,7 +592,7 @@ def test_the_cpu_makes_a_failed_step_after_its_writes(tmp_path: Path, worker: Wo
             backend.release("write")
         else:
             assert copies.failed.wait(60)
-            stepper.drop(make_flat()).result(timeout=60)
+            handle_events(stepper)
             assert case.pool.used_bytes == 0 and not done.done()
             backend.release("write")
         done.result(timeout=60)
@@ -618,7 +628,7 @@ def test_memory_belongs_to_the_writes_until_they_have_ended(
         backend.hold("write")
         done = case.step(stepper)
         backend.until("write", 3 * DeviceStepper.PIECES)
-        stepper.drop(make_flat()).result(timeout=60)
+        handle_events(stepper)
         used = set(backend.addresses["read"])
         requests = len(backend.addresses["read"])
         assert len(used) == requests and not done.done()  # no memory was read to twice
@@ -663,7 +673,7 @@ def test_urgent_values_overtake_others_at_the_drives(tmp_path: Path, worker: Wor
         done = [first.step(stepper)]
         late.until("read", 3 * DeviceStepper.AHEAD)
         done.append(second.step(stepper))
-        stepper.drop(make_flat()).result(timeout=60)
+        handle_events(stepper)
         late.release("read")
         for future in done:
             future.result(timeout=60)

@@ -58,11 +58,11 @@ def test_a_slot_of_a_scale_is_used_again_after_the_scale_was_read(monkeypatch: p
     copies = LateCopies()
     decision = GradScaleDecision(copies, clip="deferred", needs_norm=True, loss_scaled=False)
 
-    def wait(scales: "Sequence[Future[float | None]]") -> None:
+    def wait(scales: "Sequence[Future[float | None]]", work: str) -> None:
         copies.pending.pop(0).set_result(None)
         assert all(scale.done() for scale in scales)
 
-    monkeypatch.setattr(grad_scale, "wait", wait)
+    monkeypatch.setattr(grad_scale, "wait_for_all", wait)
     norms = [2.0 + step for step in range(GradScaleDecision.SLOTS + 1)]
     scales = [opened(decision, norm) for norm in norms]
     for copied in copies.pending:

@@ -412,7 +412,7 @@ def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
     tmp_path: Path, strategy: Any, checkpoints: str, make_optimizer: Any
 ) -> None:
     """It equals plain Lightning's, also after an evaluation, and either strategy resumes from the other's."""
-    strategy._save = SSDOffloadStrategy(checkpoints=checkpoints)._save
+    strategy._checkpoints = checkpoints
     plain = fitted(tmp_path, "auto", Model(make_optimizer))
     ours = fitted(tmp_path, strategy, Model(make_optimizer))
     assert not list(tmp_path.rglob("lightning_ssd-*"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ssd import SSDOffloadStrategy
 from tests.support.compare import assert_same, same
 from tests.support.models import Block, BlocksModel, Model
 from tests.support.states import offloading, some_stay, train
@@ -205,8 +206,27 @@ def test_states_that_are_reset_by_an_assignment_are_an_error(tmp_path: Path, sta
         trainer.optimizers[0].state = defaultdict(dict)
 
     callback = pl.callbacks.LambdaCallback(**{hook: reset})
-    with pytest.raises(RuntimeError, match="`state` of AdamW was assigned during training"):
+    with pytest.raises(RuntimeError, match=r"`state` of AdamW was assigned during training.*reset all of them with"):
         train(tmp_path, offloading(states), Model(), max_epochs=1, callbacks=[callback])
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_states_are_reset_as_the_error_says(tmp_path: Path, states: str, hook: str) -> None:
+    """The remedy has the effect of the assignment in plain training."""
+
+    def reset(trainer: pl.Trainer, *_: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        if trainer.global_step == 2 and isinstance(trainer.strategy, SSDOffloadStrategy):
+            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        elif trainer.global_step == 2:
+            optimizer.state = defaultdict(dict)
+
+    runs = []
+    for strategy in (offloading(states), "auto"):
+        callback = pl.callbacks.LambdaCallback(**{hook: reset})
+        runs.append(train(tmp_path, strategy, Model(), max_epochs=2, callbacks=[callback]))
+    assert_same(*runs)
 
 
 def thaw(model: Any, first: Optimizer, second: Optimizer) -> None:

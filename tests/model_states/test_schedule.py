@@ -391,6 +391,7 @@ class TwoThreads(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         states = trainer.strategy.model_states  # type: ignore[union-attr]
         stream: ParamPrefetcher = states._prefetcher
+        stream.check_caller = lambda: None  # type: ignore[method-assign]  # as for autograd's threads of a GPU
         stream.evict_all()
         first, *others = states.stores
         into, arrived = states._copies.h2d, threading.Event()

@@ -184,7 +184,7 @@ def test_the_record_of_a_later_fit_is_not_resumed_by_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script of two fits of the same model: killed in the second, and run again."""
-    from lightning_ssd import recovery
+    from lightning_ssd.recover import recovery
 
     first = run(tmp_path)
     second = outcome(run(tmp_path))
@@ -203,7 +203,7 @@ def test_the_record_of_a_later_fit_is_not_resumed_by_an_earlier_one(
 
 def test_fits_with_paths_of_their_own_may_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that tries several settings, and skips finished ones."""
-    from lightning_ssd import recovery
+    from lightning_ssd.recover import recovery
 
     paths = [tmp_path / name for name in "abc"]
     expected = outcome(run(tmp_path))

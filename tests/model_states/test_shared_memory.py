@@ -85,6 +85,11 @@ def alias(module: Sharing, i: int, j: int) -> None:
     module.kept.append(module.weight(i).data if j % 2 else module.weight(i).detach())
 
 
+def keep_array(module: Sharing, i: int, j: int) -> None:
+    weight = module.weight(i).detach()
+    module.kept.append(weight.t().numpy() if j % 2 else np.asarray(weight[:4]))
+
+
 def write_tensor(module: Sharing, i: int, j: int) -> None:
     if (tensor := module.choose(i)) is not None:
         with torch.no_grad():
@@ -136,7 +141,7 @@ def write_and_drop(module: Sharing, i: int, j: int) -> None:
 
 OPERATIONS: list[Operation] = [
     assign, assign_and_forget, assign_kept, assign_array, assign_parts_of_a_buffer, assign_without_effect, share, swap,
-    alias, write_tensor, write_array, write_weight, write_both, load, drop,
+    alias, keep_array, write_tensor, write_array, write_weight, write_both, load, drop,
     write_and_drop, keep_state_dict, write_state_dict,
 ]  # fmt: skip
 WRITES: list[Operation] = [write_tensor, write_array]
@@ -215,6 +220,15 @@ def check(path: Path, program: Any, training: Any, places: tuple[str, ...]) -> N
         "on_train_batch_end": [(alias, 2, 0), (assign, 2, 0)],
     },
     {"gradient_clip_val": None, "accumulate_grad_batches": 1, "precision": "32-true"},
+)
+@example(
+    {
+        "on_fit_start": [],
+        "on_train_batch_start": [(keep_array, 0, 1), (keep_array, 2, 0)],
+        "on_before_backward": [(write_array, 0, 2)],
+        "on_train_batch_end": [(write_array, 1, 1), (drop, 0, 1)],
+    },
+    {"gradient_clip_val": None, "accumulate_grad_batches": 2, "precision": "bf16-mixed"},
 )
 def test_random_assignments(tmp_path: Path, program: Any, training: Any) -> None:
     """Parameters, and all tensors that share their memory, have the values of plain training after every statement."""
@@ -434,6 +448,50 @@ def test_a_tensor_that_is_assigned_is_not_kept_alive(tmp_path: Path) -> None:
         return [flat_params == [] or storage.expired(), any(flat.shared for flat in flat_params)]
 
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "host")
+
+
+EXPORTS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "numpy": lambda weight: weight.detach().numpy(),
+    "a part": lambda weight: weight.data[2:4].t().numpy(),
+    "force": lambda weight: weight.numpy(force=True),
+    "asarray": lambda weight: np.asarray(weight.detach()),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_arrays_have_the_memory_of_their_weight(tmp_path: Path, export: str) -> None:
+    """They follow optimizer steps, and writes to them count, as long as they exist; then the memory is freed."""
+
+    def read(module: Any) -> Any:
+        weight = module.blocks[0].up.weight
+        if module.global_step == 1:
+            module.kept = np.asarray(EXPORTS[export](weight))
+        elif module.global_step == 2:
+            module.kept[1] *= 0.5
+            values = torch.tensor(module.kept)
+            module.kept = None
+            return values
+        float(weight.detach().sum())
+        shared = [parameter.flat.shared for parameter in module.parameters() if hasattr(parameter, "flat")]
+        return None if module.kept is None else torch.tensor(module.kept), module.kept is None and any(shared)
+
+    def make() -> Any:
+        module = Toy("on_train_batch_end", read)
+        module.kept = None
+        return module
+
+    compare(tmp_path, make, "host", max_epochs=2)
+
+
+def test_an_array_of_a_gradient_is_a_copy_with_a_warning(tmp_path: Path) -> None:
+    def act(module: Any) -> None:
+        with pytest.warns(UserWarning, match="of an offloaded gradient gives a copy"):
+            array = module.blocks[0].up.weight.grad.numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+    fit(tmp_path, Toy("on_before_optimizer_step", act), "host")
 
 
 @pytest.mark.parametrize("states", PLACES)

@@ -20,9 +20,9 @@ from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import BlobStore, StorageError, StorageFullError, Urgency
 from lightning_ssd.storage.slab import Slab
+from lightning_ssd.waits import wait_for
 from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, scratch_space, weights_of
 

@@ -13,8 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, LifetimeProfile, ModelProfile, Plan, UnitPlan, validation
-from lightning_ssd.planning.lifetimes import OperatorSpan, TensorLifetime
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, UnitPlan, validation
+from lightning_ssd.replay import LifetimeProfile, OperatorSpan, TensorLifetime
 from tests.support.profiles import H100, make_model
 
 MODEL = make_model(1)
@@ -33,13 +33,13 @@ LIFETIMES = LifetimeProfile(
     "model",
     (OperatorSpan("work", "forward", 0.0, 1.0), OperatorSpan("work", "backward", 1.0, 3.0)),
     (TensorLifetime(1, "unit", "weight", 8, (0, 1), unit="unit"),
-     TensorLifetime(2, "work", "saved tensor", 8, (0, 1), 0, 1, recompute_seconds=1.0, sources=(1,))),
+     TensorLifetime(2, "work", "saved tensor", 8, (0, 1), 0, 1)),
 )  # fmt: skip
 KINDS = {
     "machine": Kind(json.dumps(asdict(H100)), HardwareProfile.from_json, HardwareProfile.to_json, json.dumps),
     "model": Kind(json.dumps(asdict(MODEL)), ModelProfile.from_json, ModelProfile.to_json, json.dumps),
     "lifetimes": Kind(
-        json.dumps({"version": 1, **asdict(LIFETIMES)}), LifetimeProfile.from_json, LifetimeProfile.to_json, json.dumps
+        json.dumps({"version": 2, **asdict(LIFETIMES)}), LifetimeProfile.from_json, LifetimeProfile.to_json, json.dumps
     ),
     "plan": Kind(PLAN.to_yaml(), Plan.load, Plan.save, yaml.safe_dump),
 }

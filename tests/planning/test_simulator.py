@@ -13,11 +13,8 @@ from lightning_ssd.planning import (
     ModelProfile,
     OperatorProfile,
     Plan,
-    Prediction,
     UnitPlan,
     UnitProfile,
-    make_plan,
-    replay,
     simulate,
 )
 from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
@@ -546,27 +543,6 @@ def test_the_gpu_steps_when_the_norm_is_known(clip: Any) -> None:
     assert len(states) == 4 and all(task.begin >= backward for task in states)
 
 
-def test_replay_over_bandwidth() -> None:
-    """Teraio's figure 3: throughput rises with the bandwidth of migration, up to the throughput without waits."""
-    model = make_model(20, saved=GB, parameters=10**6)
-    plan = plan_of(model, "gpu", "gpu", "ssd", "ssd")
-    points = replay(model, H100, plan, [0.1e9, 0.3e9, 1e9, 10e9, 48e9])
-    assert [bandwidth for bandwidth, _ in points] == [0.1e9, 0.3e9, 1e9, 10e9, 48e9]
-    throughputs = [throughput for _, throughput in points]
-    assert throughputs == sorted(throughputs)
-    assert throughputs[0] < 0.2
-    assert throughputs[-1] == pytest.approx(1, abs=0.02)  # copies have a share of the GPU's memory bandwidth
-
-
-def test_a_replay_has_no_throughput_of_a_plan_that_does_not_fit() -> None:
-    model = make_model(20, saved=GB, parameters=10**6)
-    plan = plan_of(model, "gpu", "gpu", "ssd", "ssd")
-    needed = simulate(model, H100, plan).gpu_peak_bytes
-    for gpu_bytes, fits in ((needed, True), (needed - 1, False)):
-        ((_, throughput),) = replay(model, replace(H100, gpu_bytes=gpu_bytes, ssd_bytes_per_day=0), plan, [48e9])
-        assert bool(throughput) == fits
-
-
 def test_transient_memory_counts_only_in_its_interval() -> None:
     """Before a tensor is saved, until the next is saved, when backward needs it, and while it is used."""
     first = OperatorProfile(
@@ -599,19 +575,3 @@ def test_many_micro_batches_are_like_few(weights: Any, activation: Any) -> None:
     assert predicted.gpu_peak_bytes == pytest.approx(simulated.gpu_peak_bytes, rel=0.02)
     assert predicted.ssd_written_bytes == simulated.ssd_written_bytes
     assert predicted.ssd_read_bytes == simulated.ssd_read_bytes
-
-
-def test_replay_changes_every_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both directions, alone and together."""
-    model = make_model()
-    plan = make_plan(model, H100)
-    names = [name for name in RATES if name != "cpu_step_rate"]
-    found: list[set[float]] = []
-
-    def told(model: ModelProfile, machine: HardwareProfile, plan: Plan) -> Prediction:
-        found.append({getattr(machine, name) for name in names})
-        return simulate(model, H100, plan)
-
-    monkeypatch.setattr("lightning_ssd.planning.simulator.simulate", told)
-    replay(model, H100, plan, [1e9, 2e9])
-    assert found[1:] == [{1e9}, {2e9}]  # after the ideal step, which has no transfers

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, tensor_locations
 from lightning_ssd.device.clock import HostClock
 from lightning_ssd.model_states import find_units
-from lightning_ssd.planning import HardwareProfile, LifetimeProfile
-from lightning_ssd.planning.lifetimes import PHASES
+from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.tracing import fake_tensors, trace
+from lightning_ssd.replay import PHASES, LifetimeProfile
 from tests.support.models import Model
 from tests.support.parity import SharedStorages, TinyGPT
 from tests.support.plans import MACHINE
@@ -74,9 +74,8 @@ def traced(make: Any, batch: Tensor) -> LifetimeProfile:
         found = model.configure_optimizers()
         optimizer = found[0][0] if isinstance(found, tuple) else found
         units = [unit for unit in find_units(model, None) if unit.parameters]
-        graph = trace(units, model, lambda one: model.training_step(one, 0), batch, mode, machine, 1,
-                      recorder, [optimizer])  # fmt: skip
-    return recorder.profile("traced", HostClock(), graph, graph.saved(1))
+        trace(units, model, lambda one: model.training_step(one, 0), batch, mode, machine, 1, recorder, [optimizer])
+    return recorder.profile("traced", HostClock())
 
 
 @pytest.mark.quick_cases(1)

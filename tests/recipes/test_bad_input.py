@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd import cli
-from lightning_ssd.models.tiny_llama import cached_tiny_llama
+from lightning_ssd.recipes.models.tiny_llama import cached_tiny_llama
 from tests.support.recipes import RECIPES, no_arguments  # noqa: F401
 
 QUICK = ["--trainer.max_steps=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
@@ -105,7 +105,7 @@ MISTAKES = {
         ("--model.label_dropout=1", "model.label_dropout=1.0 is not a probability below 1"),
         ("--trainer.callbacks.columns=0", "SampleGrid's columns=0 is out of range"),
         ("--trainer.callbacks.steps=0", "SampleGrid's steps=0 is out of range"),
-        ("--data.class_path=lightning_ssd.data.TextDataModule", "no 'images': set data.class_path="),
+        ("--data.class_path=lightning_ssd.recipes.data.TextDataModule", "no 'images': set data.class_path="),
     ],
     "finetune": TUNED,
     "lora": [

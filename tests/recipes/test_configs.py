@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd.models import LanguageModule, RecipeModule
+from lightning_ssd.recipes.models import LanguageModule, RecipeModule
 from tests.support.products import thorough
 from tests.support.recipes import MACHINES, MODELS, RECIPES, no_arguments, read, recipe_of, trained  # noqa: F401
 

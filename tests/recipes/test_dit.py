@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lightning_ssd import cli as commands
-from lightning_ssd.models import DiT
+from lightning_ssd.recipes.models import DiT
 from tests.support.recipes import RECIPES, ROOT, no_arguments, read  # noqa: F401
 
 RECIPE = RECIPES / "dit.yaml"

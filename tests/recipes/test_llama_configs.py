@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_ssd.data import TextDataModule
-from lightning_ssd.models import CausalLM, LoRACausalLM
+from lightning_ssd.recipes.data import TextDataModule
+from lightning_ssd.recipes.models import CausalLM, LoRACausalLM
 
 ROOT = Path(__file__).parents[2]
 MODELS = sorted((ROOT / "configs" / "models").glob("llama-*.yaml"))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.waiting_gradient import WaitingGradient
 
 SMALL_PIECE = 20 * 2048
@@ -29,8 +29,6 @@ class Shared:
         """Steps that the device has made."""
         self.waiting = 0
         """Those of them whose gradients stayed there."""
-        self.prefetches = 0
-        """Flat parameters whose values were prefetched for a step."""
         self._random = random.Random(seed)
         monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", SMALL_PIECE)
         monkeypatch.setattr(ParamPrefetcher, "change_budget", lambda prefetcher, nbytes: True)
@@ -41,21 +39,17 @@ class Shared:
             self.waiting += isinstance(step.gradient, WaitingGradient)
             return submit(stepper, step, **named)
 
-        prefetch = DeviceStepper.prefetch
-
-        def counted_prefetch(stepper: DeviceStepper, *arguments: Any, **named: Any) -> None:
-            self.prefetches += 1
-            prefetch(stepper, *arguments, **named)
-
         monkeypatch.setattr(DeviceStepper, "submit", counted)
-        monkeypatch.setattr(DeviceStepper, "prefetch", counted_prefetch)
         self._share = share
+        begin_outer = StepScheduler._begin_outer
 
-        def note(share: DeviceShare, work: Any) -> None:
-            chosen = self.choose(share._order, self._share)
-            assert share.plan(chosen, self.choose(chosen, kept))
+        def plan(scheduler: StepScheduler) -> None:  # between two steps
+            steps = scheduler._device_steps
+            chosen = self.choose(steps._order, self._share)
+            assert steps.plan(chosen, self.choose(chosen, kept))
+            begin_outer(scheduler)
 
-        monkeypatch.setattr(DeviceShare, "note", note)
+        monkeypatch.setattr(StepScheduler, "_begin_outer", plan)
 
     def choose(self, order: Collection[FlatParameter], share: float) -> list[FlatParameter]:
         return [flat for flat in order if self._random.random() < share]

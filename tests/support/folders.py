@@ -17,8 +17,8 @@ from transformers import (
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
-from lightning_ssd.data import RecipeDataModule
-from lightning_ssd.models import CausalLM
+from lightning_ssd.recipes.data import RecipeDataModule
+from lightning_ssd.recipes.models import CausalLM
 from tests.support.trainings import fit
 
 VOCABULARY = 64

@@ -15,8 +15,8 @@ import lightning.pytorch  # noqa: F401
 import torch
 
 import lightning_ssd.callbacks
-import lightning_ssd.data
-import lightning_ssd.models  # noqa: F401
+import lightning_ssd.recipes.data
+import lightning_ssd.recipes.models  # noqa: F401
 from tests.support.killed import DyingBackend
 from tests.support.measurements import measure_few_bytes
 from tests.support.recipes import read

@@ -2,12 +2,12 @@
 
 from hypothesis import strategies as st
 
-from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
+from lightning_ssd.replay import LifetimeProfile, OperatorSpan, TensorLifetime
 
 
 @st.composite
 def profiles(draw: st.DrawFn) -> LifetimeProfile:
-    """Any step of a few operators: global tensors, saved tensors that can be recomputed or not, gradients, states.
+    """Any step of a few operators: global tensors, saved tensors, gradients, states.
 
     Operators may take no time, as views do, but not all of them.
     """
@@ -36,33 +36,5 @@ def profiles(draw: st.DrawFn) -> LifetimeProfile:
         tensors.append(TensorLifetime(len(tensors), "s", "optimizer state", 2 * nbytes, (step,), unit=unit))
     for _ in range(draw(st.integers(1, 8))):
         uses = draw(forward), draw(backward)
-        again = draw(st.one_of(st.none(), st.floats(0.01, 1.0)))
-        saved = [one.id for one in tensors if one.kind == "saved tensor" and (one.allocated or 0) <= uses[0]]
-        sources = tuple(draw(st.lists(st.sampled_from(saved), unique=True, max_size=2))) if saved and again else ()
-        name = "saved tensor"
-        tensors.append(
-            TensorLifetime(len(tensors), "a", name, draw(size), uses, *uses, recompute_seconds=again, sources=sources)
-        )
+        tensors.append(TensorLifetime(len(tensors), "a", "saved tensor", draw(size), uses, *uses))
     return LifetimeProfile("any", tuple(operators), tuple(tensors))
-
-
-@st.composite
-def layers(draw: st.DrawFn) -> LifetimeProfile:
-    """A step through units of the same bytes, one operator after the other, in which host memory may stage states."""
-    num_units, nbytes = draw(st.integers(2, 6)), draw(st.integers(2, 20))
-    phases = ["forward"] * num_units + ["backward"] * num_units + ["optimizer"] * num_units
-    operators, now = [], 0.0
-    for phase in phases:
-        begin, now = now, now + draw(st.floats(0.5, 5.0))
-        operators.append(OperatorSpan("work", phase, begin, now))
-    tensors: list[TensorLifetime] = []
-    for number in range(num_units):
-        unit, back, step = f"unit{number}", 2 * num_units - 1 - number, 2 * num_units + number
-        ids = range(4 * number, 4 * number + 4)
-        tensors += [
-            TensorLifetime(ids[0], "w", "weight", nbytes, (number, back, step), unit=unit),
-            TensorLifetime(ids[1], "g", "gradient", nbytes, (back, step), back, step, unit),
-            TensorLifetime(ids[2], "s", "optimizer state", 2 * nbytes, (step,), unit=unit),
-            TensorLifetime(ids[3], "a", "saved tensor", draw(st.integers(1, 20)), (number, back), number, back),
-        ]
-    return LifetimeProfile("layers", tuple(operators), tuple(tensors))

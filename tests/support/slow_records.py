@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import pytest
 
 from lightning_ssd import strategy
-from lightning_ssd.micro_batch_retry import MicroBatchRetry
+from lightning_ssd.retry.micro_batch_retry import MicroBatchRetry
 
 LONG = 1e6
 """Seconds in which a state is recorded."""

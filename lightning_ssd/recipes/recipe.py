@@ -1,0 +1,230 @@
+"""Reads a recipe, a YAML file with the keys of LightningCLI's `fit`, with overrides from a command line.
+
+Torch and Lightning are imported inside the functions that need them, so that `lightning-ssd --help` is quick.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+from typing_extensions import override
+
+from lightning_ssd._autoload import STRATEGIES
+from lightning_ssd.sizes import check_least
+
+_DEFAULTS = "defaults.yaml"
+"""Name of the optional file beside a recipe with default values of the recipe's keys."""
+
+
+def check_recipe(recipe: str, overrides: Sequence[str]) -> None:
+    """Checks that a recipe exists, and that it and the files of `-c` options are YAML mappings.
+
+    Raises:
+        ValueError: there is no recipe, or a file is no YAML mapping. The message names the file; the error of the
+            recipe's parser would not.
+        OSError: a file could not be read.
+    """
+    import yaml
+
+    if not Path(recipe).is_file():
+        raise ValueError(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("-c", "--config", action="append", default=[])
+    try:
+        known, _ = options.parse_known_args(overrides)
+    except argparse.ArgumentError:  # the recipe's parser reports it
+        known = argparse.Namespace(config=[])
+    for file in (recipe, *known.config):
+        if not Path(file).is_file():  # the recipe's parser reports it
+            continue
+        try:
+            content = yaml.safe_load(Path(file).read_bytes())
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{file} is not YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} has no keys of a recipe, such as `model:` and `trainer:`.")
+
+
+def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
+    """Returns the recipe, merged with `defaults.yaml` beside it, as LightningCLI parses it for `fit`.
+
+    Args:
+        recipe: path of the YAML file.
+        overrides: options for keys of the recipe, such as `--trainer.max_steps=10`, and further files (`-c`).
+        run: whether the model of the recipe is also built and trained, before this function returns.
+
+    Raises:
+        ValueError: a value is out of range that Lightning and torch would accept, or refuse only in the first step.
+        SystemExit: the parser has refused the recipe, and written the reason to stderr.
+    """
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+    # LightningCLI knows a class by its short name only if the class is imported.
+    import lightning_ssd.callbacks
+    import lightning_ssd.strategy  # noqa: F401
+
+    class RecipeCLI(LightningCLI):
+        """LightningCLI with `fit` alone: building the parsers of the other subcommands takes seconds."""
+
+        @staticmethod
+        @override
+        def subcommands() -> dict[str, set[str]]:
+            return {"fit": LightningCLI.subcommands()["fit"]}
+
+        @override
+        def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+            # The base class warns when `sys.argv` is not empty. `sys.argv` must not be changed: Lightning's launcher
+            # starts the other ranks with it.
+            self._parser("fit").prog = "lightning-ssd run RECIPE"  # for its errors: there is no command `fit`
+            try:
+                self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
+            except SystemExit as refused:
+                if refused.code and not Path(defaults).is_file():
+                    sys.stderr.write(
+                        f"note: there is no {defaults}. A copy of one of the package's recipes needs a copy of"
+                        f" recipes/{_DEFAULTS} beside it.\n"
+                    )
+                raise
+            _check_settings(self.config["fit"])
+
+        @override
+        def instantiate_classes(self) -> None:
+            if run:
+                super().instantiate_classes()
+
+        @override
+        def _run_subcommand(self, subcommand: str) -> None:
+            if run:
+                super()._run_subcommand(subcommand)
+
+    defaults = str(Path(recipe).absolute().with_name(_DEFAULTS))
+    cli = RecipeCLI(
+        args=["fit", *_with_class_path(["--config", recipe, *overrides], _strategy_in(defaults))],
+        parser_kwargs={"fit": {"default_config_files": [defaults]}},
+        seed_everything_default=0,
+        # Without a logger the log directory is the working directory, which may have the last run's file.
+        save_config_kwargs={"overwrite": True},
+    )
+    return cli.config["fit"]
+
+
+def refused_input(error: BaseException) -> str | None:
+    """Returns the message of an error that refuses a recipe's input, or None for every other error.
+
+    An error refuses input if no batch was trained yet, and the error was raised by this package or Lightning, or names
+    a file or a missing package. Errors of other code, such as the user's modules, are shown with their traceback.
+    """
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lightning_ssd.storage import StorageError
+
+    # jsonargparse wraps a constructor's error in errors about type hints. For a union it keeps the first type's error.
+    cause: BaseException | None = error
+    while cause is not None and _raised_by(cause).startswith("jsonargparse."):
+        cause = cause.__cause__
+    error = cause or error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code is _TrainingEpochLoop.advance.__code__ for frame in frames):
+        return None
+    if isinstance(error, ImportError | MisconfigurationException | StorageError):
+        return str(error)
+    if isinstance(error, OSError):
+        return describe_os_error(error)
+    package = _raised_by(error).partition(".")[0]
+    refuses = isinstance(error, ValueError) and package in ("lightning_ssd", "lightning", "jsonargparse")
+    refuses |= isinstance(error, TypeError) and package == "lightning_ssd"
+    return str(error) if refuses else None
+
+
+def describe_os_error(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
+def strategy_argument(config: Any, name: str) -> Any:
+    """Returns an argument of a recipe's strategy, or None if it is not given."""
+    strategy = config["trainer"]["strategy"]
+    return None if isinstance(strategy, str) else (strategy.get("init_args") or {}).get(name)
+
+
+def scratch_path(config: Any) -> Path:
+    """Returns the directory of a recipe's scratch files: the first one of `path`, or `default_root_dir`.
+
+    Raises:
+        ValueError: the directory does not exist.
+    """
+    paths = strategy_argument(config, "path") or config["trainer"]["default_root_dir"] or "."
+    path = Path(paths if isinstance(paths, str | Path) else paths[0]).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"{str(path)!r} is not a directory: create it, or name another with --measure DIR.")
+    return path
+
+
+def _check_settings(config: Any) -> None:
+    """Checks values that Lightning and torch accept, or refuse only in the first step.
+
+    Raises:
+        ValueError: A value is out of range, or `ckpt_path` is no checkpoint.
+    """
+    trainer, checkpoint = config["trainer"], config["ckpt_path"]
+    check_least("trainer.accumulate_grad_batches", trainer["accumulate_grad_batches"], 1)
+    check_least("trainer.gradient_clip_val", trainer["gradient_clip_val"], 0)  # a negative norm would reverse gradients
+    interval = trainer["val_check_interval"]
+    if isinstance(interval, int | float) and not interval > 0:
+        raise ValueError(f"trainer.val_check_interval={interval} is out of range: set it to 1 or more batches")
+    if checkpoint is not None and Path(checkpoint).is_file() and not is_zipfile(checkpoint):
+        raise ValueError(f"ckpt_path={checkpoint} is no whole checkpoint: name a file that the Trainer has saved")
+
+
+def _raised_by(error: BaseException) -> str:
+    """Returns the name of the module that raised `error`."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"])
+
+
+def _with_class_path(args: Sequence[str], name: object) -> list[str]:
+    """Returns `args` with the names of our strategies replaced by the class path if arguments of the class follow.
+
+    LightningCLI accepts arguments of a strategy only beside a class path, not beside `--trainer.strategy=NAME`.
+
+    Args:
+        args: The arguments, configuration files among them.
+        name: `trainer.strategy` before `args` are read.
+    """
+    key, rest, result = "--trainer.strategy", list(args), list[str]()
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        given = [option + equals + value]
+        if not equals and rest and option in (key, "--config", "-c"):
+            value = rest.pop(0)
+            given.append(value)
+        if option in ("--config", "-c"):
+            strategy = _strategy_in(value)
+        elif option == key:
+            strategy = value
+        else:
+            strategy = {} if option.startswith(f"{key}.") else None
+        if isinstance(name, str) and name in STRATEGIES and isinstance(strategy, dict):
+            if "class_path" not in strategy:
+                named = {"class_path": "lightning_ssd.SSDOffloadStrategy", "init_args": STRATEGIES[name][1]}
+                result += ["--config", json.dumps({"trainer": {"strategy": named}})]
+        name = name if strategy is None else strategy
+        result += given
+    return result
+
+
+def _strategy_in(config: str) -> object:
+    """Returns `trainer.strategy` of a YAML file, or None if it has none or can't be read (the parser reports that)."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(config).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    trainer = content.get("trainer") if isinstance(content, dict) else None
+    return trainer.get("strategy") if isinstance(trainer, dict) else None

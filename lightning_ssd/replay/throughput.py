@@ -1,0 +1,198 @@
+"""Replays a profiled step with other bandwidths, host memory and numbers of drives (Teraio, figures 3 and 9), and
+compares costs of machines (table 2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+import yaml
+
+from lightning_ssd.planning import (
+    HardwareProfile,
+    Migration,
+    MigrationMachine,
+    ModelProfile,
+    Plan,
+    UnitPlan,
+    as_mapping,
+    check_not_negative,
+    from_mapping,
+    plan_in_longer_step,
+    read_text,
+    simulate,
+)
+from lightning_ssd.replay.lifetime_profile import LifetimeProfile
+from lightning_ssd.replay.migration_simulator import MigrationPrediction, simulate_migrations
+
+BANDWIDTHS = (4e9, 16e9, 32e9, 48e9, 128e9)
+"""Bytes/s of a roofline's points."""
+
+MIN_BYTES = 2**20
+"""Bytes of the smallest migrated tensor."""
+
+
+def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> list[Migration]:
+    """Returns the migrations of Teraio's algorithm, in the order in which they were chosen.
+
+    Tensors migrate to drives, and to host memory if drives are saturated. Transfers that have no room in a step are
+    planned for a longer one, in which operators wait for them; `simulate_migrations` finds the operators.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        min_bytes: bytes of the smallest migrated tensor.
+    """
+    return plan_in_longer_step(profile.step_memory(min_bytes), machine)
+
+
+def teraio_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
+    """Returns the throughput of Teraio's plan, 1 where the GPU never waits; 0: the step does not fit."""
+    return _throughput(profile, simulate_migrations(profile, machine, plan_teraio(profile, machine)))
+
+
+def roofline(
+    profile: LifetimeProfile, machine: MigrationMachine, bandwidths: Sequence[float] = BANDWIDTHS
+) -> list[tuple[float, float]]:
+    """Returns (bandwidth, throughput) pairs of Teraio's plans.
+
+    Args:
+        profile: measured or calculated times of the operators, and lifetimes of the tensors.
+        machine: capacities of the GPU and of host memory; bandwidths are replaced.
+        bandwidths: bytes/s in each direction, of one drive and of the link to it.
+    """
+    points = []
+    for bandwidth in bandwidths:
+        at = replace(machine, link_out=bandwidth, link_in=bandwidth, drives=((bandwidth, bandwidth),))
+        points.append((bandwidth, teraio_throughput(profile, at)))
+    return points
+
+
+def plan_roofline(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, bandwidths: Sequence[float] = BANDWIDTHS
+) -> list[tuple[float, float]]:
+    """Returns (bandwidth, throughput) pairs of a plan of units.
+
+    All transfers run at the given bandwidth in each direction. Throughputs are relative to that of a GPU on which
+    everything fits, which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may
+    exceed 1. 0: the plan does not fit the machine.
+
+    Args:
+        model: profile of the model.
+        hardware: profile of the machine. Its transfer bandwidths are replaced, its limit of daily writes is ignored.
+        plan: plan of the transfers.
+        bandwidths: transfer bandwidths, bytes/s.
+    """
+    units = {
+        unit.name: UnitPlan("gpu", "gpu", "keep", {operator.name: "keep" for operator in unit.operators})
+        for unit in model.units
+    }
+    ideal = simulate(model, hardware, Plan(units, 0, 0, plan.clip)).step_seconds
+    points = []
+    for bandwidth in bandwidths:
+        machine = replace(
+            hardware,
+            copy_out=bandwidth,
+            copy_in=bandwidth,
+            copy_out_both=bandwidth,
+            copy_in_both=bandwidth,
+            ssd_read=bandwidth,
+            ssd_write=bandwidth,
+            ssd_mixed=bandwidth,
+            ssd_bytes_per_day=None,
+        )
+        found = simulate(model, machine, plan)
+        points.append((bandwidth, 0.0 if found.excess_bytes(machine) else ideal / found.step_seconds))
+    return points
+
+
+def by_hardware(
+    profile: LifetimeProfile, machine: MigrationMachine, host_bytes: Sequence[int], num_drives: Sequence[int]
+) -> list[list[float]]:
+    """Returns the throughput of Teraio's plan for each host memory (rows) and number of drives (columns).
+
+    Teraio's algorithm may find a better plan for less host memory or fewer drives: that plan is used, then.
+
+    Args:
+        profile: the profile.
+        machine: the machine; its first drive is multiplied.
+        host_bytes: bytes of host memory for migrated tensors, in rising order.
+        num_drives: numbers of drives, in rising order.
+    """
+    plans: dict[tuple[int, int], list[Migration]] = {}
+    throughput = [[0.0] * len(num_drives) for _ in host_bytes]
+    for row, host in enumerate(host_bytes):
+        for column, count in enumerate(num_drives):
+            at = replace(machine, host_bytes=host, drives=machine.drives[:1] * count)
+            of_less = [plans[one] for one in ((row - 1, column), (row, column - 1)) if one in plans]
+            found = [(plan, simulate_migrations(profile, at, plan)) for plan in (plan_teraio(profile, at), *of_less)]
+            plans[row, column], best = min(found, key=lambda one: one[1].score)
+            throughput[row][column] = _throughput(profile, best)
+    return throughput
+
+
+def _throughput(profile: LifetimeProfile, found: MigrationPrediction) -> float:
+    return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of a machine's parts, in any currency.
+
+    Attributes:
+        server: a server without the parts below.
+        gpu: one GPU.
+        host_gb: one GB of host memory.
+        ssd: one drive.
+    """
+
+    server: float
+    gpu: float
+    host_gb: float
+    ssd: float
+
+    def __post_init__(self) -> None:
+        for name in ("server", "gpu", "host_gb", "ssd"):
+            check_not_negative(name, getattr(self, name))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Prices":
+        """Loads prices from the YAML file `path`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is invalid; the message names the file and the field.
+        """
+        where = f"the price file {path}"
+        try:
+            content = yaml.safe_load(read_text(path, where))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{where} is not YAML: {error}") from error
+        return from_mapping(cls, as_mapping(content, where), where)
+
+    def of(self, gpus: int, host_gb: float, ssds: int) -> float:
+        """Returns the price of a machine."""
+        return self.server + gpus * self.gpu + host_gb * self.host_gb + ssds * self.ssd
+
+
+def cost_table(profile: LifetimeProfile, machine: MigrationMachine, prices: Prices) -> str:
+    """Returns a table of price, throughput and price of an ideal GPU's throughput: drives alone, drives and host
+    memory, and as many GPUs as have room for all tensors, which are assumed not to wait.
+
+    Args:
+        profile: the profile.
+        machine: the machine.
+        prices: prices of its parts.
+    """
+    gpus = ceil(max(profile.total) / machine.gpu_bytes)
+    host = machine.host_bytes / 1e9
+    rows = [
+        ("drives", prices.of(1, 0.0, len(machine.drives)), teraio_throughput(profile, replace(machine, host_bytes=0))),
+        ("drives and host memory", prices.of(1, host, len(machine.drives)), teraio_throughput(profile, machine)),
+        (f"{gpus} GPU{'s' if gpus > 1 else ''}", prices.of(gpus, 0.0, 0), float(gpus)),
+    ]
+    lines = [f"{'tensors on':<24} {'price':>12} {'throughput':>11} {'price / throughput':>19}"]
+    for name, price, throughput in rows:
+        each = f"{price / throughput:,.0f}" if throughput else "does not fit"
+        lines.append(f"{name:<24} {price:>12,.0f} {throughput:>11.3f} {each:>19}")
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""Waits of the training thread and of autograd's thread, which end with an error once nothing moves any more.
+
+The waiting thread finds out by itself: every few seconds it compares counters of the objects that work for it.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from lightning_ssd.spans import WAIT, span
+
+__all__ = ["Watched", "wait_for", "wait_for_all", "wait_for_first", "watch"]
+
+POLL_SECONDS = 5.0
+"""Seconds between two comparisons of the counters."""
+
+LIMIT = 120
+"""Comparisons in a row without a change, after which a wait ends. No time: the process may be suspended meanwhile."""
+
+Result = TypeVar("Result")
+Counters = dict[int, tuple[int, ...]]
+"""What `Watched.progress` has returned, by identity of the object."""
+
+
+class Watched(Protocol):
+    """An object that has threads, or that threads wait for. Its methods are called on any thread."""
+
+    def progress(self) -> tuple[int, ...]:
+        """Returns counters that change when work begins or ends."""
+
+    def pending(self) -> str:
+        """Returns the name of the object and its pending work, for an error message; "" if there is none."""
+
+
+_lock = threading.Lock()
+"""Guards the next one. Not held while objects are asked, which have locks of their own."""
+_watched: "weakref.WeakSet[Watched]" = weakref.WeakSet()
+_stuck: Counters | None = None
+"""Counters when a wait was given up. As long as none changes, later waits end at once, so that training ends."""
+
+
+def watch(watched: Watched) -> None:
+    """Has all waits of this process compare the counters of `watched`, as long as it exists."""
+    with _lock:
+        _watched.add(watched)
+
+
+def wait_for(future: "Future[Result]", work: str) -> Result:
+    """Returns the result of `future`. A span names `work` while the calling thread waits for it.
+
+    Raises:
+        RuntimeError: nothing has moved for some minutes.
+    """
+    if not future.done():
+        _wait([future], work, ALL_COMPLETED)
+    return future.result()
+
+
+def wait_for_all(futures: "Iterable[Future[Result]]", work: str) -> None:
+    """Returns when all `futures` are done, with results or errors. Otherwise as `wait_for`."""
+    if pending := [future for future in futures if not future.done()]:
+        _wait(pending, work, ALL_COMPLETED)
+
+
+def wait_for_first(futures: "Iterable[Future[Result]]", work: str) -> None:
+    """Returns when one of `futures` is done, with a result or an error. Otherwise as `wait_for`."""
+    _wait(list(futures), work, FIRST_COMPLETED)
+
+
+def _wait(futures: "list[Future[Result]]", work: str, until: str) -> None:
+    global _stuck
+    before: Counters = {}
+    unchanged, timeout = 0, 0.1 if _stuck is not None and _still_stuck(_counters()) else POLL_SECONDS
+    with span(WAIT + work):
+        while True:
+            pending = [future for future in wait(futures, timeout, until).not_done if not future.done()]
+            if not pending or (until == FIRST_COMPLETED and len(pending) < len(futures)):
+                return
+            timeout, counters = POLL_SECONDS, _counters()
+            unchanged = unchanged + 1 if counters == before else 0
+            before = counters
+            if unchanged == LIMIT or _still_stuck(counters):
+                _stuck = counters
+                raise RuntimeError(
+                    f"{threading.current_thread().name} waits for {work}, and no transfer, copy or job of an optimizer "
+                    f"has ended for {LIMIT * POLL_SECONDS:.0f} seconds. A drive or device does not answer (see "
+                    "`dmesg`), or threads of lightning_ssd wait for each other: then report this text, and set "
+                    f"`states='host'` meanwhile. {_pending()} Threads: {_threads()}."
+                )
+
+
+def _counters() -> Counters:
+    with _lock:
+        watched = list(_watched)
+    return {id(one): one.progress() for one in watched}
+
+
+def _still_stuck(counters: Counters) -> bool:
+    return _stuck is not None and counters.items() <= _stuck.items()
+
+
+def _pending() -> str:
+    """Returns the pending work of all objects, in sentences."""
+    with _lock:
+        watched = list(_watched)
+    return " ".join(f"{pending[0].upper()}{pending[1:]}." for one in watched if (pending := one.pending()))
+
+
+def _threads() -> str:
+    """Returns the present function of each thread of this package."""
+    package, found = Path(__file__).parent, []
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        while frame is not None and package not in Path(frame.f_code.co_filename).parents:
+            frame = frame.f_back
+        if frame is not None:
+            file = Path(frame.f_code.co_filename).relative_to(package)
+            found.append(f"{thread.name} in {frame.f_code.co_name} ({file}:{frame.f_lineno})")
+    return ", ".join(found)

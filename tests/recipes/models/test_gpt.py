@@ -1,0 +1,217 @@
+"""GPT learns, logs its figures, and is saved and loaded unchanged."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.recipes.data import TextDataModule
+from lightning_ssd.recipes.models import GPT
+from lightning_ssd.recipes.models.gpt import forward_flops_per_token
+
+
+def tiny(**settings: Any) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "warmup_steps": 3}
+    return GPT(**{**sizes, "lr": 1e-2, **settings})
+
+
+def trainer(folder: Path, **settings: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        **{**quiet, "log_every_n_steps": 1, **settings},
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> TextDataModule:
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    return TextDataModule(tmp_path, block_size=32, batch_size=4, val_share=0.1)
+
+
+def test_loss_falls_on_a_text(tmp_path: Path, text: TextDataModule) -> None:
+    model = tiny()
+    run = trainer(tmp_path, max_steps=60, val_check_interval=30)
+    run.fit(model, text)
+    seen = run.callback_metrics
+    assert seen["train/loss"] < 0.5 * math.log(257)
+    assert seen["train/loss_mean"] < 0.5 * math.log(257)
+    assert math.isclose(seen["val/perplexity"], math.exp(seen["val/loss"]), rel_tol=1e-4)
+    assert seen["train/tokens"] == model.seen == 60 * 4 * 32
+
+
+def test_overfitting_a_batch(tmp_path: Path, text: TextDataModule) -> None:
+    run = trainer(tmp_path, max_epochs=20, overfit_batches=1)
+    run.fit(tiny(), text)
+    assert run.callback_metrics["train/loss"] < 0.7 * math.log(257)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_loss_is_not_rounded(tmp_path: Path, text: TextDataModule, precision: str) -> None:
+    run = trainer(tmp_path, max_steps=2, precision=precision, val_check_interval=2)
+    run.fit(tiny(), text)
+    assert run.callback_metrics["train/loss"].bfloat16() != run.callback_metrics["train/loss"]
+    assert math.isclose(
+        run.callback_metrics["val/perplexity"], math.exp(run.callback_metrics["val/loss"]), rel_tol=1e-4
+    )
+
+
+def test_accumulated_micro_batches_all_count_as_tokens(tmp_path: Path, text: TextDataModule) -> None:
+    model = tiny()
+    trainer(tmp_path, max_steps=3, accumulate_grad_batches=4, limit_val_batches=0).fit(model, text)
+    assert model.seen == 3 * 4 * 4 * 32
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss(tmp_path: Path, text: TextDataModule) -> None:
+    model = tiny()
+    run = trainer(tmp_path)
+    (validated,) = run.validate(model, text, verbose=False)
+    (tested,) = run.test(model, text, verbose=False)
+    assert math.isclose(validated["val/perplexity"], math.exp(validated["val/loss"]), rel_tol=1e-4)
+    assert math.isclose(tested["test/loss"], validated["val/loss"], rel_tol=1e-6)
+    assert math.isclose(tested["test/perplexity"], validated["val/perplexity"], rel_tol=1e-6)
+
+
+class Losses(pl.Callback):
+    """Keeps the training losses."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append(outputs["loss"].detach())
+
+
+def first_loss(folder: Path, batch: Any, model: GPT) -> float:
+    losses = Losses()
+    trainer(folder, max_steps=1, callbacks=[losses]).fit(model, iter([batch]))
+    return losses.values[0].item()
+
+
+def test_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    ids = torch.randint(0, 257, (2, 32))
+    labels = ids.clone()
+    labels[:, :7] = -100
+    reference = tiny()
+    reference.configure_model()
+    assert reference.model is not None
+    for batch, expected in (
+        (ids, reference.model(ids, labels=ids)),
+        ({"input_ids": ids}, reference.model(ids, labels=ids)),
+        ({"input_ids": ids, "labels": labels}, reference.model(ids, labels=labels)),
+    ):
+        assert math.isclose(first_loss(tmp_path, batch, tiny()), expected.loss.item(), rel_tol=1e-6)
+
+
+def test_recomputing_changes_no_bit(tmp_path: Path, text: TextDataModule) -> None:
+    weights = []
+    for recompute in (False, True):
+        model = tiny(gradient_checkpointing=recompute)
+        trainer(tmp_path, max_steps=3, limit_val_batches=0).fit(model, text)
+        weights.append(list(model.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
+def test_making_the_model_twice_makes_it_once() -> None:
+    model = tiny()
+    model.configure_model()
+    made = model.model
+    model.configure_model()
+    assert model.model is made is not None
+
+
+def test_norms_and_biases_do_not_decay(tmp_path: Path, text: TextDataModule) -> None:
+    model = tiny(weight_decay=0.3)
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run.fit(model, text)
+    (optimizer,) = run.optimizers
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        name: 0.0 if name.endswith("bias") or ".ln_" in name else 0.3 for name, _ in model.named_parameters()
+    }
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth(tmp_path: Path, text: TextDataModule) -> None:
+    rates = []
+
+    class Rates(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer(tmp_path, max_steps=10, limit_val_batches=0, callbacks=[Rates()]).fit(tiny(lr=1.0), text)
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.06)
+
+
+def test_checkpoint_round_trip(tmp_path: Path, text: TextDataModule) -> None:
+    model = tiny()
+    run = trainer(tmp_path, max_steps=2, limit_val_batches=0)
+    run.fit(model, text)
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = GPT.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    assert loaded.seen == model.seen and loaded.hparams == model.hparams
+
+
+def test_pretrained_folder_round_trip(tmp_path: Path, text: TextDataModule) -> None:
+    torch.manual_seed(3)
+    config = GPT2Config(vocab_size=300, n_positions=40, n_embd=24, n_layer=3, n_head=3)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    saved = GPT2LMHeadModel(config)
+    saved.save_pretrained(tmp_path / "gpt2")
+    model = GPT(pretrained=tmp_path / "gpt2")
+    model.configure_model()
+    assert model.model is not None and all(module.training for module in model.modules())
+    for name, weight in saved.named_parameters():
+        assert torch.equal(model.model.get_parameter(name), weight)
+    ids = torch.randint(0, 300, (2, 40))
+    torch.testing.assert_close(model(ids), saved(ids).logits)  # though the activation is fused
+    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(model, text)
+    model.model.save_pretrained(tmp_path / "tuned")
+    tuned = GPT(pretrained=str(tmp_path / "tuned"))
+    tuned.configure_model()
+    assert all(map(torch.equal, tuned.parameters(), model.parameters()))
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    model = tiny()
+    model.configure_model()
+    # The counter knows matrix products, and only this kernel of attention consists of them.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(2, 32, dtype=torch.int64))
+    assert counter.get_total_flops() == 2 * 32 * forward_flops_per_token(model.config, sequence=32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": 256}, r"model\.vocab_size=257"),
+        ({"n_positions": 16}, r"sequences of 32 tokens.*data\.block_size.*model\.n_positions"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_at_start(
+    tmp_path: Path, text: TextDataModule, sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, max_steps=1).fit(tiny(**sizes), text)
+
+
+def test_missing_pretrained_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model\.pretrained=.*none"):
+        GPT(pretrained=tmp_path / "none")
+
+
+def test_run_without_an_end_is_refused(tmp_path: Path, text: TextDataModule) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.max_steps"):
+        trainer(tmp_path, max_epochs=-1).fit(tiny(), text)
