@@ -31,9 +31,11 @@ ROOMS["retry"] = _STATES
 ROOMS["recover"] = _STATES | {"retry"}
 ROOMS["replay"] = LEAVES | {"planning", "timeline"}
 ROOMS["profiling"] = ROOMS["model_states"] | {"planning", "replay", "model_states"}
+ROOMS["autoplan"] = ROOMS["profiling"] | {"profiling"}
 # Beside the strategy.
 ROOMS |= dict.fromkeys(("checkpoints", "locations", "precision", "summary", "user_hooks"), _STATES)
-ROOMS["callbacks"] = _STATES | {"planning", "profiling", "retry", "timeline", "summary"}
+ROOMS["versions"] = {"_lightning"}
+ROOMS["callbacks"] = _STATES | {"planning", "profiling", "autoplan", "timeline", "summary", "versions"}
 ROOMS["strategy"] = set(ROOMS) - {"_autoload"}
 # Commands, and what only they and users' own programs import.
 ROOMS["export"] = _STATES
@@ -112,4 +114,4 @@ def test_large_folders_list_their_modules() -> None:
             modules = {file.stem for file in init.parent.glob("*.py")} - {"__init__"}
             missing = {name for name in modules if f"`{name}`" not in docstring}
             assert not missing, f"{init} does not list {missing}"
-    assert {"activations", "callbacks", "model_states", "planning"} <= set(listed)
+    assert {"activations", "autoplan", "callbacks", "model_states", "planning"} <= set(listed)
