@@ -330,6 +330,7 @@ class ModelStates(Uncopied):
         )
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
+            self._staged.unstage()  # the step reads what user code has written in the forward
             self._prefetcher.retire_for_step(flat)
         if flat in self._device_steps.kept_gradients and self._keeps_gradient(flat):
             self._gradients.keep(flat, index, grad)

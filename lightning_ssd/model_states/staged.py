@@ -164,8 +164,8 @@ class StagedFlats:
         if staged is None:
             self.unstage(keep=list(self._staged)[-1:])
             self._drain(flat)
-            values = wait_for(self._stores[flat].stage(apart=True), f"the values of {flat.name}")
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # user code may write to the values after an evaluation
+                values = wait_for(self._stores[flat].stage(apart=True), f"the values of {flat.name}")
                 staged = StagedFlat(values, values.masters())
         self._staged[flat] = staged  # behind those of earlier accesses
         return staged

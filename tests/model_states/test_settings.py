@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd.model_states.settings import Settings, differences, model_settings
 from lightning_ssd.storage import StorageError
-from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
+from tests.support.killed import KEPT, FailAt, Failure, Model, apart, fit, outcome, recovering, same
 
 
 class Small(Model):
@@ -162,7 +162,7 @@ def test_a_setting_that_may_change_is_said(tmp_path: Path, name: str, caplog: py
 def test_a_setting_that_changes_no_number_may_change(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = outcome(run(tmp_path))
+    expected = outcome(run(apart(tmp_path)))
     fail(tmp_path)
     with caplog.at_level(logging.WARNING):
         found = run(tmp_path, **UNSAID[name])
@@ -320,7 +320,7 @@ def _first(batch: Any) -> Any:
 
 def test_a_model_that_stays_on_the_device_is_recorded(tmp_path: Path) -> None:
     """All its parameters are smaller than `min_bytes`."""
-    expected = outcome(run(tmp_path, strategy=dict(min_bytes=2**20)))
+    expected = outcome(run(apart(tmp_path), strategy=dict(min_bytes=2**20)))
     with pytest.raises(Failure):
         run(tmp_path, callbacks=[FailAt(2)], strategy=dict(min_bytes=2**20))
     found = run(tmp_path, strategy=dict(min_bytes=2**20))
