@@ -45,7 +45,6 @@ from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
 from lightning_ssd.model_states import (
-    Ending,
     LoadedValues,
     MetaTensors,
     ModelStates,
@@ -82,6 +81,7 @@ from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_exactly, scales_only
 from lightning_ssd.recover import Recovery, training_settings
 from lightning_ssd.retry import MicroBatchRetry, explain_out_of_memory
+from lightning_ssd.shutdown import Ending
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states

@@ -30,37 +30,25 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
-from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.compile import renew_guards
-from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.device_steps import DeviceSteps
-from lightning_ssd.model_states.ending import Ending
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grad_dtype import GradDtype
-from lightning_ssd.model_states.grad_scale import GradScaleDecision, add_check
-from lightning_ssd.model_states.gradient import Gradient, GradientPool
-from lightning_ssd.model_states.gradient_access import GradientAccess
-from lightning_ssd.model_states.gradient_offload import GradientOffloader
-from lightning_ssd.model_states.journal import CommitRecord, Journal
-from lightning_ssd.model_states.masters import MasterWeights
-from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad, keep_last
-from lightning_ssd.model_states.optimizer_state import check_state, guard_state
-from lightning_ssd.model_states.optimizers import GenericOptimizer
-from lightning_ssd.model_states.parameter import hook_gradient
-from lightning_ssd.model_states.plain_data import PlainData
-from lightning_ssd.model_states.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.regions import is_region
-from lightning_ssd.model_states.restorer import ModelRestorer
-from lightning_ssd.model_states.sources import end_aliases
-from lightning_ssd.model_states.staged import StagedFlats
-from lightning_ssd.model_states.state_dicts import StateDicts
-from lightning_ssd.model_states.step_scheduler import StepScheduler
-from lightning_ssd.model_states.summoned import summon
-from lightning_ssd.model_states.unit_hooks import UnitHooks
-from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
-from lightning_ssd.model_states.whole_step import WholeStep
+from lightning_ssd.model_states.access import Access, GradDtype, GradientAccess, end_aliases
+from lightning_ssd.model_states.checkpoints import ModelRestorer, StateDicts
+from lightning_ssd.model_states.forwards import UnitHooks, renew_guards
+from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientPool, GradScaleDecision, add_check
+from lightning_ssd.model_states.journal import CommitRecord, Journal, PlainData
+from lightning_ssd.model_states.optimizers import (
+    GenericOptimizer,
+    WholeStep,
+    check_state,
+    guard_state,
+    parameters_of,
+    unscales_itself,
+)
+from lightning_ssd.model_states.placement import Setup
+from lightning_ssd.model_states.steps import DeviceSteps, StepScheduler, hook_step, hook_zero_grad, keep_last
+from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
+from lightning_ssd.model_states.units import FlatParameter, hook_gradient, is_region
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
+from lightning_ssd.shutdown import Ending
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied

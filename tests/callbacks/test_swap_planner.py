@@ -24,9 +24,12 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import plan_maker, plan_report, plan_runner, profiling_budget, swap_planner
 from lightning_ssd.callbacks.fragments import is_fragmented
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import find_units, step, step_work, units
-from lightning_ssd.model_states.device_stepper import DeviceStepper
-from lightning_ssd.model_states.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states import find_units
+from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.optimizers import step_work
+from lightning_ssd.model_states.steps import step
+from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
+from lightning_ssd.model_states.units import units
 from lightning_ssd.planning import (
     HardwareProfile,
     HostOverhead,

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.adam import AdamKernel, StoreTrial, any_kernel, exact_kernel, make_calls, settings_of
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout, StagedState
-from lightning_ssd.model_states.optimizers import AdamOptimizer, StepHalf, StepInput
+from lightning_ssd.model_states.optimizers.adam import (
+    AdamKernel,
+    StoreTrial,
+    any_kernel,
+    exact_kernel,
+    make_calls,
+    settings_of,
+)
+from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer, StepHalf, StepInput
+from lightning_ssd.model_states.stores.layout import Layout, StagedState
+from lightning_ssd.model_states.units.flat import FlatParameter
 
 OPTIONS: dict[str, Any] = {
     "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.model_states import adam_cuda
-from lightning_ssd.model_states.adam import any_kernel, make_calls
-from lightning_ssd.model_states.adam_cuda import FUNCTIONS, gives_bits_of
+from lightning_ssd.model_states.optimizers import adam_cuda
+from lightning_ssd.model_states.optimizers.adam import any_kernel, make_calls
+from lightning_ssd.model_states.optimizers.adam_cuda import FUNCTIONS, gives_bits_of
 
 SHIMS = """
 #include <math.h>

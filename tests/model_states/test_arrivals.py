@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import shared_gradients
-from lightning_ssd.model_states import build, gradient
-from lightning_ssd.model_states.gradient_offload import GradientOffloader
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.gradients import gradient
+from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared

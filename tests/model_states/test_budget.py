@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.model_states.budget import AHEAD, plan_memory
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout
+from lightning_ssd.model_states.placement.budget import AHEAD, plan_memory
+from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.shared_gradients import shared_gradient_bytes
 
 sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import load_lazy, load_sharded, save_sharded
-from lightning_ssd.model_states.lazy import LazyTensor, LazyTensors, save
+from lightning_ssd.model_states.checkpoints.lazy import LazyTensor, LazyTensors, save
 from tests.support.compare import assert_same, same
 from tests.support.models import Block, Model, ToyModel
 from tests.support.states import Large, host, loader, memory, ssd, train
@@ -544,7 +544,7 @@ def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, stat
 
 KILLED = """
 import os, signal, sys, torch
-from lightning_ssd.model_states import lazy
+from lightning_ssd.model_states.checkpoints import lazy
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
 lazy.save({"new": torch.ones(1000)}, sys.argv[1])
 """

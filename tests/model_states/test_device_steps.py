@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
 from lightning_ssd.model_states import build
-from lightning_ssd.model_states.device_stepper import DeviceStepper
-from lightning_ssd.model_states.device_steps import DeviceSteps
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.gradient import Gradient
-from lightning_ssd.model_states.layout import Layout
-from lightning_ssd.model_states.piece_transfers import pieces
-from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.model_states.step_scheduler import StepScheduler
-from lightning_ssd.model_states.step_work import do_together
-from lightning_ssd.model_states.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.gradients.gradient import Gradient
+from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.optimizers.step_work import do_together
+from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
+from lightning_ssd.model_states.steps.device_steps import DeviceSteps
+from lightning_ssd.model_states.steps.piece_transfers import pieces
+from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
+from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.storage import Slab
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import CPUCopyEngine, Mark
-from lightning_ssd.model_states import build, grad_scale
-from lightning_ssd.model_states.grad_scale import Clipping, GradScaleDecision
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.gradients import grad_scale
+from lightning_ssd.model_states.gradients.grad_scale import Clipping, GradScaleDecision
 from tests.support.models import BlocksModel
 from tests.support.trainings import batches, make_trainer, offloading, small_model
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lightning_ssd
-from lightning_ssd.model_states import user_optimizers
+from lightning_ssd.model_states.optimizers import user_optimizers
 from tests.support.compare import assert_same
 from tests.support.models import BlocksModel
 from tests.support.states import offloading

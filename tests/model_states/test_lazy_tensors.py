@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.lazy import LazyTensor
+from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from tests.support.compare import same
 from tests.support.models import Model, adamw
 from tests.support.states import host, loader, ssd

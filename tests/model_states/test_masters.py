@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import register_optimizer
-from lightning_ssd.model_states.masters import MasteredParameter, MasterWeights
+from lightning_ssd.model_states.weights.masters import MasteredParameter, MasterWeights
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.products import thorough

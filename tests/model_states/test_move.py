@@ -14,9 +14,10 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import StatesConfig, find_units, units
-from lightning_ssd.model_states.unit_mover import UnitMover
-from lightning_ssd.model_states.units import PART_ELEMENTS
+from lightning_ssd.model_states import StatesConfig, find_units
+from lightning_ssd.model_states.placement.unit_mover import UnitMover
+from lightning_ssd.model_states.units import units
+from lightning_ssd.model_states.units.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same

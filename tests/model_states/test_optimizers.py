@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.model_states import adam, adam_c
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout, StagedState
-from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput, make_flat_optimizer
-from lightning_ssd.model_states.split import join, split
+from lightning_ssd.model_states.optimizers import adam, adam_c
+from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer, StepInput, make_flat_optimizer
+from lightning_ssd.model_states.stores.layout import Layout, StagedState
+from lightning_ssd.model_states.stores.split import join, split
+from lightning_ssd.model_states.units.flat import FlatParameter
 
 CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")

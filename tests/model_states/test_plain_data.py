@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.plain_data import (
+from lightning_ssd.model_states.journal.plain_data import (
     MAGIC,
     DamagedError,
     NotPlainError,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.model_states import find_replaced, is_sharded, load_sharded, replace, save, save_sharded
+from lightning_ssd.model_states import find_replaced, is_sharded, load_sharded, save, save_sharded
+from lightning_ssd.model_states.checkpoints import replace
 from tests.support.interrupted import Fault, disturb
 
 

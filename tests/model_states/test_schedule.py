@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import Worker
-from lightning_ssd.model_states.adam import any_kernel
-from lightning_ssd.model_states.buffers import SSDBuffer
-from lightning_ssd.model_states.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.step import OptimizerStep
-from lightning_ssd.model_states.weights_first import WeightsFirst
+from lightning_ssd.model_states.optimizers.adam import any_kernel
+from lightning_ssd.model_states.steps.step import OptimizerStep
+from lightning_ssd.model_states.steps.weights_first import WeightsFirst
+from lightning_ssd.model_states.stores.buffers import SSDBuffer
+from lightning_ssd.model_states.weights.prefetcher import ParamPrefetcher
 from tests.support.access import loader
 from tests.support.compare import assert_same
 from tests.support.locks import WatchedLock

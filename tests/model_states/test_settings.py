@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ssd.model_states.settings import Settings, differences, model_settings
+from lightning_ssd.model_states.journal.run_fingerprint import Settings, differences, model_settings
 from lightning_ssd.storage import StorageError
 from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
 

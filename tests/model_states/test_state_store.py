@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine
-from lightning_ssd.model_states import buffers
-from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer, StateStaging
-from lightning_ssd.model_states.layout import StagedState
-from lightning_ssd.model_states.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.state_storage import make_buffer, make_store
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.placement.state_storage import make_buffer, make_store
+from lightning_ssd.model_states.stores import buffers
+from lightning_ssd.model_states.stores.buffers import SpareMemory, SSDBuffer, StateStaging
+from lightning_ssd.model_states.stores.layout import StagedState
+from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.weights.prefetcher import ParamPrefetcher
 from lightning_ssd.storage import BlobStore, StorageError, StorageFullError, Urgency
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.waits import wait_for
@@ -329,7 +329,7 @@ def test_a_prefetch_overtakes_others_once_its_unit_is_used(tmp_path: Path, monke
             backend.release()
             return wait_for(future, work)
 
-        monkeypatch.setattr("lightning_ssd.model_states.prefetcher.wait_for", release_and_wait)
+        monkeypatch.setattr("lightning_ssd.model_states.weights.prefetcher.wait_for", release_and_wait)
         prefetcher.pre_forward(4)
         prefetcher.post_forward(4)
         prefetcher.evict_all()

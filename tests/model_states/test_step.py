@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import Worker, finished
-from lightning_ssd.model_states.adam import any_kernel
-from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.optimizers import AdamOptimizer
-from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.model_states.step_work import StepWork, do_together
+from lightning_ssd.model_states.optimizers.adam import any_kernel
+from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer
+from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together
+from lightning_ssd.model_states.stores.buffers import SpareMemory
+from lightning_ssd.model_states.stores.state_store import StateStore
 from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.models import Model
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_ssd.device import finished
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.step_history import StepHistory
+from lightning_ssd.model_states.steps.step_history import StepHistory
+from lightning_ssd.model_states.units.flat import FlatParameter
 from tests.support.state_stores import CPU
 
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from lightning_ssd.model_states import is_compiled
-from lightning_ssd.model_states import units as units_module
-from lightning_ssd.model_states.regions import compiled_regions
-from lightning_ssd.model_states.units import Unit, find_units
+from lightning_ssd.model_states.units import units as units_module
+from lightning_ssd.model_states.units.compiled_modules import compiled_regions
+from lightning_ssd.model_states.units.units import Unit, find_units
 
 
 def names(units: list[Unit]) -> list[str]:

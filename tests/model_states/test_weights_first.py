@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ssd.model_states import step_scheduler, weights_first
-from lightning_ssd.model_states.adam import any_kernel
-from lightning_ssd.model_states.step import OptimizerStep
-from lightning_ssd.model_states.weights_first import WeightsFirst
+from lightning_ssd.model_states.optimizers.adam import any_kernel
+from lightning_ssd.model_states.steps import step_scheduler, weights_first
+from lightning_ssd.model_states.steps.step import OptimizerStep
+from lightning_ssd.model_states.steps.weights_first import WeightsFirst
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.products import combinations
@@ -20,7 +20,7 @@ from tests.support.states import offloading, train
 
 def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr("lightning_ssd.model_states.weights_first.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("lightning_ssd.model_states.steps.weights_first.perf_counter", lambda: float(next(clock)))
     share = WeightsFirst(8)
 
     def covered() -> int:

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_ssd
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import user_optimizers
-from lightning_ssd.model_states.user_optimizers import registered_class, steps_whole
+from lightning_ssd.model_states.optimizers import user_optimizers
+from lightning_ssd.model_states.optimizers.user_optimizers import registered_class, steps_whole
 from tests.support import trainings
 from tests.support.compare import assert_same
 from tests.support.models import BlocksModel

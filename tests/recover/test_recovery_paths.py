@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.model_states.journal import Journal
-from lightning_ssd.model_states.plain_data import encode
-from lightning_ssd.model_states.settings import Settings
-from lightning_ssd.model_states.state_storage import KilledRun
+from lightning_ssd.model_states.journal.journal import Journal
+from lightning_ssd.model_states.journal.plain_data import encode
+from lightning_ssd.model_states.journal.run_fingerprint import Settings
+from lightning_ssd.model_states.placement.state_storage import KilledRun
 from lightning_ssd.storage import BlobStore, StorageError
 from tests.support.killed import KEPT, FailAt, Failure, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
