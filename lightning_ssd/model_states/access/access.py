@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.activations import in_backward
 from lightning_ssd.model_states.access.grad_dtype import GradDtype
+from lightning_ssd.model_states.access.gradient_access import GradientAccess
 from lightning_ssd.model_states.access.operands import (
     differentiate,
     geometry,
@@ -50,6 +51,7 @@ from lightning_ssd.model_states.access.parameter import (
     OffloadedParameter,
     OffloadedTensor,
     OffloadedView,
+    Source,
     WholeWeight,
     apply,
     as_non_view,
@@ -61,14 +63,11 @@ from lightning_ssd.model_states.access.parameter import (
     recomputed_with,
 )
 from lightning_ssd.model_states.access.references import references_saved
-from lightning_ssd.model_states.access.sources import Replaced, Source, Weights
+from lightning_ssd.model_states.access.sources import Replaced, Weights
 from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.model_states.stores import StagedFlats, StateStore
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory, check_shareable, ordinary, same_stride
 from lightning_ssd.model_states.weights import ParamPrefetcher
-
-if TYPE_CHECKING:
-    from lightning_ssd.model_states.access.gradient_access import GradientAccess
 
 _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
 
@@ -93,7 +92,7 @@ class Access:
         prefetcher: ParamPrefetcher,
         staged: StagedFlats,
         grad_dtype: GradDtype,
-        grads: "GradientAccess",
+        grads: GradientAccess,
         *,
         begin_change: Callable[[FlatParameter], None],
         add_grad: Callable[[FlatParameter, int, Tensor], None],

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.model_states.access.access import Access
-from lightning_ssd.model_states.access.parameter import AliasGraph, OffloadedView, hollow
-from lightning_ssd.model_states.access.sources import Source
+from lightning_ssd.model_states.access.parameter import AliasGraph, OffloadedView, OperatorAccess, Source, hollow
 from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientState
 from lightning_ssd.model_states.stores import write_changed
@@ -26,14 +24,10 @@ class GradientSource(Source):
         graph: graph of that tensor and of its views in plain training.
     """
 
-    def __init__(self, access: Access, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
-        super().__init__()
-        self.access = access
-        self._gradients = gradients
-        self._flat = flat
-        self._index = index
+    def __init__(self, access: OperatorAccess, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
         self.item: ParamView = flat.param_views[index]
-        self.name = f"the gradient of {self.item.name}"
+        super().__init__(access, flat, index, f"the gradient of {self.item.name}")
+        self._gradients = gradients
         self.own: Tensor | None = None
         self.view: weakref.ref[OffloadedView] | None = None
         self.graph = AliasGraph()
@@ -41,8 +35,8 @@ class GradientSource(Source):
     def read(self) -> Tensor:
         if self.own is not None:
             return self.own
-        accum = self._gradients.whole(self._flat, self._index)
-        return self.item.of(accum).to(self._flat.device, self.item.dtype, copy=True)
+        accum = self._gradients.whole(self.flat, self.index)
+        return self.item.of(accum).to(self.flat.device, self.item.dtype, copy=True)
 
     @property
     def origin(self) -> int:
@@ -50,14 +44,14 @@ class GradientSource(Source):
 
     def write(self, values: Tensor) -> None:
         if self.own is None:
-            accum = self._gradients.whole(self._flat, self._index)
+            accum = self._gradients.whole(self.flat, self.index)
             write_changed(self.item.of(accum), values.detach().to("cpu"))
-            self._gradients.offloader.remeasure(self._flat, [self._index])
+            self._gradients.offloader.remeasure(self.flat, [self.index])
 
     def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
         super().note_graph(view, exists=exists)
         if view.graph is self.graph and self.own is None:
-            self._gradients.set_followed(self._flat, self._index, exists)
+            self._gradients.set_followed(self.flat, self.index, exists)
 
 
 class GradientAccess:
@@ -89,7 +83,7 @@ class GradientAccess:
             weakref.WeakValueDictionary()
         )
         """Gradients that user code references."""
-        self.access: Access
+        self.access: OperatorAccess
         """Runs operators on the gradients; set by the owner."""
         self._hidden = False
 

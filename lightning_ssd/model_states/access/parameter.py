@@ -1,4 +1,4 @@
-"""Tensor classes of offloaded parameters, and of aliases that user code makes of them.
+"""Tensor classes of offloaded parameters and of aliases that user code makes of them, and the sources of their values.
 
 Most uses of an offloaded parameter are in its unit's forward, whose hook has prefetched the weights: these operators
 run directly. Every other operator on an offloaded parameter is run by its `Access`.
@@ -7,10 +7,11 @@ run directly. Every other operator on an offloaded parameter is run by its `Acce
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import FrameType, MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,9 @@ from lightning_ssd.activations import (
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.access.references import references_saved, saves_references
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of
-from lightning_ssd.model_states.units import TrainedParameter, over
-
-if TYPE_CHECKING:
-    from lightning_ssd.model_states.access.access import Access
-    from lightning_ssd.model_states.access.sources import Source, Weights
-    from lightning_ssd.model_states.units import FlatParameter
-
+from lightning_ssd.model_states.stores import StagedFlats
+from lightning_ssd.model_states.units import FlatParameter, TrainedParameter, over
+from lightning_ssd.model_states.weights import ParamPrefetcher
 
 _IN_TRANSFORM = (
     "`torch.func` transforms an operator on weights that are offloaded. Clone the weights before the transform "
@@ -97,7 +94,7 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
     _DIRECT = (Kind.METADATA,)
     _OWN = ("flat", "source", "used")
 
-    flat: "FlatParameter"
+    flat: FlatParameter
     source: "Source"
     used: int
 
@@ -182,7 +179,7 @@ class OffloadedView(_RunsOperators, Tensor):
         self.graph = AliasGraph()
         source.aliases.add(self)
         if backed:
-            cast("Weights", source).flat.backed_views.append(weakref.ref(self))
+            source.flat.backed_views.append(weakref.ref(self))
         else:
             mark_offloaded(storage_of(self), _ViewReferences(self))
 
@@ -256,6 +253,121 @@ class FollowedView(OffloadedView):
         return node
 
 
+class Source(ABC):
+    """Whole values of an offloaded tensor, wherever they are stored.
+
+    Args:
+        access: runs the operators on the tensor.
+        flat: flat parameter of the parameter that the values belong to.
+        index: index of the parameter in `flat`.
+        name: name of the tensor in messages.
+    """
+
+    def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:
+        self.access = access
+        self.flat = flat
+        self.index = index
+        self.name = name
+        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
+        """Views of the values that user code references."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Returns the values on the device of the plain parameter: the resident ones, or a copy."""
+
+    @abstractmethod
+    def write(self, values: Tensor) -> None:
+        """Stores `values`, a result of `read` that an operator has changed."""
+
+    @property
+    def backs_views(self) -> bool:
+        """Whether views share memory with the values, because the forward of the weight's module runs."""
+        return False
+
+    def base(self) -> Tensor:
+        """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
+        return self.read()
+
+    @property
+    def origin(self) -> int:
+        """Offset of the values in their storage in plain training, bytes."""
+        return 0
+
+    @property
+    def counter(self) -> Tensor | None:
+        """Tensor whose version counter tells in-place changes; None: there is none."""
+        return None
+
+    def replace(self, other: "Source") -> None:
+        """Makes the aliases read and write `other`."""
+        for alias in list(self.aliases):
+            alias.source = other
+            other.aliases.add(alias)
+        self.aliases.clear()
+
+    def values(self, tensor: OffloadedTensor) -> Tensor:
+        """Returns the values of `tensor`, which has this source, for a backward that needs them."""
+        return self.access.values(tensor)
+
+    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
+        """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
+        view.graph.freed = exists
+
+    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
+        """Increments the version counter, by which autograd detects in-place changes."""
+
+
+class GradSums(Protocol):
+    """The choice of dtype in which gradients of 16-bit weights are summed."""
+
+    @property
+    def summed_on_host(self) -> Container[FlatParameter]:
+        """Flat parameters for which backward adds gradients on the host."""
+
+    def note_use(self, parameter: OffloadedParameter) -> None:
+        """Counts an operator on 16-bit weights."""
+
+    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool:
+        """Makes autograd sum gradients of a parameter in fp32; returns False if torch can't."""
+
+
+class OperatorAccess(Protocol):
+    """What tensors and their sources use of the object that runs operators on them."""
+
+    @property
+    def grad_dtype(self) -> GradSums:
+        """Sums gradients of 16-bit weights in fp32."""
+
+    @property
+    def prefetcher(self) -> ParamPrefetcher:
+        """Prefetches weights."""
+
+    @property
+    def staged(self) -> StagedFlats:
+        """Stages values on the host."""
+
+    def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs `func`, which was called with offloaded tensors."""
+
+    def wrap(self, result: Any, values: Mapping[int, Tensor], found: Mapping[int, OffloadedTensor]) -> Any:
+        """Returns the result of an operator, with views of offloaded tensors in place of tensors that share memory."""
+
+    def grad(self, parameter: OffloadedParameter) -> Tensor | None:
+        """Returns `parameter.grad`."""
+
+    def base(self, source: Source) -> Tensor:
+        """Returns the values of `source` for the running operator."""
+
+    def values(self, tensor: OffloadedTensor) -> Tensor:
+        """Returns the present values of `tensor`."""
+
+    def begin_change(self, flat: FlatParameter) -> None:
+        """Called before weights of `flat` change."""
+
+    def add_grad(self, flat: FlatParameter, index: int, gradient: Tensor) -> None:
+        """Adds a gradient in fp32."""
+
+
 class _ViewReferences:
     """Makes the references that autograd saves in place of a view.
 
@@ -284,7 +396,7 @@ class ForwardValueReferences:
         values: the whole values; their storage owns this object, and is freed when the forward ends.
     """
 
-    def __init__(self, source: "Weights", values: Tensor) -> None:
+    def __init__(self, source: Source, values: Tensor) -> None:
         self._source = source
         self._start = int(values.storage_offset()) * values.itemsize
 
@@ -328,7 +440,7 @@ class WholeWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def of(parameter: Tensor, source: "Weights") -> Tensor:
+    def of(parameter: Tensor, source: Source) -> Tensor:
         """Returns the whole weights. Their node runs in backward as soon as it is ready, as that of the parameter does.
 
         So hooks of gradients run in the order of plain training.
@@ -338,14 +450,14 @@ class WholeWeight(torch.autograd.Function):
         return weights
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, source: "Weights") -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, source: Source) -> Tensor:
         ctx.source = weakref.ref(source)  # a graph that the module keeps would keep the module, without end
         with torch.inference_mode(False):
             return source.access.base(source).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        source: Weights | None = ctx.source()
+        source: Source | None = ctx.source()
         if source is None or source.flat not in source.access.grad_dtype.summed_on_host:
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
@@ -418,8 +530,8 @@ def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
     return found
 
 
-def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> "Access":
-    """Returns the `Access` of the offloaded tensors among some arguments."""
+def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> OperatorAccess:
+    """Returns the access of the offloaded tensors among some arguments."""
     return next(iter(offloaded_in(args, kwargs).values())).source.access
 
 

@@ -3,10 +3,6 @@
 Threads and ownership: as in `access`, whose operators read and write the sources.
 """
 
-import weakref
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -15,86 +11,19 @@ from lightning_ssd.model_states.access.parameter import (
     ForwardValueReferences,
     OffloadedParameter,
     OffloadedTensor,
-    OffloadedView,
+    OperatorAccess,
+    Source,
 )
 from lightning_ssd.model_states.stores import write_changed
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory
-
-if TYPE_CHECKING:
-    from lightning_ssd.model_states.access.access import Access
-
-
-class Source(ABC):
-    """Whole values of an offloaded tensor, wherever they are stored.
-
-    Attributes:
-        access: runs the operators on the tensor.
-        name: name of the tensor in messages.
-    """
-
-    access: "Access"
-    name: str
-
-    def __init__(self) -> None:
-        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
-        """Views of the values that user code references."""
-
-    @abstractmethod
-    def read(self) -> Tensor:
-        """Returns the values on the device of the plain parameter: the resident ones, or a copy."""
-
-    @abstractmethod
-    def write(self, values: Tensor) -> None:
-        """Stores `values`, a result of `read` that an operator has changed."""
-
-    @property
-    def backs_views(self) -> bool:
-        """Whether views share memory with the values, because the forward of the weight's module runs."""
-        return False
-
-    def base(self) -> Tensor:
-        """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
-        return self.read()
-
-    @property
-    def origin(self) -> int:
-        """Offset of the values in their storage in plain training, bytes."""
-        return 0
-
-    @property
-    def counter(self) -> Tensor | None:
-        """Tensor whose version counter tells in-place changes; None: there is none."""
-        return None
-
-    def replace(self, other: "Source") -> None:
-        """Makes the aliases read and write `other`."""
-        for alias in list(self.aliases):
-            alias.source = other
-            other.aliases.add(alias)
-        self.aliases.clear()
-
-    def values(self, tensor: OffloadedTensor) -> Tensor:
-        """Returns the values of `tensor`, which has this source, for a backward that needs them."""
-        return self.access.values(tensor)
-
-    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
-        """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
-        view.graph.freed = exists
-
-    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
-        """Increments the version counter, by which autograd detects in-place changes."""
 
 
 class Weights(Source):
     """The weights of one parameter."""
 
-    def __init__(self, access: "Access", flat: FlatParameter, index: int) -> None:
-        super().__init__()
-        self.access = access
-        self.flat = flat
-        self.index = index
+    def __init__(self, access: OperatorAccess, flat: FlatParameter, index: int) -> None:
         self.item = flat.param_views[index]
-        self.name = self.item.name
+        super().__init__(access, flat, index, self.item.name)
 
     @property
     def whole(self) -> bool:
@@ -186,9 +115,7 @@ class Replaced(Source):
     """Values of a parameter before its `.data` was set. Earlier aliases keep them, as in plain training."""
 
     def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.access = source.access
-        self.name = source.name
+        super().__init__(source.access, source.flat, source.index, source.name)
         values = source.read().detach()
         shared = isinstance(source, Weights) and source.flat.memory(source.index) is not None
         self._values = values if shared else values.clone()
