@@ -7,7 +7,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-class Ending:
+class Shutdown:
     """Runs the steps of a shutdown one after the other, each even if others fail.
 
     Args:

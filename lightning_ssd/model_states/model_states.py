@@ -48,7 +48,7 @@ from lightning_ssd.model_states.steps import DeviceSteps, StepScheduler, hook_st
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, hook_gradient, is_region
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
-from lightning_ssd.shutdown import Ending
+from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied
@@ -782,13 +782,13 @@ class ModelStates(Uncopied):
         """
         if self._closed:
             return
-        ending = Ending(failure)
+        shutdown = Shutdown(failure)
         if failure is None:
-            ending.run(self._staged.pull_all)
-            ending.run(self.finish)
-        ending.run(self._end)
-        self._restore_model(ending)
-        ending.raise_failure()
+            shutdown.run(self._staged.pull_all)
+            shutdown.run(self.finish)
+        shutdown.run(self._end)
+        self._restore_model(shutdown)
+        shutdown.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
         """Ends threads and hooks, and returns the offloaded model, whose parameters are still views of flat parameters.
@@ -808,11 +808,11 @@ class ModelStates(Uncopied):
         for store in self.stores.values():
             store.drop_second()
         masters = {parameter: master.data for parameter, master in self._masters.by_param.items()}
-        ending = Ending()
-        ending.run(self._end)
-        if ending.failure is not None:
-            self._restore_model(ending)
-        ending.raise_failure()
+        shutdown = Shutdown()
+        shutdown.run(self._end)
+        if shutdown.failure is not None:
+            self._restore_model(shutdown)
+        shutdown.raise_failure()
         return self.offloaded, masters
 
     def _end(self) -> None:
@@ -822,39 +822,39 @@ class ModelStates(Uncopied):
             Exception: the first error; all has ended.
         """
         self._closed = True
-        ending = Ending()
-        ending.run(self.state_dicts.remove)
+        shutdown = Shutdown()
+        shutdown.run(self.state_dicts.remove)
         for handle in self._handles:
             handle.remove()
         for flat in self.stores:
             flat.unshard = flat.refuse_unshard
         for undo in reversed(self._undo):  # some wrap the same attribute
-            ending.run(undo)  # before parameters are ordinary ones, as interrupted calls of modules end now
+            shutdown.run(undo)  # before parameters are ordinary ones, as interrupted calls of modules end now
         self._access.close()
-        ending.run(self._decision.fail)
-        ending.run(self._copies.drain)
-        ending.run(self._steps.close_journal)
-        ending.run(self._steps.close)
+        shutdown.run(self._decision.fail)
+        shutdown.run(self._copies.drain)
+        shutdown.run(self._steps.close_journal)
+        shutdown.run(self._steps.close)
         for flat in self.stores:
-            ending.run(self._prefetcher.evict, flat)
-        ending.run(self._gradients.free)  # before the whole weights need room
+            shutdown.run(self._prefetcher.evict, flat)
+        shutdown.run(self._gradients.free)  # before the whole weights need room
         if self._pool is not None:
-            ending.run(self._pool.close)
-        ending.run(self._masters.close)
-        ending.run(self._decision.close)
-        ending.raise_failure()
+            shutdown.run(self._pool.close)
+        shutdown.run(self._masters.close)
+        shutdown.run(self._decision.close)
+        shutdown.raise_failure()
 
-    def _restore_model(self, ending: Ending) -> None:
+    def _restore_model(self, shutdown: Shutdown) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
-            ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
+            shutdown, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
         )
         for parameter in self._flat_of:
-            ending.run(end_aliases, parameter)
-        kept = self.recorded and self._steps.end_record(ending)
+            shutdown.run(end_aliases, parameter)
+        kept = self.recorded and self._steps.end_record(shutdown)
         if self.recorded:
             self._restorer.hand_over(kept=kept)
-        ending.run(self._copies.close)
+        shutdown.run(self._copies.close)
         if self.staging is not None:
-            ending.run(self._restorer.close_scratch, self.staging, kept=kept)
+            shutdown.run(self._restorer.close_scratch, self.staging, kept=kept)

@@ -19,7 +19,7 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer,
 from lightning_ssd.model_states.stores import HostBuffer, SSDBuffer, StateStaging, StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.model_states.weights import OffloadedModel
-from lightning_ssd.shutdown import Ending
+from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import DetachedBlobs
 
 log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class ModelRestorer:
         """Files of states on SSDs; set by `close_scratch`, before any state is read."""
         self._on_ssd = False
 
-    def restore_parameters(self, ending: Ending, ahead: Sequence[str], *, hand_over: bool) -> None:
+    def restore_parameters(self, shutdown: Shutdown, ahead: Sequence[str], *, hand_over: bool) -> None:
         """Makes the parameters whole on the CPU, with the weights of the last completed step.
 
         Args:
-            ending: a note is added to its failure if the weights are not those of one step.
+            shutdown: a note is added to its failure if the weights are not those of one step.
             ahead: names of flat parameters that are one step ahead of the others.
             hand_over: whether optimizer states are handed over, too: one flat parameter after the other, since host
                 memory may not have room for all of them twice.
@@ -61,7 +61,7 @@ class ModelRestorer:
             except Exception as error:  # the last step failed; the weights are those before it
                 self._failed[flat] = error
             if (unread := store.restore_to_cpu()) is not None:
-                ending.add(unread)
+                shutdown.add(unread)
                 lost.append(flat.name)
             if hand_over:
                 self._hand_over(flat, kept=False)
@@ -71,10 +71,10 @@ class ModelRestorer:
         notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
         if ahead:
             notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
-        if ending.failure is not None:
+        if shutdown.failure is not None:
             for note in notes:
                 log.error("%s", note)
-                ending.failure.add_note(f"After that, {note}.")
+                shutdown.failure.add_note(f"After that, {note}.")
 
     def hand_over(self, *, kept: bool) -> None:
         """Moves all states to `optimizer.state`, or states that raise an error when they are read.

@@ -40,7 +40,7 @@ from lightning_ssd.model_states.steps.weights_first import WeightsFirst
 from lightning_ssd.model_states.stores import StagedFlats
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory
 from lightning_ssd.model_states.weights import OffloadedModel, ParamPrefetcher
-from lightning_ssd.shutdown import Ending
+from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.waits import wait_for, wait_for_all
 
 
@@ -706,18 +706,18 @@ class StepScheduler:
             wait_for_all([self._last_record()], "the record of the last step")
             self._journal.close()
 
-    def end_record(self, ending: Ending) -> bool:
+    def end_record(self, shutdown: Shutdown) -> bool:
         """Removes the last record if training has ended without an error, before the values that it names are freed.
 
         Args:
-            ending: the end of training.
+            shutdown: the end of training.
 
         Returns:
             Whether a record is kept for the next run.
         """
         assert self._journal is not None
-        if ending.failure is None:
-            ending.run(self._journal.forget)
+        if shutdown.failure is None:
+            shutdown.run(self._journal.forget)
         return self._journal.written
 
     def close(self) -> None:

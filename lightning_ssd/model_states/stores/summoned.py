@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory, same_stride
-from lightning_ssd.shutdown import Ending
+from lightning_ssd.shutdown import Shutdown
 
 
 @contextlib.contextmanager
@@ -28,10 +28,10 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: bool) -> It
             weights.summon()
         yield
     finally:
-        ending = Ending()
+        shutdown = Shutdown()
         for weights in summoned.values():
-            ending.run(weights.restore)
-        ending.raise_failure()
+            shutdown.run(weights.restore)
+        shutdown.raise_failure()
         for flat, weights in summoned.items():
             if not read_only:
                 stores[flat].checkin(weights.masters)
