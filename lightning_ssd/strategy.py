@@ -49,7 +49,7 @@ from lightning_ssd.model_states import (
     MetaTensors,
     ModelStates,
     PlanTiers,
-    Settings,
+    RunFingerprint,
     Setup,
     StatesConfig,
     UnitTiers,
@@ -557,11 +557,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             scales_exactly=exact,
             whole=whole,
             sums_gradients=fitting and _accumulates(trainer),
-            settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
+            settings=self._settings(trainer) if fitting and config.recover else RunFingerprint.none(),
             start_over=self._starts_from_checkpoint,
         )
 
-    def _settings(self, trainer: pl.Trainer) -> Settings:
+    def _settings(self, trainer: pl.Trainer) -> RunFingerprint:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
         config, states = self.config, self.states_config
         own = {
@@ -573,7 +573,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         }
         return training_settings(trainer, self._record_path(trainer), own)
 
-    def _begin_recovery(self, trainer: pl.Trainer, states: ModelStates, settings: Settings) -> None:
+    def _begin_recovery(self, trainer: pl.Trainer, states: ModelStates, settings: RunFingerprint) -> None:
         """Begins to record the training, and resumes from the record of a killed run, if there is one."""
         self._recovery = Recovery(trainer, states, self._record_path(trainer))
         if (record := states.recovered) is not None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.callbacks import plan_cache, step_drift
-from lightning_ssd.profiling import model as profiling_model
+from lightning_ssd.profiling import profiler
 from tests.support.compare import assert_same
 from tests.support.meter import Meter, use
 from tests.support.parity import TinyGPT, train
@@ -157,7 +157,7 @@ def test_a_plan_is_made_again_where_other_tensors_take_more_memory(
 ) -> None:
     """Such as a second copy of the weights. With it, all saved tensors would exceed the limit by a byte."""
     meter, reused = Meter(1e9, 0, 10_000), change != "more"
-    monkeypatch.setattr(profiling_model, "allocator_memory", lambda device: meter)
+    monkeypatch.setattr(profiler, "allocator_memory", lambda device: meter)
     first, second, third = (planner(gpu_memory="1GiB") for _ in range(3))
     fit(tmp_path, swaps=first)
     assert first.plan is not None and first.plan.keeps_all and first.prediction is not None

@@ -43,7 +43,7 @@ from lightning_ssd.planning import (
     simulate,
     swap_coefficient,
 )
-from lightning_ssd.profiling import model as profiler
+from lightning_ssd.profiling import profiler
 from tests.support.compare import assert_same
 from tests.support.meter import Meter
 from tests.support.models import Model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ssd.model_states.journal.run_fingerprint import Settings, differences, model_settings
+from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, differences, model_settings
 from lightning_ssd.storage import StorageError
 from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
 
@@ -227,7 +227,7 @@ def test_a_record_without_checksums_is_not_read_with_them(tmp_path: Path) -> Non
     assert min(run(tmp_path, strategy=dict(checksum=False)).losses) == 2
 
 
-def settings_of(source: str) -> Settings:
+def settings_of(source: str) -> RunFingerprint:
     """Returns the settings of a `Block` that the source defines."""
     names: dict[str, Any] = {"nn": nn, "torch": torch, "__name__": "user"}
     exec(source, names)

@@ -16,7 +16,7 @@ from lightning_ssd.model_states.journal.journal import (
 )
 from lightning_ssd.model_states.journal.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.journal.run_fingerprint import (
-    Settings,
+    RunFingerprint,
     describe,
     differences,
     model_settings,
@@ -29,7 +29,7 @@ __all__ = [
     "Journal",
     "NotPlainError",
     "PlainData",
-    "Settings",
+    "RunFingerprint",
     "describe",
     "differences",
     "encode",

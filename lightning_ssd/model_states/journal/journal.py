@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_ssd.device import Worker
 from lightning_ssd.model_states.journal.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
-from lightning_ssd.model_states.journal.run_fingerprint import Settings, describe, differences
+from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, describe, differences
 from lightning_ssd.model_states.optimizers import FlatOptimizer
 from lightning_ssd.model_states.stores import Layout, StateStore
 from lightning_ssd.model_states.units import FlatParameter
@@ -51,7 +51,7 @@ class CommitRecord:
     kept: StoreManifest
     versions: Sequence[int]
     flat_optimizers: Sequence[object]
-    settings: Settings
+    settings: RunFingerprint
     training_state: Mapping[str, Any]
     file: str
 
@@ -62,7 +62,7 @@ class CommitRecord:
 
 
 def read_commit_record(
-    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: Settings
+    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: RunFingerprint
 ) -> CommitRecord | None:
     """Returns the last record of a killed run, or None if there is none.
 
@@ -87,7 +87,7 @@ def read_commit_record(
             _kept_from(own["kept"]),
             own["slots"],
             own["rules"],
-            Settings(**own["settings"]),
+            RunFingerprint(**own["settings"]),
             decode(parts["training"]),
             str(file),
         )
@@ -198,7 +198,7 @@ class Journal:
         stores: Mapping[FlatParameter, StateStore],
         flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         blob_store: BlobStore,
-        settings: Settings,
+        settings: RunFingerprint,
     ) -> None:
         self._stores = stores
         self._flat_optimizers = flat_optimizers

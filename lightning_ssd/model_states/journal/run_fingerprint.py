@@ -23,7 +23,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunFingerprint:
     """Settings of one training.
 
     Attributes:
@@ -35,7 +35,7 @@ class Settings:
     noted: Mapping[str, str]
 
     @classmethod
-    def none(cls) -> "Settings":
+    def none(cls) -> "RunFingerprint":
         """Returns empty settings, for evaluations."""
         return cls({}, {})
 
@@ -85,7 +85,7 @@ def type_name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
+def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> RunFingerprint:
     """Returns the settings of a model and its optimizers, none of which has stepped."""
     owners = {
         parameter: f"group {number} of optimizer {index}"
@@ -115,7 +115,7 @@ def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settin
                     fixed[f"`{option}` of {type(optimizer).__name__}, group {number} of optimizer {index},"] = show(
                         value
                     )
-    return Settings(fixed, noted)
+    return RunFingerprint(fixed, noted)
 
 
 def _describe_module(module: nn.Module) -> str:

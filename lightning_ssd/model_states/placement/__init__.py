@@ -4,14 +4,13 @@ The modules, in the order in which they are best read:
 
 - `budget`: host memory or SSDs for each flat parameter, within a budget of bytes.
 - `residency`: parameters that stay on the device with gradients and optimizer states.
-- `config`: settings for a whole training.
+- `states_config`: settings for a whole training.
 - `grouping`: parameters grouped into flat parameters, with layouts and optimizers.
 - `state_storage`: the scratch space on SSDs, and the store of each flat parameter.
 - `unit_mover`: moves the values of one part of a unit after the other.
 """
 
 from lightning_ssd.model_states.placement.budget import MemoryPlan, plan_memory
-from lightning_ssd.model_states.placement.config import GPU_MEMORY, GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.placement.grouping import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
@@ -34,6 +33,13 @@ from lightning_ssd.model_states.placement.residency import (
     state_bytes,
 )
 from lightning_ssd.model_states.placement.state_storage import KilledRun, make_staging, make_store
+from lightning_ssd.model_states.placement.states_config import (
+    GPU_MEMORY,
+    GPU_SHARE,
+    MOVABLE_GPU_SHARE,
+    Setup,
+    StatesConfig,
+)
 from lightning_ssd.model_states.placement.unit_mover import TieredSpec, UnitMover, present_spec
 
 __all__ = [

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, Groups, make_flat_optimizer
-from lightning_ssd.model_states.placement.config import Setup
+from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter, Unit, UnitPart, compiled_regions
 

@@ -12,7 +12,7 @@ from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.journal import (
     CommitRecord,
-    Settings,
+    RunFingerprint,
     has_commit_record,
     read_commit_record,
     remove_record,
@@ -40,7 +40,7 @@ class KilledRun:
         record: the record; None: there is none, or it was not read yet.
     """
 
-    def __init__(self, layouts: Sequence[Layout], settings: Settings, *, start_over: bool) -> None:
+    def __init__(self, layouts: Sequence[Layout], settings: RunFingerprint, *, start_over: bool) -> None:
         self._start_over = start_over
         self._layouts = layouts
         self._settings = settings

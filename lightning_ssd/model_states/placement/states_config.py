@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.device import available_memory, process_gpu_memory, usable_gpu_memory, usable_memory
-from lightning_ssd.model_states.journal import Settings
+from lightning_ssd.model_states.journal import RunFingerprint
 from lightning_ssd.model_states.placement.budget import MemoryPlan
 from lightning_ssd.model_states.placement.residency import bytes_on_device
 from lightning_ssd.model_states.stores import SpareMemory
@@ -146,7 +146,7 @@ class Setup:
     clip_value: Callable[[], float | None]
     defer_to_user_hooks: bool
     scales_exactly: bool = True
-    settings: Settings = field(default_factory=Settings.none)
+    settings: RunFingerprint = field(default_factory=RunFingerprint.none)
     start_over: bool = False
     whole: Sequence[Optimizer] = ()
     sums_gradients: bool = False
