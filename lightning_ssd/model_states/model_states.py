@@ -11,6 +11,26 @@ A step, as FSDP names its phases:
 The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 
+A gradient, from its hook to the stepped weight, call by call:
+
+1. `ModelStates._post_accumulate_grad`, on the thread that runs backward: autograd has accumulated the gradient. It is
+   removed from the parameter, and `GradientOffloader.receive` allocates its host memory.
+2. `GradientOffloader.measure`: its norm, on the device, if the scale decision needs it.
+3. `GradientOffloader.offload`: the copy to the host. `Gradient.mark` is the mark of the flat parameter's last copy. The
+   offloader keeps the device memory alive until the marks of its copies are reached, 256 MiB at most.
+4. `ParamPrefetcher.retire_for_step` and `StepScheduler.submit`, if all gradients of the flat parameter are complete and
+   no user code may read them before the step; otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at
+   `optimizer.step`, submits the step.
+5. `GradientOffloader.hand_over` in `submit`: the gradient belongs to the step from now on. Where steps accumulate, the
+   worker sums it in fp32 first.
+6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
+   chooses. `StateStore.stage` reads the values from SSDs meanwhile.
+7. `GradScaleDecision`, at the end of backward: decides the scale, for whose future the step waits. None skips the step.
+8. `OptimizerStep._make`, on the worker's thread: `FlatOptimizer` computes the new values.
+9. `OptimizerStep._commit_or_redo` and `_end`: `StateStore.commit` makes the new values the present ones, and
+   `Gradient.end_step` returns the gradient to its owner.
+10. `ParamPrefetcher.pre_forward` in the next forward of the unit waits for the future of the new compute weights.
+
 Each event of Lightning, of modules and of the user's optimizers has a method of `ModelStates`, which calls the pieces
 in the right order. The state and the decisions are in the pieces.
 """
