@@ -554,7 +554,7 @@ lazy.save({"new": torch.ones(1000)}, sys.argv[1])
 def test_the_old_file_is_kept_if_saving_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "a [1].ckpt"
     save({"old": torch.zeros(1000)}, path)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[2])
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[3])
     assert killed.returncode == -signal.SIGKILL
     assert list(torch.load(path)) == ["old"]
     assert len(list(tmp_path.iterdir())) == 2

@@ -105,7 +105,7 @@ NOTED: dict[str, tuple[dict[str, Any], str]] = {
     "hyperparameter": (dict(model=changed(hyper=2)), "hyperparameter `hyper` was 1 and is 2"),
     "code": (
         dict(model=changed(training_step=lambda self, batch, index: Small.training_step(self, batch, index))),
-        "the code of tests.model_states.test_settings.Small was .* and is",
+        "the code of tests.model_states.journal.test_run_fingerprint.Small was .* and is",
     ),
 }
 UNSAID: dict[str, dict[str, Any]] = {
@@ -293,7 +293,7 @@ def test_edits_that_are_no_code_are_not_said(name: str) -> None:
 @pytest.mark.thorough
 def test_code_has_the_same_checksum_in_every_process() -> None:
     """Also if members of sets have another order than in this process."""
-    program = "from tests.model_states.test_settings import BLOCK, settings_of; print(settings_of(BLOCK).noted)"
+    program = f"from {__name__} import BLOCK, settings_of; print(settings_of(BLOCK).noted)"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = os.environ | {"PYTHONHASHSEED": seed}
     printed = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
