@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import layout
-from lightning_ssd.model_states.plain_data import DamagedError, from_bytes
+from lightning_ssd.model_states.journal.plain_data import DamagedError, from_bytes
+from lightning_ssd.model_states.stores import layout
 from lightning_ssd.recipes.data.loader import ResumableDataLoader
 from lightning_ssd.storage import StorageError, Volume
 from tests.support.device_steps import Shared

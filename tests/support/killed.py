@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import layout
+from lightning_ssd.model_states.stores import layout
 from lightning_ssd.storage import PosixBackend
 from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend, Move, Operation
