@@ -49,6 +49,7 @@ class Case:
         averages: whether a callback averages the weights.
         saves: whether a checkpoint is saved after half of the batches.
         recover: the strategy's.
+        overlap: the strategy's.
     """
 
     place: Place = "ssd"
@@ -58,6 +59,7 @@ class Case:
     averages: bool = False
     saves: bool = False
     recover: bool = False
+    overlap: str = "optimized"
 
     def strategy(self, path: Path, backend: Any = "posix") -> SSDOffloadStrategy:
         budget = HOST_MEMORY[self.clip == "speculative"] + SUMS * (self.accumulate > 1 and self.optimizers == 1)
@@ -75,6 +77,7 @@ class Case:
             backend=backend,
             clip=self.clip,
             recover=self.recover,
+            overlap=self.overlap,
             **tiers[self.place],
         )
 
