@@ -298,6 +298,7 @@ def test_building_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(3)  # docs/measured.md has the three
 @pytest.mark.parametrize("shape", ["2048x24", "2560x32", "3072x34"])
 def test_predicts_the_run_without_a_planner(shape: str) -> None:
     """Steps of full fine-tuning with states in RAM, measured on the machine of `h100.json` with the GPU capped."""
