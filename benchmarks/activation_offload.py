@@ -46,7 +46,7 @@ from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader
-from lightning_ssd.recipes.data.spans import span_lengths
+from lightning_ssd.recipes.data.span_corruption import span_lengths
 from lightning_ssd.recipes.models import BERT, GPT, T5, RecipeModule
 
 BATCH, TOKENS, VOCABULARY = 16, 1024, 50304
@@ -235,7 +235,7 @@ def fit(
     callbacks: list[pl.Callback] = [probe]
     if mode.startswith("planned"):
         budget = mode.partition("=")[2] or "least"
-        planner = SwapPlanner(gpu_memory=f"{budget}GiB" if budget.isdigit() else budget, cache=False)
+        planner = SwapPlanner(gpu_memory=f"{budget}GiB" if budget.isdigit() else budget)
         callbacks.append(planner)
     trainer = quiet_trainer("bf16-true", strategy_for(mode, path, ssd_speed), warm_up + steps, callbacks, path)
     blocks = batch * (warm_up + steps)

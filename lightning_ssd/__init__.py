@@ -51,4 +51,9 @@ def __getattr__(name: str) -> object:
         "register_optimizer": "lightning_ssd.model_states",
         "tensor_locations": "lightning_ssd.locations",
     }
-    return getattr(import_module(modules.get(name, "lightning_ssd.callbacks")), name)
+    try:
+        module = import_module(modules.get(name, "lightning_ssd.callbacks"))
+    except AttributeError as error:
+        # Python reports an AttributeError of `__getattr__` as "cannot import name", without its cause.
+        raise ImportError(f"lightning_ssd can't import {name}: {error}", name=__name__) from error
+    return getattr(module, name)

@@ -8,7 +8,7 @@ dictionary would: packing a saved tensor reads several of them.
 | tag | value | set by |
 |---|---|---|
 | `SAVED` | weak reference to the `SavedStorage` that offloads it | `activations/record.py` |
-| `KEPT_IN` | number of the micro-batch in which it is kept on the device | `activations/offloader.py` |
+| `KEPT_IN` | number of the micro-batch in which it is kept on the device | `activations/decide.py` |
 | `WEIGHT` | True for parameters, buffers and views of them | `activations/weights.py` |
 | `OFFLOADED_WEIGHTS` | the `OffloadedWeights` that own it | `activations/weights.py` |
 | `RECOMPUTED` | weak reference to the `Recomputed` value that replaces it | `activations/recompute.py` |
@@ -18,7 +18,7 @@ dictionary would: packing a saved tensor reads several of them.
 | `TRANSIENT` | (owner, number) of its allocation in a `TransientMemory` | `activations/transient_memory.py` |
 | `BUFFER` | (graph, number) of its buffer in a traced graph | `profiling/trace_mode.py` |
 | `LIFETIME` | (recorder, number) of its lifetime in a profiled step | `profiling/lifetimes.py` |
-| `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/shared_memory.py` |
+| `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/units/shared_memory.py` |
 """
 
 SAVED = "_lightning_ssd_saved"

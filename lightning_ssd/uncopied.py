@@ -34,10 +34,12 @@ class ModuleHook(_Unscriptable):
 
     Args:
         function: called with the hook's arguments.
+        in_reruns: whether it also runs around a forward that activation checkpointing of a unit runs again.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, in_reruns: bool = False) -> None:
         self._function = function
+        self.in_reruns = in_reruns
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

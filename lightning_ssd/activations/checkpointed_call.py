@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
-from lightning_ssd.uncopied import is_users_hook, takes_hooks
+from lightning_ssd.torch_internals import has_global_module_hooks
+from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module with hooks that would run a second time if they are on modules inside of a unit."""
@@ -49,7 +49,7 @@ def allows_checkpointing(module: nn.Module) -> bool:
     if hasattr(type(module).forward, "_torchdynamo_orig_callable"):  # by `torch.compile`
         return False
     around = (*module._forward_pre_hooks.values(), *itertools.islice(module._forward_hooks.values(), 1))
-    if torch._C._len_torch_function_stack() or _has_any_global_hook() or any(map(is_users_hook, around)):
+    if torch._C._len_torch_function_stack() or has_global_module_hooks() or any(map(is_users_hook, around)):
         return False
     return all(_is_plain(inner, module) for inner in module.modules())
 
@@ -255,6 +255,27 @@ class CheckpointedCall:
                 "What the model computed then can't be told from that layer's forward, which the plan checkpoints. "
                 "Raise a subclass of `Exception`, or set `checkpoint: false` in the plan's unit."
             )
+        self._state.check_versions()
         args, kwargs = self._arguments.unpack(tensors)
-        with self._state.restored():
+        with self._state.restored(), _weights_in_use(self._module, args):
             self._module.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _weights_in_use(module: nn.Module, args: tuple[object, ...]) -> Iterator[None]:
+    """Runs the hooks that make the weights of `module` resident, as in its call, and none of the user.
+
+    Torch keeps the weights that a rerun saves as tensors, which own the memory until backward has used them, whether
+    the weights are evicted meanwhile or not.
+    """
+    before, after = (
+        [hook for hook in hooks.values() if isinstance(hook, ModuleHook) and hook.in_reruns]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    )
+    try:
+        for hook in before:
+            hook(module, args)
+        yield
+    finally:  # torch ends a rerun by an error once all saved tensors are made
+        for hook in after:
+            hook(module, args, None)

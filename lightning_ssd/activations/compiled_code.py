@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "compile_settings", "count_compiled",
-           "records_cuda_graphs"]  # fmt: skip
+__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "count_compiled", "records_cuda_graphs"]
 
 _set_hook: Any = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
 
@@ -67,26 +66,6 @@ def compile_seconds() -> float:
     """Returns the seconds that `torch.compile` has taken in this process since the last `torch.compiler.reset`."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
-
-
-def compile_settings(module: nn.Module) -> object:
-    """Returns the settings on which the saved bytes and the times of compiled code depend, as content of a JSON file.
-
-    These are the settings of the partitioner and of Inductor, as they are outside of micro-batches, and those that
-    parts of `module` are compiled with, such as by `mode="max-autotune-no-cudagraphs"`. Settings that name functions,
-    files or the host's work are left out, as in torch's own key of compiled code. Called on the training thread.
-    """
-    settings: dict[str, Any] = {}
-    for name in ("torch._functorch.config", "torch._inductor.config"):
-        config: Any = sys.modules.get(name)
-        values = {} if config is None else config.save_config_portable()
-        settings |= {f"{name}.{key}": value for key, value in values.items()}
-    parts = []
-    for name, part in module.named_modules():
-        for config in _configs(part):
-            own = {f"torch._inductor.config.{key}": one for key, one in config.items()}
-            parts.append((name, {key: one for key, one in own.items() if settings.get(key, one) != one}))
-    return settings, parts
 
 
 def records_cuda_graphs(device: torch.device) -> bool:

@@ -1,12 +1,18 @@
-"""Recognizes tensors that a `torch.autograd.Function` saves and references no more, such as those of compiled regions.
+"""Recognizes tensors that a compiled region saves and references no more.
 
 A storage can be offloaded once only its record references it. An eager operator drops its local variables soon after
-autograd has saved them. A `Function` saves all its tensors when its forward has ended, and until the last one is saved,
-the tuple of `save_for_backward` holds them all. No hook is called when it drops them: the next one is that of the next
-region, whose kernels are launched by then, so that a copy that is issued there begins a whole region late.
+autograd has saved them. A compiled region is a `torch.autograd.Function`, which saves all its tensors when its forward
+has ended, and until the last one is saved, the tuple of `save_for_backward` holds them all. No hook is called when it
+drops them: the next one is that of the next region, whose kernels are launched by then, so that a copy that is issued
+there begins a whole region late.
+
+The frame that calls the region tells its tensors from those of eager operators, whose references may count the same
+while user code still reaches them.
 """
 
+import os
 import sys
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -16,17 +22,19 @@ from lightning_ssd.activations.untraced import untraced
 
 __all__ = ["Counts", "counts_if_dropped", "is_dropped"]
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # it is a class method
+_FUNCTION_FILE = torch.autograd.function.__file__
+_COMPILED_FOLDER = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd", "")
+"""Folder of the frames that call compiled regions. A torch without it gets its copies one region later."""
 
 Counts = tuple[int, int, int, int]
 """References to a tensor and its storage: of each the Python object's, and its C++ object's."""
 
 
 def is_dropped(tensor: Tensor, storage: torch.UntypedStorage, counts: Counts) -> bool:
-    """Returns whether a `Function` drops `tensor` once its tensors are saved, and nothing else references the bytes.
+    """Returns whether a region drops `tensor` once its tensors are saved, and nothing else references the bytes.
 
-    The bytes of such a tensor can't change any more. Tensors that are inputs or outputs of the function, and those that
-    user code or a running collective has kept, count as referenced. The references of the calls in between are known,
+    The bytes of such a tensor can't change any more. Tensors that are inputs or outputs of the region, and those that
+    a backend or a running collective has kept, count as referenced. The references of the calls in between are known,
     so it is called only by the method that an `untraced` pack hook calls.
 
     Args:
@@ -34,7 +42,12 @@ def is_dropped(tensor: Tensor, storage: torch.UntypedStorage, counts: Counts) ->
         storage: its storage, which has no record.
         counts: as `counts_if_dropped` returned them.
     """
-    return sys._getframe(4).f_code is _APPLY and _counts(tensor, storage) == counts
+    caller: FrameType | None = sys._getframe(4)
+    if caller is not None and caller.f_code.co_filename == _FUNCTION_FILE:
+        caller = caller.f_back  # before torch 2.14, `Function.apply` is a function of Python
+    if caller is None or not caller.f_code.co_filename.startswith(_COMPILED_FOLDER):
+        return False
+    return _counts(tensor, storage) == counts
 
 
 def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> Counts:

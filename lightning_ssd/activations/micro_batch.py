@@ -141,21 +141,30 @@ class MicroBatch:
         self._count(record.nbytes, weakref.ref(record))
 
     def _count(self, nbytes: int, record: Callable[[], SavedStorage | None]) -> None:
-        index = len(self.sizes)
+        self._match(nbytes)
         self.sizes.append(nbytes)
         self.saved_bytes += nbytes
         self._records.append(record)
-        if self._candidates and not self._candidates[0].has(index, nbytes):
-            self._candidates = [pattern for pattern in self._candidates[1:] if pattern.begins_with(self.sizes)]
+
+    def _match(self, nbytes: int) -> None:
+        """Drops the patterns in which the next saved storage has other bytes."""
+        if self._candidates and not self._candidates[0].has(len(self.sizes), nbytes):
+            sizes = [*self.sizes, nbytes]
+            self._candidates = [pattern for pattern in self._candidates[1:] if pattern.begins_with(sizes)]
             self._repeated = None
             self.set_window(self._window_bytes)
 
-    def is_early(self, record: SavedStorage) -> bool:
-        """Returns True, and counts `record` as kept, if backward needs it so early that it is not offloaded."""
-        if record.index not in self._needed_early:
+    def is_early(self, nbytes: int) -> bool:
+        """Returns True if backward needs the next saved storage so early that it is not offloaded.
+
+        The storage, of `nbytes`, counts as kept then, and the caller adds its record.
+        """
+        self._match(nbytes)
+        index = len(self.sizes)
+        if index not in self._needed_early:
             return False
-        self._kept_early[record.index] = record.nbytes
-        self._early_bytes += record.nbytes
+        self._kept_early[index] = nbytes
+        self._early_bytes += nbytes
         return True
 
     def begin_backward(self) -> None:

@@ -8,8 +8,8 @@ waits inside `backward`. A CPU operation that saved tensors of the device is unp
 and a backward that recomputes packs on autograd's thread. One lock serializes them; its holder waits for transfers
 only. I/O and completion threads belong to the tiers: they touch no record and never acquire the lock.
 
-The rules are in `placement`, records in `record`, their order in `micro_batch`, evictions in `in_flight`, and transfers
-in tiers.
+`decide` chooses the treatment of each tensor. Placements are in `placement`, records in `record`, their order in
+`micro_batch`, evictions in `in_flight`, and transfers in tiers.
 """
 
 import contextlib
@@ -21,21 +21,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from lightning_ssd import forks
+from lightning_ssd.activations.decide import PLAIN, Decision, Rules, Tiers, decide, is_unwrapped
 from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
-from lightning_ssd.activations.plan_mode import choice_of
 from lightning_ssd.activations.policy import OffloadPolicy
-from lightning_ssd.activations.recompute import Recomputed, recomputed_of
+from lightning_ssd.activations.recompute import Recomputed
 from lightning_ssd.activations.record import (
     InlineSaved,
     PendingFree,
+    RefCountedBytes,
     SavedHandle,
     SavedStorage,
     State,
@@ -48,14 +49,14 @@ from lightning_ssd.activations.record import (
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy
 from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
-from lightning_ssd.activations.weights import OffloadedWeights, is_weight, offloaded_weights
-from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
+from lightning_ssd.activations.weights import OffloadedWeights, offloaded_weights
+from lightning_ssd.activations.wrappers import SavedWrapper
 from lightning_ssd.device import CopyEngine, make_clock
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
-from lightning_ssd.storage_tags import KEPT_IN
-from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
+from lightning_ssd.storage_tags import OFFLOADED_WEIGHTS
+from lightning_ssd.types import OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
 _WITHOUT_HOOKS = (
@@ -128,12 +129,13 @@ class ActivationOffloader(Uncopied):
         self.offload_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
+        self._rules = Rules(self.device, self.min_bytes, forks.process, tuple(self.tiers), policy.placement)
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
         self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
         self._batch: MicroBatch | None = None
         self._profiled: deque[MicroBatch] = deque()
-        self._waiting: list[tuple[weakref.ref[SavedStorage], Sequence[OffloadTierName]]] = []
+        self._waiting: list[tuple[weakref.ref[SavedStorage], Tiers]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
         self._num_kept = 0
         """Number of storages that were kept while others were waiting or in flight."""
@@ -143,7 +145,9 @@ class ActivationOffloader(Uncopied):
         self._closed = False
         self._process = forks.process
         self._around: tuple[object, object] = (None, None)
-        """The innermost hooks and mode since `pause`: those around ours."""
+        """The innermost hooks and mode since `pause`."""
+        self._saves_weights = False
+        """Whether `pause` has left hooks that save references to weights."""
         self._forwards = 0
         """Number of running forwards: 0 in backward, unless backward is called in a forward."""
         self._lock = threading.RLock()
@@ -168,8 +172,13 @@ class ActivationOffloader(Uncopied):
         self._window_depth = policy.window_depth
         self._on_saved = policy.on_saved
         self._on_unpacked = policy.on_unpacked
-        # Nothing can be offloaded or recomputed, and no callback needs records: saved tensors have none.
-        self._keeps_all = not (self.tiers or policy.mode or policy.on_saved or policy.on_unpacked)
+        rules = self._rules
+        rules.placement, rules.planned, rules.records_all = (
+            policy.placement,
+            policy.mode is not None,
+            bool(policy.on_saved),
+        )
+        rules.keeps_all = not (self.tiers or policy.mode or policy.on_saved or policy.on_unpacked)
         if self._batch is not None:  # a micro-batch begins before callbacks of its batch change the policy
             self._batch.set_window(policy.window_bytes)
 
@@ -184,9 +193,12 @@ class ActivationOffloader(Uncopied):
         window = 0 if self._placement.expects_early else self._window_bytes
         self._placement.begin(last.offloadable_bytes(window) if last else 0)
         patterns = tuple(reversed(self._patterns))
+        if self._batch is not None:
+            self._stats.saved += self._batch.saved_bytes + self._batch.kept_bytes
         self._batch = MicroBatch(patterns, self._clock, self._placement.revision, self._window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
+        self._rules.batch, self._rules.batch_number = self._batch, self._stats.micro_batches
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -212,10 +224,13 @@ class ActivationOffloader(Uncopied):
         finally:
             self._forwards -= 1
 
-    def pause(self) -> bool:
+    def pause(self, *, save_weights: bool) -> bool:
         """Removes the hooks and the mode from a running forward until `resume`, if no others were entered inside.
 
         Meanwhile, autograd saves tensors as in plain training. Called on the training thread between two operations.
+
+        Args:
+            save_weights: whether hooks remain that save references to offloaded weights, and keep all other tensors.
 
         Returns:
             Whether they were removed; False before torch 2.8, which does not say whose hooks are the innermost.
@@ -226,6 +241,9 @@ class ActivationOffloader(Uncopied):
             self._make_all_progress()  # before they are removed: they remain if it fails
         _pop_mode()
         torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._saves_weights = save_weights
+        if save_weights:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_weight, self.unpack)
         self._around = _innermost()
         return True
 
@@ -235,6 +253,9 @@ class ActivationOffloader(Uncopied):
 
     def resume(self) -> None:
         """Applies the hooks and the mode again that `pause` has removed."""
+        if self._saves_weights:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._saves_weights = False
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
         assert self._mode is not None
         _push_mode(self._mode)
@@ -273,7 +294,8 @@ class ActivationOffloader(Uncopied):
     def stats(self) -> OffloadStats:
         """Returns the totals. Stalls of the last steps are added once the device has executed these steps."""
         self._read_profiles()
-        return dataclasses.replace(self._stats)
+        running = 0 if self._batch is None else self._batch.saved_bytes + self._batch.kept_bytes
+        return dataclasses.replace(self._stats, saved=self._stats.saved + running)
 
     def io_stats(self) -> IOStats | None:
         """Returns the statistics of the SSD tier's I/O engine, or `None` without that tier."""
@@ -326,12 +348,15 @@ class ActivationOffloader(Uncopied):
     def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper":
         """Returns the object that autograd saves in place of `tensor`: the pack hook."""
         # Operators of the hook are no part of the forward: modes and classes of the user neither see nor change them.
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             if not (_num_dispatch_modes() or _num_function_modes()):
-                return self._pack(tensor)
+                decision = decide(tensor, self._rules)
+                if decision is None and not (self._waiting or self._in_flight.queue):
+                    return _keep(tensor)
+                return self._pack(tensor, decision)
             if not _traces():
                 with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                    return self._pack(tensor)
+                    return self._pack(tensor, decide(tensor, self._rules))
         if isinstance(tensor, FakeTensor) or _traces():
             return _keep(tensor)  # the trace follows tensors through all operators, and backward is a part of it
         if (weights := _weights_of(tensor)) is not None:
@@ -339,76 +364,37 @@ class ActivationOffloader(Uncopied):
                 return weights.save(tensor)  # its class answers for its dtype, unless a caller has disabled functions
         # Without dispatch, a detached wrapper would be a tensor of no bytes.
         with torch._C.DisableTorchFunction(), _disable_current_modes() if _num_dispatch_modes() else _NO_CONTEXT:
-            return self._pack_wrapper(tensor) if self._mode is None and is_wrapper(tensor) else self._pack(tensor)
+            if is_unwrapped(tensor, self._rules):
+                return SavedWrapper(tensor, self.pack)
+            return self._pack(tensor, decide(tensor, self._rules))
 
-    def _pack_wrapper(self, tensor: Tensor) -> "InlineSaved | SavedWrapper":
-        # In a forward under a mode, wrapped tensors are not unwrapped. Tensors saved in backward are needed at once.
-        if in_backward() or is_weight(tensor, tensor.untyped_storage()):
-            return _keep(tensor)
-        return SavedWrapper(tensor, self.pack)
+    @untraced
+    def pack_weight(self, tensor: Tensor) -> InlineSaved:
+        """Returns a reference to an offloaded weight, or keeps `tensor`: the pack hook of a paused forward."""
+        if type(tensor) in PLAIN and tensor.layout is torch.strided and not _num_function_modes():
+            weights: OffloadedWeights | None = getattr(tensor.untyped_storage(), OFFLOADED_WEIGHTS, None)
+        else:
+            weights = _weights_of(tensor)
+        if _num_dispatch_modes() and not (isinstance(tensor, FakeTensor) or _traces()):  # of the user
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return _keep(tensor) if weights is None else weights.save(tensor)
+        return _keep(tensor) if weights is None else weights.save(tensor)
 
-    def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
-        if tensor.layout is not torch.strided or tensor.is_nested or self._process != forks.process:
-            return _keep(tensor)  # a process that was forked in the forward lacks the threads and the staging memory
-        storage = tensor.untyped_storage()
-        if (weights := offloaded_weights(storage)) is not None:
-            return weights.save(tensor)
-        nbytes = storage.nbytes()
-        choice = None if self._mode is None else choice_of(storage)
-        if choice == "keep":
+    def _pack(self, tensor: Tensor, decision: Decision) -> "InlineSaved | SavedHandle":
+        if decision is None:
             self._make_progress()
             return _keep(tensor)
-        if (
-            nbytes < self.min_bytes
-            or getattr(storage, KEPT_IN, 0) == self._stats.micro_batches
-            or is_weight(tensor, storage)
-            or tensor.device != self.device
-            or type(tensor) not in _PLAIN
-            # Tensors that bytes, shape and strides do not describe completely.
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or tensor.is_quantized
-            or tensor._is_zerotensor()
-            or in_backward()  # recomputed, or made by a double backward: needed at once
-        ):
-            return _keep(tensor)
-        if self._keeps_all:
-            assert self._batch is not None, "call begin_micro_batch before a forward"
-            self._batch.kept_bytes += nbytes
-            self._stats.saved += nbytes
-            setattr(storage, KEPT_IN, self._stats.micro_batches)
-            return _keep(tensor)
-        if self._placement.must_keep(nbytes):
-            setattr(storage, KEPT_IN, self._stats.micro_batches)
-            return _keep(tensor)
-        if not storage.resizable():
-            return _keep(tensor)  # memory of NumPy, DLPack or CUDA graphs, which may write to it at any time
-        assert self._batch is not None, "call begin_micro_batch before a forward"
-        with self._lock:
-            recomputed = recomputed_of(tensor, storage)
-            if recomputed is not None and recomputed.nbytes == nbytes:
-                if not recomputed.views:
-                    self._stats.recomputed += nbytes
-                return SavedHandle(tensor, recomputed, self._empty)
-            record = find_saved_storage(storage)
-            # While other references to the storage exist, its record holds the storage, not a copy (see `record`).
-            if record is not None and (record.state is not State.RESIDENT or record.nbytes != nbytes):
-                record = None  # resized since
-            if record is not None and record.batch is self._batch:
-                return SavedHandle(tensor, record, self._empty)
-            tiers: Sequence[OffloadTierName] | None = None
-            unplanned = choice is None and self._on_saved is None
-            if unplanned and self._batch.needs_no_record(nbytes):
-                tiers = self._placement.tiers_for(nbytes)
-                if not tiers:
-                    self._batch.add_without_record(nbytes)
-                    self._stats.saved += nbytes
-                    setattr(storage, KEPT_IN, self._stats.micro_batches)
-                    self._make_progress()
-                    return _keep(tensor)
-            data = None if record is None else record.data
+        if isinstance(decision, tuple):
+            storage = tensor.untyped_storage()
             dropped = is_dropped(tensor, storage, self._counts_if_dropped)
-            return SavedHandle(tensor, self._new_record(storage, data, choice, tiers, dropped=dropped), self._empty)
+            with self._lock:
+                return SavedHandle(tensor, self._new_record(storage, decision, dropped=dropped), self._empty)
+        if isinstance(decision, RefCountedBytes):
+            if isinstance(decision, Recomputed) and not decision.views:
+                self._stats.recomputed += decision.nbytes
+            with self._lock:
+                return SavedHandle(tensor, decision, self._empty)
+        return decision.save(tensor)
 
     def _make_all_progress(self) -> None:
         """Offloads and evicts all waiting storages that can be."""
@@ -418,7 +404,7 @@ class ActivationOffloader(Uncopied):
 
     def _make_progress(self) -> None:
         """Offloads and evicts waiting storages while the forward saves kept ones."""
-        if not self._in_flight.queue and not self._waiting:
+        if in_backward() or not (self._waiting or self._in_flight.queue):
             return
         self._num_kept += 1
         with self._lock:
@@ -426,51 +412,36 @@ class ActivationOffloader(Uncopied):
                 self._offload_waiting(self.NUM_CHECKED)
             self._in_flight.evict_copied()
 
-    def _new_record(
-        self,
-        storage: torch.UntypedStorage,
-        data: Tensor | None,
-        choice: Choice | None,
-        tiers: Sequence[OffloadTierName] | None,
-        *,
-        dropped: bool,
-    ) -> SavedStorage:
+    def _new_record(self, storage: torch.UntypedStorage, tiers: Tiers, *, dropped: bool) -> SavedStorage:
         """Returns the record of a storage that is saved for the first time in this micro-batch.
 
         Args:
             storage: the storage.
-            data: data of its record of an earlier micro-batch, or None.
-            choice: the plan's choice for it, or None.
-            tiers: tiers to try; None: those of `choice`, else of the placement, unless backward needs it first.
+            tiers: tiers to offload it to, in the order in which they are tried; empty: it is kept.
             dropped: whether it counts as unshared already (`is_dropped`).
         """
         assert self._batch is not None
         begun = perf_counter()
         if self._pending_frees:
             self._collect()
-        if data is None:
+        before = find_saved_storage(storage)  # of an earlier micro-batch: records of one storage share its bytes
+        if before is not None and before.state is State.RESIDENT and before.nbytes == storage.nbytes():
+            data = before.data
+        else:
             data = bytes_of(storage)
+        assert data is not None
         record = SavedStorage(data, self._batch, len(self._batch.sizes), self._pending_frees)
         attach_saved_storage(storage, record)
         self._batch.add(record)
-        self._stats.saved += record.nbytes
         if self._on_saved is not None:
             self._on_saved(storage, record)
-        if choice is not None or tiers or not self._batch.is_early(record):
-            tiers = tiers or self._tiers_of(choice, record.nbytes)
-            if tiers:
-                self._waiting.append((weakref.ref(record), tiers))
+        if tiers:
+            self._waiting.append((weakref.ref(record), tiers))
         count = self.NUM_CHECKED if record.index % self.NUM_CHECKED else len(self._waiting)
         self._offload_waiting(count, record if dropped else None)
         self._in_flight.evict_copied()
         self.offload_seconds += perf_counter() - begun
         return record
-
-    def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:
-        """Returns the tiers to try, in this order. Others follow the planned one, which may have no room."""
-        if choice not in OFFLOAD_TIERS:
-            return self._placement.tiers_for(nbytes)
-        return sorted(self.tiers, key=lambda name: name != choice)
 
     def _offload_waiting(self, count: int, dropped: SavedStorage | None = None) -> None:
         """Offloads those of the newest `count` waiting storages that only their records reference, and `dropped`."""
@@ -638,10 +609,6 @@ class ActivationOffloader(Uncopied):
             self._stats.store_stall += sum(stalls[OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[IN] for stalls in profile.stall_seconds.values())
             self._placement.observe(profile)
-
-
-_PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that bytes, shape and strides describe completely."""
 
 
 def _weights_of(tensor: Tensor) -> OffloadedWeights | None:

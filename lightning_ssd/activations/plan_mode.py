@@ -1,8 +1,9 @@
 """Applies a plan to a forward: saved results of each operation are kept, offloaded, or dropped and recomputed.
 
-Intercepting an operation takes the host longer than launching it. So two kinds of unit calls run without the mode and
-the saved-tensor hooks: those in which the plan keeps every saved tensor run as in plain training, and checkpointed ones
-drop every saved tensor but their arguments, and are run again in backward (`checkpointed_call.py`).
+Intercepting an operation takes the host longer than launching it. So two kinds of unit calls run without the mode:
+those in which the plan keeps every saved tensor run as in plain training, and checkpointed ones drop every saved tensor
+but their arguments, and are run again in backward (`checkpointed_call.py`). They run without our saved-tensor hooks,
+too. Only if weights are offloaded, a call of the first kind has hooks, which save references to weights.
 """
 
 import contextlib
@@ -53,12 +54,14 @@ class OpSchedule:
     Attributes:
         operations: the operations of each segment.
         plain_calls: unit calls that run as in plain training.
+        save_weights: whether autograd saves references to weights in these calls, because they may be offloaded.
         checkpointed: unit calls whose forward is run again in backward. Where a call can't be, because of its arguments
             or hooks of the user, the placement policy decides about its saved tensors.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
+    save_weights: bool = False
     checkpointed: frozenset[UnitCall] = frozenset()
 
 
@@ -69,7 +72,7 @@ class SavedTensorHooks(Protocol):
 
     def pack(self, tensor: Tensor, /) -> Any: ...
     def unpack(self, saved: Any, /) -> Tensor: ...
-    def pause(self) -> bool: ...
+    def pause(self, *, save_weights: bool) -> bool: ...
     def can_resume(self) -> bool: ...
     def resume(self) -> None: ...
 
@@ -80,6 +83,7 @@ def make_schedule(
     recompute_ops: Mapping[int, Sequence[int]],
     *,
     plain_calls: bool = False,
+    save_weights: bool = False,
     checkpointed: frozenset[UnitCall] = frozenset(),
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
@@ -88,8 +92,9 @@ def make_schedule(
         graph: graph of a recorded forward.
         choices: choice for saved buffers, by number; the placement policy decides about the others.
         recompute_ops: for each recomputed buffer, indices of the operations that recompute it.
-        plain_calls: whether unit calls may run as in plain training: no weights are offloaded, whose references
-            autograd saves instead of tensors.
+        plain_calls: whether unit calls that keep all saved tensors run as in plain training; then `choices` has each
+            buffer that is not kept.
+        save_weights: whether weights are offloaded, to which autograd saves references also in these calls.
         checkpointed: unit calls whose forward is run again in backward.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
@@ -115,7 +120,7 @@ def make_schedule(
             PlannedOp(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
-    return OpSchedule(schedule, plain - checkpointed, checkpointed)
+    return OpSchedule(schedule, plain - checkpointed, save_weights, checkpointed)
 
 
 def _plain_calls(
@@ -226,7 +231,7 @@ class PlanMode(UnitDispatchMode):
             and call in self.schedule.plain_calls
             and call.unit not in self._containing
             and self._paused_by is None
-            and self._hooks.pause()
+            and self._hooks.pause(save_weights=self.schedule.save_weights)
         ):
             self._paused_by = call
 
@@ -239,7 +244,7 @@ class PlanMode(UnitDispatchMode):
             self._caches.copy_if_empty(args, kwargs)
             return
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
-        if arguments is not None and self._hooks.pause():
+        if arguments is not None and self._hooks.pause(save_weights=False):  # torch's hooks save none
             self._paused_by = unit_call
             self._checkpointed = CheckpointedCall(module, arguments)
             self._checkpointed.begin()
@@ -256,7 +261,7 @@ class PlanMode(UnitDispatchMode):
             # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
             if type(tensor) is Tensor and tensor.layout is torch.strided and torch._C._has_storage(tensor):
                 storage = tensor.untyped_storage()
-                if choice_of(storage) is None and recomputed_of(tensor, storage) is None:
+                if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
                     setattr(storage, CHOICE, "keep")
 
     def _end_pause(self) -> None:
@@ -318,9 +323,3 @@ def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:
         for index, modules in enumerate(units)
         if any(of_module.get(inner, index) != index for module in modules for inner in module.modules())
     )
-
-
-def choice_of(storage: torch.UntypedStorage) -> Choice | None:
-    """Returns the plan's choice for `storage`, or None if the plan has none."""
-    choice: Choice | None = getattr(storage, CHOICE, None)
-    return choice

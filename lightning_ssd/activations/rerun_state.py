@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_ssd.activations.record import check_version
+
 _CONTAINERS = frozenset({dict, list, set, OrderedDict})
 """Types of attributes whose elements are recorded, among them the parameters, buffers and hooks of a module."""
 
@@ -47,11 +49,31 @@ class RerunState:
         """Containers and copies of them."""
         self._empty: list[Any] = []
         """Containers without elements, such as most of those of hooks."""
+        self._versions: list[tuple[nn.Parameter, int]] = []
+        """Parameters and their versions."""
         for inner in module.modules():
             attributes = vars(inner)
             containers = [value for value in attributes.values() if type(value) in _CONTAINERS]
             self._empty += [value for value in containers if not value]
             self._filled += [(value, value.copy()) for value in (attributes, *containers) if value]
+            with torch._C.DisableTorchFunctionSubclass():  # offloaded weights would answer for their versions
+                self._versions += [(one, one._version) for one in inner._parameters.values() if one is not None]
+
+    def check_versions(self) -> None:
+        """Checks that no parameter was changed in place since.
+
+        Raises:
+            RuntimeError: one was (PyTorch's message for a saved tensor).
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, version in self._versions:
+                check_version(parameter, version, parameter.dtype, parameter.size(), self._remedy)
+
+    def _remedy(self) -> str:
+        return (
+            f" It is a parameter of {type(self._module).__name__}, which the plan checkpoints. Change it after "
+            "backward, or set `checkpoint: false` in the plan's unit."
+        )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

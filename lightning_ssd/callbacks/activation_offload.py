@@ -17,6 +17,7 @@ from lightning_ssd.callbacks.defaults import (
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives
 from lightning_ssd.types import BackendName
+from lightning_ssd.versions import warn_of_untested
 
 
 class ActivationOffload(pl.Callback):
@@ -75,6 +76,8 @@ class ActivationOffload(pl.Callback):
                 f"`{type(trainer.strategy).__name__}` offloads activations already. "
                 "Drop the ActivationOffload callback, or choose another strategy."
             )
+        if stage == "fit":
+            warn_of_untested()
         if self._added:  # an earlier run has ended without teardown
             self._end(trainer)
         self._added = add_default_callbacks(trainer)

@@ -2,17 +2,17 @@
 
 If a unit swaps or recomputes any saved tensor, all of its operations are intercepted. The host's time for a swapped
 tensor does not depend on its size, and that for a recomputed one depends on its operations alone. So these plans free
-large tensors in few units, and all other units run as in plain training. A checkpointed unit is not intercepted:
-freeing all of its saved tensors costs the host another launch of its forward.
+large tensors in few units, and all other units run as in plain training, with or without offloaded model states. A
+checkpointed unit is not intercepted: freeing all of its saved tensors costs the host another launch of its forward.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.types import Choice
 
 
@@ -36,6 +36,29 @@ class _Freed:
     def rate(self) -> float:
         """Bytes per second."""
         return self.nbytes / self.seconds
+
+
+def keep_all(base: Plan) -> Plan:
+    """Returns the plan that keeps all saved tensors, with the other choices of `base`."""
+    return replace(base, units={name: _kept(unit) for name, unit in base.units.items()})
+
+
+def checkpoint(base: Plan, names: Collection[str]) -> Plan:
+    """Returns `base` with the units `names` checkpointed. Their outputs, the inputs of the next units, are kept."""
+    units: dict[str, UnitPlan] = {}
+    after_checkpointed = False
+    for name, unit in base.units.items():
+        if name in names:
+            unit = replace(_kept(unit), checkpoint=True)
+        elif after_checkpointed:
+            unit = replace(unit, input="keep")
+        units[name] = unit
+        after_checkpointed = unit.checkpoint
+    return replace(base, units=units)
+
+
+def _kept(unit: UnitPlan) -> UnitPlan:
+    return replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=False)
 
 
 def plan_few_launches(
@@ -65,7 +88,7 @@ def plan_few_launches(
     for index, unit in enumerate(model.units):
         options = []
         if tensors[index]:
-            interception = 0.0 if base.offloads_states else _interception(unit, hardware)
+            interception = _interception(unit, hardware, packed=not base.offloads_states)
             rate, count = _best_first(tensors[index], interception)
             options.append((-rate, index, 0, count))
         if unit.checkpoint_bytes is not None and unit.saved_bytes > unit.checkpoint_bytes:
@@ -98,11 +121,14 @@ _CHECKPOINT = -1
 """Stands for the begin of a unit's tensors if the unit is checkpointed."""
 
 
-def _interception(unit: UnitProfile, hardware: HardwareProfile) -> float:
-    """Returns the host's seconds to intercept the operations and saved tensors of a unit's forward."""
+def _interception(unit: UnitProfile, hardware: HardwareProfile, *, packed: bool) -> float:
+    """Returns the host's seconds to intercept the operations of a unit's forward, and, if `packed`, its saved tensors.
+
+    If weights are offloaded, saved tensors are packed in any case.
+    """
     operations = sum(operator.operations for operator in unit.operators)
     saved = sum(operator.saved_bytes > 0 for operator in unit.operators) + (unit.input_bytes > 0)
-    return hardware.host_overhead.dispatch * operations + hardware.host_overhead.pack * saved
+    return hardware.host_overhead.dispatch * operations + hardware.host_overhead.pack * saved * packed
 
 
 def _freed_by_checkpoint(unit: UnitProfile) -> int:

@@ -23,7 +23,7 @@ class HostOverhead:
 
     Attributes:
         dispatch: seconds per intercepted operation of a forward.
-        pack: seconds per saved tensor of an intercepted unit, for packing and unpacking.
+        pack: seconds per saved tensor, for packing and unpacking, in intercepted units and where weights are offloaded.
         record: seconds per recomputed operation to record its inputs in forward.
         replay: seconds per recomputed operation to replay it in backward.
         offload: seconds per tensor that is offloaded.

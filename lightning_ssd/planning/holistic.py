@@ -1,4 +1,8 @@
-"""The default planner: plans activations and model states together, by simulated time within every tier's memory."""
+"""The default planner: plans activations and model states together, by simulated time within every tier's memory.
+
+The search improves one best point, within a budget of simulations (`simulator`); `saved_groups` makes the plan of a
+point, and `few_launches` makes plans with little host time.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
 
-from lightning_ssd.planning.few_launches import plan_few_launches
+from lightning_ssd.planning.few_launches import checkpoint, keep_all, plan_few_launches
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -14,6 +18,7 @@ from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.plan import PartPlan, Plan
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES
 from lightning_ssd.planning.saved_groups import (
+    INPUT,
     FixedPlacement,
     SavedGroup,
     build_plan,
@@ -46,7 +51,7 @@ N_SPREAD = 3
 
 SIMULATED_STAGES = 8000
 """Simulated stages, over all plans, steps and micro-batches, after which no more points are tried, if a plan fits.
-Plans with few launches and with optimizer steps on the GPU are tried all the same."""
+Plans with few launches and with optimizer steps on the GPU are tried all the same, and those of papers do not count."""
 
 MARGIN = 0.005
 """Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
@@ -91,6 +96,8 @@ class SearchPoint:
         clip: clip mode of the plan.
         gpu_bytes: GPU bytes for resident parts and kept activations.
         host_bytes: host bytes for weights, states and activations.
+        checkpointed: number of units that are checkpointed, counted from the first that may be. Their groups are not
+            among the saved ones.
     """
 
     saved: int
@@ -100,15 +107,17 @@ class SearchPoint:
     clip: ClipMode
     gpu_bytes: int
     host_bytes: int
+    checkpointed: int = 0
 
 
 def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns the fastest plan, by simulation, among those that fit, or, if none does, among those of least excess.
 
-    The papers' plans are simulated first, so that, if a plan fits, the result is not slower than theirs. Further plans
-    fill the memory that the plan of least memory leaves unused: the GPU with parts of units and kept activations, the
-    host with weights, states and swapped activations. These plans are ranked by a bound (the time of the busiest
-    resource in forward, plus that in backward, as in LoHan and Fuyou), and the best ones are simulated.
+    The papers' plans, and those that a person would write (keep all, checkpoint every block, SSDTrain's rule), are
+    simulated first, so that, if a plan fits, the result is not slower than theirs. Further plans fill the memory that
+    the plan of least memory leaves unused: the GPU with parts of units and kept activations, the host with weights,
+    states and swapped activations. These plans are ranked by a bound (the time of the busiest resource in forward, plus
+    that in backward, as in LoHan and Fuyou), and the best ones are simulated.
 
     If units have parts, the search is made for whole units first, and continued with parts from its best point: units
     are fewer, and their plan is a candidate, so that a division makes no plan slower.
@@ -182,6 +191,8 @@ class _Search:
         tensors = saved_groups(model)
         self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
         self._num_certain = sum(item.seconds is None for item in tensors)
+        self._checkpointable = [i for i, unit in enumerate(model.units) if unit.checkpoint_bytes is not None]
+        """Indices of the units that may be checkpointed."""
         self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
         self._recompute_seconds = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
         start = replace(simulate(model, hardware, min_memory), memory=())
@@ -209,8 +220,10 @@ class _Search:
         """
         of_papers = self.consider_papers()
         ranked = self.ranked()
+        self.consider_written(self.plan(ranked[0]))
+        self._simulations = 0  # the limit is for the points below
         wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
-        for point in (*self.spread(ranked[0]), *ranked[:TOP_K], *wider):
+        for point in (*self.checkpointing(ranked[0]), *self.spread(ranked[0]), *ranked[:TOP_K], *wider):
             if not self.is_over():
                 self.try_point(point)
         self.refine()
@@ -248,6 +261,22 @@ class _Search:
         ):
             self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
         return self.fastest
+
+    def consider_written(self, base: Plan) -> None:
+        """Simulates the plans that a person would write, with the placement of `base`, and with all states on the GPU.
+
+        These keep all saved tensors, checkpoint every unit that may be, and follow SSDTrain's rule.
+        """
+        bases = [base]
+        if self.fixed is None:
+            bases.append(base.placed(self.model, [PartPlan("gpu", "gpu")] * len(self.parts)))
+        by_rule = plan_ssdtrain(self.model, self.hardware)
+        for one in bases:
+            kept = keep_all(one)
+            placed = FixedPlacement.of(self.model, one).apply(self.model, by_rule)
+            checkpointed = [self.model.units[index].name for index in self._checkpointable]
+            for plan in (kept, checkpoint(kept, checkpointed), placed):
+                self.consider(plan)
 
     def consider(self, plan: Plan) -> Prediction:
         """Returns the prediction for a plan, which is simulated the first time. Its `memory` is not recorded."""
@@ -340,6 +369,14 @@ class _Search:
         counts = list(self._amounts())
         return [replace(point, saved=counts[(len(counts) - 1) * step // N_SPREAD]) for step in range(N_SPREAD + 1)]
 
+    def checkpointing(self, point: SearchPoint) -> list[SearchPoint]:
+        """Returns points that checkpoint all units that may be, with all, half, and no GPU memory for parts."""
+        if not self._checkpointable:
+            return []
+        checkpointed = replace(point, checkpointed=len(self._checkpointable), saved=len(self.tensors))
+        residents = (self._count_resident(round(share * self._gpu_left)) for share in (1.0, 0.5, 0.0))
+        return list(dict.fromkeys(replace(checkpointed, resident=resident) for resident in residents))
+
     def is_over(self) -> bool:
         """Returns True if the limit of simulations is reached and a plan that fits was found."""
         return self._simulations >= self._most_simulations and self.fastest.score[0] == 0
@@ -361,7 +398,7 @@ class _Search:
 
     def try_few_launches(self) -> None:
         """Simulates plans with few launches, which may also have fewer transfers than other plans: with the placement
-        of the fastest plan, and with all states on the GPU, where plain unit calls are possible."""
+        of the fastest plan, and with all states on the GPU."""
         base, ideal = self.fastest.plan, self.model.micro_batches * self._ideal_seconds
         if self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
             return
@@ -392,7 +429,7 @@ class _Search:
         """
         plan = self.fastest.plan
         names = [name for name, intercepted in zip(plan.units, plan.intercepted, strict=True) if intercepted]
-        if plan.offloads_states or len(names) > MAX_INTERCEPTED:
+        if len(names) > MAX_INTERCEPTED:
             return
         for name in reversed(names):
             unit = self.fastest.plan.units[name]
@@ -508,6 +545,10 @@ class _Search:
             yield replace(point, window_bytes=window_bytes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
         if point.clip == "deferred":
             yield replace(point, clip="speculative")
+        for count in (point.checkpointed - amount, point.checkpointed + amount):
+            checkpointed = min(max(count, 0), len(self._checkpointable))
+            if checkpointed != point.checkpointed:
+                yield replace(point, checkpointed=checkpointed, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
 
     def plan(self, point: SearchPoint) -> Plan:
         """Returns the plan of a point."""
@@ -550,6 +591,8 @@ class _Search:
             clip=point.clip,
             window_bytes=point.window_bytes,
         )
+        checkpointed = [self.model.units[index].name for index in self._checkpointable[: point.checkpointed]]
+        plan = checkpoint(plan, checkpointed)
         return plan if self.fixed is None else self.fixed.apply(self.model, plan)
 
     def _keep(self, point: SearchPoint) -> tuple[list[SavedGroup], list[SavedGroup], int]:
@@ -558,9 +601,16 @@ class _Search:
         The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
         """
         left = point.gpu_bytes - sum(part.resident_bytes for part in self.parts[: point.resident])
+        checkpointed = frozenset(self._checkpointable[: point.checkpointed])
+        for index in checkpointed:
+            unit = self.model.units[index]
+            left -= unit.input_bytes + (unit.checkpoint_bytes or 0)
         kept, swapped = [], []
         for tensor in sorted(self.tensors[: point.saved], key=lambda tensor: tensor.key, reverse=True):
-            if tensor.nbytes <= left:
+            if tensor.unit in checkpointed:
+                continue
+            # The output of a checkpointed unit is kept.
+            if tensor.nbytes <= left or (tensor.operator == INPUT and tensor.unit - 1 in checkpointed):
                 kept.append(tensor)
                 left -= tensor.nbytes
             else:

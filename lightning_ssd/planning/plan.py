@@ -154,12 +154,10 @@ class Plan:
     def intercepted(self) -> list[bool]:
         """Whether the operations of each unit's forward are intercepted, in the order of the units.
 
-        A unit runs as in plain training if it and the next one, which saves its output, keep all saved tensors, and
-        all weights are on the GPU (see `activations/plan_mode.py`). A checkpointed unit is not intercepted, either.
+        A unit runs as in plain training if it and the next one, which saves its output, keep all saved tensors (see
+        `activations/plan_mode.py`). A checkpointed unit is not intercepted, either.
         """
         units = list(self.units.values())
-        if self.keeps_all or self.offloads_states:
-            return [not (self.keeps_all or unit.checkpoint) for unit in units]
         outputs: list[InputChoice] = [*(unit.input for unit in units[1:]), "keep"]
         return [
             not unit.checkpoint and not (unit.keeps_all and output == "keep")

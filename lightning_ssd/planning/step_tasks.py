@@ -1,6 +1,6 @@
 """The tasks of simulated training steps, that is compute, transfers and optimizer jobs, and their dependencies.
 
-It models every rule by which the runtime orders its work: windows and staging memory, prefetches and evictions,
+They follow the rules by which the runtime orders its work: windows and staging memory, prefetches and evictions,
 cancelled writes, deferred steps in halves, launches by the host.
 """
 
@@ -104,6 +104,11 @@ class StepTasks:
         self._kept_weights = kept_weights(model, plan)
         self._overhead = hardware.host_overhead
         self._intercepted = plan.intercepted
+        self._packed = [
+            intercepted or (plan.offloads_states and not unit.checkpoint)
+            for intercepted, unit in zip(plan.intercepted, plan.units.values(), strict=True)
+        ]
+        """By unit, whether its saved tensors are packed, as weights among them may be offloaded."""
         self.launch_seconds = 0.0
         self.launches: list[tuple[Task, float]] = []
 
@@ -204,9 +209,8 @@ class StepTasks:
             step, stage.forward + self._shared(weights + stage.swapped), prefetched, *updated, *room
         )
         overhead = self._overhead
-        added = 0.0
-        if self._intercepted[stage.unit]:
-            added = overhead.dispatch * stage.operations + overhead.pack * stage.num_saved
+        added = overhead.dispatch * stage.operations if self._intercepted[stage.unit] else 0.0
+        added += overhead.pack * stage.num_saved if self._packed[stage.unit] else 0.0
         added += overhead.record * stage.remat_operations + overhead.offload * stage.num_swapped
         self._add_launch(compute, stage.launch + added)
         if weights:

@@ -6,6 +6,7 @@ import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -842,3 +843,46 @@ def test_a_second_call_with_the_same_cache_is_no_checkpointed_one(offloader: Act
     count_runs(model)
     assert_same(checkpointed.run(), expected)
     assert count_runs(model) == [1, 3, 1]
+
+
+def test_a_weight_that_is_changed_before_backward(offloader: ActivationOffloader) -> None:
+    """Plain autograd refuses it, because it has saved the weight, and a second run would compute with other values."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    losses = [model(VALUE), checkpointed.forward()]
+    with torch.no_grad():
+        model.middle.down.weight.mul_(2)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model.gradients(loss)
+    checkpointed.end()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_that_keep_weights_resident_run_around_the_second_run(
+    offloader: ActivationOffloader, fails: bool
+) -> None:
+    """Other hooks of the package do not, and the one after it does after an error, too."""
+    model = Layers()
+    events: list[str] = []
+
+    def run(value: Tensor) -> Tensor:
+        events.append("run")
+        if fails and torch._C._current_graph_task_id() != -1:
+            raise ValueError("an error of the user")
+        return value
+
+    model.middle.inside = run
+    checkpointed = Checkpointed(offloader, model)
+    note = events.append
+    model.middle.register_forward_pre_hook(ModuleHook(lambda *_: note("begin"), in_reruns=True), prepend=True)
+    model.middle.register_forward_pre_hook(ModuleHook(lambda *_: note("other")))
+    model.middle.register_forward_hook(ModuleHook(lambda *_: note("end"), in_reruns=True), always_call=True)
+    events.clear()
+    loss = checkpointed.forward()
+    assert events == ["begin", "other", "run", "end"]
+    events.clear()
+    with pytest.raises(ValueError, match="an error of the user") if fails else nullcontext():
+        model.gradients(loss)
+    assert events == ["begin", "run", "end"]
+    checkpointed.end()

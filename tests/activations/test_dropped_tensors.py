@@ -1,6 +1,6 @@
-"""Tensors that a function saves and drops are offloaded before the next one runs, if nothing else can reach them.
+"""Tensors that a compiled region saves and drops are offloaded before the next one runs, if nothing else reaches them.
 
-A compiled region is such a function: all that it saves is packed after its forward, while a tuple holds it all.
+All that a region saves is packed after its forward, while a tuple holds it all.
 """
 
 import functools
@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._C import _to_dlpack as to_dlpack
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.dlpack import from_dlpack
 
 from lightning_ssd.activations import ActivationOffloader, config
@@ -20,6 +22,8 @@ from lightning_ssd.device import CPUCopyEngine
 from tests.support.offloader import open_offloader
 
 UserReferences = list[Any]
+
+Region = Callable[[Tensor], Tensor]
 
 
 class CopyRecorder(CPUCopyEngine):
@@ -45,53 +49,26 @@ def offloader(events: list[str], tmp_path: Path) -> Iterator[ActivationOffloader
         yield made
 
 
-class Region(torch.autograd.Function):
-    """Returns `2 * tensor`, and saves `tensor`, squares and cubes of it, of which the last two are dropped.
+def make_region(keep: Callable[[Tensor], Any] = lambda tensor: None, kept: UserReferences | None = None) -> Region:
+    """Returns a compiled function, whose backend appends `keep(tensor)` of the last saved tensor to `kept`."""
 
-    The gradient is that of `squares + cubes`, so that it shows a change of any saved tensor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, keep: Callable[[Any, Tensor], Any], kept: UserReferences) -> Tensor:
-        CopyRecorder.noted.append("region")
-        squares, cubes = tensor**2, tensor**3
-        kept.append(keep(ctx, squares))
-        ctx.save_for_backward(tensor, squares, cubes)
-        return 2 * tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        tensor, squares, cubes = ctx.saved_tensors
-        return gradient * (squares + cubes + tensor), None, None
-
-
-def keep_nothing(ctx: Any, tensor: Tensor) -> None:
-    return None
-
-
-def run_region(tensor: Tensor) -> Tensor:
-    result: Tensor = Region.apply(tensor, keep_nothing, [])  # type: ignore[no-untyped-call]
-    return result
-
-
-def make_compiled_region() -> Callable[[Tensor], Tensor]:
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    def noted(graph: Any, _: Any) -> Any:
+    def compile_forward(graph: Any, _: Any) -> Any:
         def run(*arguments: Any) -> Any:
             CopyRecorder.noted.append("region")
-            return graph(*arguments)
+            results = graph(*arguments)
+            if kept is not None:
+                kept.append(keep(results[-1]))
+            return results
 
         return make_boxed_func(run)
 
-    backend = aot_autograd(fw_compiler=noted, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    torch.compiler.reset()  # all regions have the same code, of which Dynamo compiles few versions
+    backend = aot_autograd(fw_compiler=compile_forward, bw_compiler=lambda graph, _: make_boxed_func(graph))
     return torch.compile(lambda tensor: (tensor.sin().cos() * tensor.sin()).tanh() * 2, backend=backend)
 
 
-@pytest.mark.parametrize("make_region", [lambda: run_region, make_compiled_region])
 def test_copies_of_a_region_are_issued_before_the_next_one_runs(
-    make_region: Callable[[], Callable[[Tensor], Tensor]], offloader: ActivationOffloader, events: list[str]
+    offloader: ActivationOffloader, events: list[str]
 ) -> None:
     region = make_region()
     leaf = torch.linspace(-1, 1, 64).requires_grad_()
@@ -118,30 +95,24 @@ def gradient_with_offloads(offloader: ActivationOffloader, run: Callable[[], Ten
     return gradient
 
 
-def keep_on_context(ctx: Any, tensor: Tensor) -> Tensor:
-    ctx.squares = tensor
-    return tensor
-
-
 def as_function(function: Callable[[Any], Any], argument: Any) -> Callable[[], Any]:
     """Returns a call of `function`: only objects of C++ reference the tensor until then."""
     return functools.partial(function, argument)
 
 
-KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
-    "tensor": lambda ctx, tensor: tensor,
-    "list": lambda ctx, tensor: [tensor],
-    "context": keep_on_context,
-    "view": lambda ctx, tensor: tensor[1:],
-    "alias": lambda ctx, tensor: tensor.detach(),
-    "data": lambda ctx, tensor: tensor.data,
-    "storage": lambda ctx, tensor: tensor.untyped_storage(),
-    "array": lambda ctx, tensor: tensor.numpy(),
-    "closure": lambda ctx, tensor: lambda: tensor,
-    "capsule": lambda ctx, tensor: as_function(from_dlpack, to_dlpack(tensor)),
-    "C++ list": lambda ctx, tensor: as_function(operator.itemgetter(0), torch._C.ScriptList([tensor])),
+KEPT: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda tensor: tensor,
+    "list": lambda tensor: [tensor],
+    "view": lambda tensor: tensor[1:],
+    "alias": lambda tensor: tensor.detach(),
+    "data": lambda tensor: tensor.data,
+    "storage": lambda tensor: tensor.untyped_storage(),
+    "array": lambda tensor: tensor.numpy(),
+    "closure": lambda tensor: lambda: tensor,
+    "capsule": lambda tensor: as_function(from_dlpack, to_dlpack(tensor)),
+    "C++ list": lambda tensor: as_function(operator.itemgetter(0), torch._C.ScriptList([tensor])),
 }
-"""Ways in which user code may reach a saved tensor after its function."""
+"""Ways in which a backend may reach a saved tensor after its region."""
 
 
 def change(kept: Any) -> None:
@@ -159,19 +130,20 @@ def change(kept: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_backward_sees_changes_of_saved_tensors_that_user_code_has_kept(
+def test_backward_sees_changes_of_saved_tensors_that_a_backend_has_kept(
     name: str, offloader: ActivationOffloader
 ) -> None:
     leaf = torch.linspace(-1, 1, 64).requires_grad_()
 
     def run() -> Tensor:
-        kept: UserReferences = []
-        result: Tensor = Region.apply(leaf, KEPT[name], kept)  # type: ignore[no-untyped-call]
+        result = region(leaf)
         change(kept.pop())
         return result.sum()
 
+    (unchanged,) = torch.autograd.grad(make_region()(leaf).sum(), leaf)
+    kept: UserReferences = []
+    region = make_region(KEPT[name], kept)
     (plain,) = torch.autograd.grad(run(), leaf)
-    (unchanged,) = torch.autograd.grad(run_region(leaf).sum(), leaf)
     assert not torch.equal(plain, unchanged)
     assert torch.equal(gradient_with_offloads(offloader, run, leaf), plain)
 

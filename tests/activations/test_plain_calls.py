@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from lightning_ssd.activations import SavedWeight, mark_offloaded
 from lightning_ssd.types import Choice
 from tests.support.compare import assert_same
 from tests.support.offloader import Directed, open_offloader
@@ -64,9 +67,9 @@ def choices_of(directed: Directed, saved: list[Any]) -> dict[int, Choice]:
 
 
 def directed_blocks(
-    offloader: Any, model: Blocks, run: Callable[[], Tensor] | None = None
+    offloader: Any, model: Blocks, run: Callable[[], Tensor] | None = None, *, save_weights: bool = False
 ) -> tuple[Directed, dict[int, Choice]]:
-    directed = Directed(offloader, list(model.blocks))
+    directed = Directed(offloader, list(model.blocks), save_weights=save_weights)
     with directed.record():
         loss = (run or (lambda: model(VALUE)))()
     model.gradients(loss)
@@ -347,4 +350,86 @@ def test_an_error_of_a_tier_before_a_plain_call_is_raised(tmp_path: Path, monkey
         with pytest.raises(OSError, match="drive failed"), directed.direct(choices):
             model(VALUE)
         assert _get_current_dispatch_mode() is None
+        directed.end_direct()
+
+
+class Reference(SavedWeight):
+    """A reference to a weight that notes its loads."""
+
+    def __init__(self, tensor: Tensor, loads: list[int]) -> None:
+        self._tensor, self._loads = tensor.detach(), loads
+
+    def load(self) -> Tensor:
+        self._loads.append(self._tensor.numel())
+        return self._tensor
+
+
+class Evictable:
+    """Marks the weights of a module as offloaded. They stay in memory, and notes say which are saved and loaded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.saved: list[int] = []
+        self.loaded: list[int] = []
+        for parameter in module.parameters():
+            mark_offloaded(parameter.untyped_storage(), self)
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        self.saved.append(tensor.numel())
+        return Reference(tensor, self.loaded)
+
+
+@pytest.mark.parametrize("kind", ["plain", "function mode", "dispatch mode"])
+def test_a_plain_call_saves_references_to_offloaded_weights(tmp_path: Path, kind: str) -> None:
+    """The hook that does so hides its operators from modes of the user, as the others do."""
+    model = Blocks()
+    counting = Counting()
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counting.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def inside(value: Tensor) -> Tensor:
+        with {"plain": nullcontext(), "function mode": Functions(), "dispatch mode": counting}[kind]:
+            result: Tensor = model.middle.layers[0](value).sin()
+        return result
+
+    model.middle.inside = inside
+    expected = model.gradients(model(VALUE))
+    weights = Evictable(model.middle)
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, save_weights=True)
+        weights.saved.clear()
+        weights.loaded.clear()
+        before, counting.count = offloader.stats(), 0
+        with directed.direct(choices):
+            loss = model(VALUE)
+        assert weights.saved == 3 * [64] and not weights.loaded
+        assert counting.count == {"plain": 0, "function mode": 2, "dispatch mode": 3}[kind]
+        assert_same(model.gradients(loss), expected)
+        assert weights.loaded == 3 * [64]
+        directed.end_direct()
+    assert [block.intercepted for block in model.blocks] == [True, False, True]
+    assert offloader.stats().saved > before.saved
+
+
+def test_a_plain_call_that_saves_references_checks_versions(tmp_path: Path) -> None:
+    """Torch checks no version of a tensor that a hook packs."""
+    model = Blocks()
+    made: list[Tensor] = []
+
+    def note(value: Tensor) -> Tensor:
+        made.append(value.sin())
+        return made[-1].cos()
+
+    model.middle.inside = note
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, save_weights=True)
+        with directed.direct(choices):
+            loss = model(VALUE)
+        assert model.middle.intercepted is False
+        with torch.no_grad():
+            made[-1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model.gradients(loss)
         directed.end_direct()

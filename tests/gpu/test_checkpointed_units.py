@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd.activations import PlanMode, UnitCall
 from lightning_ssd.planning import HostOverhead
 from lightning_ssd.profiling import measure_machine
 from tests.support.compare import assert_same
 from tests.support.garbage import collect
-from tests.support.plans import pinned, quiet_trainer
+from tests.support.plans import KEEP_CHECKPOINT_OFFLOAD, in_turn, pinned, quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("deterministic")]
 
@@ -75,7 +76,7 @@ def test_a_host_bound_model_is_checkpointed_where_memory_is_short(tmp_path: Path
     slow = HostOverhead(*6 * [1e-3], checkpoint=1e-5)
     replace(measure_machine(None), host_overhead=slow).to_json(tmp_path / "machine.json")
     plain = train(tmp_path, "auto")
-    first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), machine=tmp_path / "machine.json", cache=False)
+    first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), machine=tmp_path / "machine.json")
     planned = train(tmp_path, SSDOffloadStrategy(states="gpu"), first)
     assert_same(planned, plain)
     assert first.plan is not None and first.comparison is not None
@@ -87,7 +88,7 @@ def test_a_host_bound_model_is_checkpointed_where_memory_is_short(tmp_path: Path
 
 def test_memory_of_checkpointed_units_is_the_predicted_one(tmp_path: Path) -> None:
     plain = train(tmp_path, "auto")
-    first = SwapPlanner(cache=False)
+    first = SwapPlanner()
     assert_same(train(tmp_path, SSDOffloadStrategy(states="gpu"), first), plain)
     assert first.plan is not None and first.profile is not None
     may = {unit.name for unit in first.profile.units if unit.checkpoint_bytes is not None}
@@ -96,10 +97,37 @@ def test_memory_of_checkpointed_units_is_the_predicted_one(tmp_path: Path) -> No
         name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=name in may)
         for name, unit in first.plan.units.items()
     }
-    second = pinned(replace(first.plan, units=units), cache=False)
+    second = pinned(replace(first.plan, units=units))
     checkpointed = train(tmp_path, SSDOffloadStrategy(states="gpu"), second)
     assert_same(checkpointed, plain)
     assert checkpointed.peak < 0.5 * plain.peak
     assert second.comparison is not None
     predicted = second.comparison.predicted.gpu_peak_bytes
     assert second.comparison.gpu_peak_bytes == pytest.approx(predicted, rel=0.1)
+
+
+def test_units_keep_or_checkpoint_all_with_offloaded_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those without a plan, and no operation of these units is intercepted."""
+    offloaded: Any = {"states": "host", "gpu_memory": "1MiB"}
+    expected = train(tmp_path, SSDOffloadStrategy(**offloaded, offload="none"))
+    first = SwapPlanner()
+    assert_same(train(tmp_path, SSDOffloadStrategy(**offloaded), first), expected)
+    assert first.plan is not None and first.profile is not None
+    intercepted: set[UnitCall] = set()
+    may_not: set[UnitCall] = set()
+    operation = PlanMode.operation
+
+    def noted(self: PlanMode, *args: Any) -> Any:
+        if not self.checking:
+            may_not.update(self.schedule.plain_calls, self.schedule.checkpointed)
+            intercepted.update(self._open)
+        return operation(self, *args)
+
+    monkeypatch.setattr(PlanMode, "operation", noted)
+    for kinds in (KEEP_CHECKPOINT_OFFLOAD, ("checkpoint",)):
+        intercepted.clear()
+        may_not.clear()
+        second = pinned(in_turn(first.plan, first.profile, kinds))
+        assert_same(train(tmp_path, SSDOffloadStrategy(**offloaded), second), expected)
+        assert may_not and intercepted.isdisjoint(may_not)
+        print(f"{kinds}: {second.comparison}")

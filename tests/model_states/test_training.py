@@ -284,7 +284,7 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
             return x @ self.embed.weight.t()
 
         def look(self, *_: Any) -> None:
-            storages = {storage_of(parameter).data_ptr(): storage_of(parameter) for parameter in self.parameters()}
+            storages = {storage_of(parameter)._cdata: storage_of(parameter) for parameter in self.parameters()}
             most.append(sum(storage.nbytes() for storage in storages.values()))
             assert self.blocks[0].up.weight.shape == (64, 16)  # type: ignore[union-attr]
 

@@ -24,11 +24,11 @@ from lightning_ssd.planning import (
     plan_with_coefficient,
     simulate,
 )
-from lightning_ssd.planning.few_launches import plan_few_launches
+from lightning_ssd.planning.few_launches import checkpoint, plan_few_launches
 from lightning_ssd.planning.holistic import SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
-from lightning_ssd.types import Choice, InputChoice
+from lightning_ssd.types import Choice, InputChoice, Tier
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, divide, machines, make_model, models
 from tests.support.transformer import transformer_profile
@@ -422,13 +422,10 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
 
 
 def test_less_memory_where_not_all_fits() -> None:
-    """The fastest plan has overhead, too: plans for less memory are compared with it on an equally slow host.
-
-    States are offloaded, so that all units are intercepted.
-    """
+    """The fastest plan has overhead, too: plans for less memory are compared with it on an equally slow host."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
     fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    machine = replace(H100, host_overhead=HostOverhead(dispatch=0.15), gpu_bytes=38 * GB)
+    machine = replace(H100, host_overhead=HostOverhead(dispatch=0.1), gpu_bytes=38 * GB)
     best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     least = simulate(model, machine, plan_for_least_memory(model, machine, fixed=fixed))
     assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
@@ -449,22 +446,47 @@ def test_where_launches_bound_a_step_few_units_are_intercepted() -> None:
     assert best.step_seconds < kept.step_seconds + 2.5 * 9 * 0.01
 
 
-def test_where_launches_bound_a_step_all_states_are_on_the_gpu() -> None:
-    """There, five units free what states need. With offloaded states all units would be intercepted."""
+def test_where_launches_bound_a_step_states_are_offloaded() -> None:
+    """Then one unit has to be intercepted. With all states on the GPU, five would free what states need."""
     model = make_model(8, saved=4 * GB, inputs=10**7, parameters=10**8, forward=0.01, launch=0.1, operations=9)
     machine = replace(
         H100, host_overhead=HostOverhead(dispatch=0.01, offload=0.001), gpu_bytes=30 * GB, host_bytes=200 * GB
     )
     plan = make_plan(model, machine)
-    assert not plan.offloads_states
-    assert plan.intercepted == [True] * 5 + [False] * 3
+    assert plan.offloads_states
+    assert plan.intercepted == [True] + [False] * 7
 
 
-def test_units_with_offloaded_states_are_all_intercepted() -> None:
-    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    machine = replace(H100, host_overhead=HostOverhead(dispatch=0.01), gpu_bytes=33 * GB)
-    assert all(make_plan(model, machine, fixed=fixed).intercepted)
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_saved_tensors_are_packed_where_weights_are_offloaded(states: Tier) -> None:
+    """Units that keep all saved tensors have no other overhead, and checkpointed ones none."""
+    model = make_model(8, saved=GB, inputs=10**7, parameters=0, forward=0.01, launch=0.1, operations=9)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
+    machine = replace(H100, host_overhead=HostOverhead(dispatch=100.0, pack=1.0))
+    everything = {group.key: KEEP for group in saved_groups(model)}
+    kept = build_plan(model, weights=[states] * 8, states=[states] * 8, saved=everything)
+    freed = checkpoint(kept, [unit.name for unit in model.units[:3]])
+    seconds = [simulate(model, machine, plan).busy_seconds["launch"] for plan in (kept, freed)]
+    assert seconds[0] == pytest.approx(8 * 0.15 + (8 * 2 if states == "host" else 0))
+    assert seconds[1] == pytest.approx(8 * 0.15 + 3 * 0.1 + (5 * 2 if states == "host" else 0))
+
+
+@pytest.mark.parametrize("fixed", [None, FixedPlacement(("host",) * 8, ("host",) * 8)])
+def test_every_block_is_checkpointed_with_offloaded_states(fixed: FixedPlacement | None) -> None:
+    """It frees memory faster than a slow link, and takes the host less time than the recomputation of operators."""
+    model = make_model(8, saved=4 * GB, inputs=10**7, parameters=10**9, forward=1.0, launch=0.1, operations=9)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
+    machine = replace(
+        H100,
+        **dict.fromkeys(("copy_out", "copy_out_both", "ssd_write", "ssd_mixed"), 1e9),  # type: ignore[arg-type]
+        host_overhead=HostOverhead(dispatch=0.5, record=0.1, replay=0.1),
+        gpu_bytes=12 * GB,
+        host_bytes=200 * GB,
+    )
+    plan = make_plan(model, machine, fixed=fixed)
+    assert plan.offloads_states
+    assert sum(unit.checkpoint for unit in plan.units.values()) >= 7, plan.describe()
+    assert not any(plan.intercepted)
 
 
 @pytest.mark.thorough

@@ -29,8 +29,7 @@ class Unit(nn.Module):
 def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     unit = Unit()
     x = torch.randn(MIB // 4, requires_grad=True)
-    with open_offloader(tmp_path, host_memory="64MiB") as offloader:
-        offloader.min_bytes = MIB
+    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=MIB) as offloader:
         recorder = TraceMode([[unit]], CPU)
         change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
         offloader.begin_micro_batch()

@@ -103,10 +103,14 @@ class Directed:
     Args:
         offloader: the offloader of all forwards.
         modules: module of each unit.
+        save_weights: whether plain unit calls save references to weights.
     """
 
-    def __init__(self, offloader: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, offloader: ActivationOffloader, modules: Sequence[nn.Module] = (), *, save_weights: bool = False
+    ) -> None:
         self.offloader = offloader
+        self._save_weights = save_weights
         self.units = [[module] for module in modules]
         self.graph = ForwardGraph()
 
@@ -150,7 +154,12 @@ class Directed:
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
         self.plan_mode = PlanMode(self.units, self.offloader)
         self.plan_mode.schedule = make_schedule(
-            self.graph, choices, recompute_ops, plain_calls=True, checkpointed=checkpointed
+            self.graph,
+            choices,
+            recompute_ops,
+            plain_calls=True,
+            save_weights=self._save_weights,
+            checkpointed=checkpointed,
         )
         self.offloader.begin_micro_batch()
         change_policy(self.offloader, mode=self.plan_mode)

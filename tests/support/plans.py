@@ -1,7 +1,9 @@
 """Random plans, and trainings under them. For CPU and GPU tests."""
 
+import itertools
 import random
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,26 @@ def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.2
         where: Any = "keep" if kept or kept_before else generator.choice(["keep", "host", "ssd"])
         units[unit.name] = UnitPlan(before.weights, before.states, where, operators, checkpoint=checkpointed)
     return replace(plan, units=units, window_bytes=generator.choice([0, 2**14, 2**20]))
+
+
+KEEP_CHECKPOINT_OFFLOAD = ("keep", "checkpoint", "host")
+"""Treatments of units for `in_turn`."""
+
+
+def in_turn(plan: Plan, profile: ModelProfile, kinds: Sequence[str]) -> Plan:
+    """Returns the plan that treats the units that may be checkpointed by `kinds`, in turn; the others keep all."""
+    turn = itertools.cycle(kinds)
+    units: dict[str, UnitPlan] = {}
+    after_checkpointed = False
+    for unit in profile.units:
+        kind = next(turn) if unit.checkpoint_bytes is not None else "keep"
+        choice: Any = "host" if kind == "host" else "keep"
+        operators = {operator.name: choice if operator.saved_bytes else "keep" for operator in unit.operators}
+        where = "keep" if after_checkpointed else choice
+        after_checkpointed = kind == "checkpoint"
+        before = plan.units[unit.name]
+        units[unit.name] = replace(before, input=where, operators=operators, checkpoint=after_checkpointed)
+    return replace(plan, units=units)
 
 
 def pinned(plan: Plan, **arguments: Any) -> SwapPlanner:

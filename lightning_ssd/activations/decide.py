@@ -1,0 +1,135 @@
+"""`decide`: the treatment of each tensor that autograd saves. No other code chooses it.
+
+A tensor is kept, referenced (an offloaded weight), recomputed, or offloaded with its whole storage. The reasons to keep
+it, in the order in which they are checked: bytes, strides and dtype do not describe it; the plan keeps it; it is small,
+or a weight; it was kept before in this micro-batch; backward needs it at once; the placement keeps it; user code may
+write to its memory at any time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import forks
+from lightning_ssd.activations.micro_batch import MicroBatch
+from lightning_ssd.activations.placement import PlacementPolicy
+from lightning_ssd.activations.recompute import Recomputed, recomputed_of
+from lightning_ssd.activations.record import SavedStorage, State, find_saved_storage
+from lightning_ssd.activations.unit_dispatch_mode import in_backward
+from lightning_ssd.activations.weights import OffloadedWeights, is_weight
+from lightning_ssd.activations.wrappers import is_wrapper
+from lightning_ssd.storage_tags import CHOICE, KEPT_IN, OFFLOADED_WEIGHTS
+from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
+
+PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that bytes, shape and strides describe completely."""
+
+Tiers = tuple[OffloadTierName, ...]
+
+Decision = OffloadedWeights | Recomputed | SavedStorage | Tiers | None
+"""The treatment of a saved tensor:
+
+- None: it is kept, and its storage needs no record.
+- `OffloadedWeights`: autograd saves the reference that they return.
+- `Recomputed`: it is dropped, and recomputed in backward.
+- `SavedStorage`: its storage has this record already, with which it is kept or offloaded.
+- tiers: its storage needs a record, and is offloaded to the first tier that has room; to none, if there are none.
+"""
+
+
+@dataclass(slots=True)
+class Rules:
+    """The rules in force, which the offloader changes between forwards.
+
+    Attributes:
+        device: device of the tensors that may be offloaded.
+        min_bytes: bytes of the smallest storage that may be offloaded.
+        process: `forks.process` of the training.
+        tiers: names of the tiers, in the order in which they are tried.
+        placement: chooses the tiers of storages without a choice of a plan.
+        planned: whether storages may have a choice of a plan.
+        keeps_all: whether nothing can be offloaded or recomputed, and no record is needed.
+        records_all: whether each storage that may be offloaded has a record.
+        batch: the running micro-batch; None before the first one.
+        batch_number: its number.
+    """
+
+    device: torch.device
+    min_bytes: int
+    process: object
+    tiers: Tiers
+    placement: PlacementPolicy
+    planned: bool = False
+    keeps_all: bool = False
+    records_all: bool = False
+    batch: MicroBatch | None = None
+    batch_number: int = 0
+
+
+def decide(tensor: Tensor, rules: Rules) -> Decision:
+    """Returns the treatment of `tensor`, which autograd saves. It runs for each saved tensor, without modes.
+
+    The bytes of a storage are counted in the micro-batch the first time that one of its tensors is saved.
+    """
+    # A process that was forked in the forward lacks the threads and the staging memory.
+    if tensor.layout is not torch.strided or tensor.is_nested or rules.process != forks.process:
+        return None
+    storage = tensor.untyped_storage()
+    weights: OffloadedWeights | None = getattr(storage, OFFLOADED_WEIGHTS, None)
+    if weights is not None:
+        return weights
+    choice: Choice | None = getattr(storage, CHOICE, None) if rules.planned else None
+    nbytes = storage.nbytes()
+    if (
+        choice == "keep"
+        or nbytes < rules.min_bytes
+        or getattr(storage, KEPT_IN, 0) == rules.batch_number
+        or is_weight(tensor, storage)
+        or tensor.device != rules.device
+        or type(tensor) not in PLAIN
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_quantized
+        or tensor._is_zerotensor()
+        or in_backward()  # recomputed, or made by a double backward: needed at once
+    ):
+        return None
+    batch = rules.batch
+    assert batch is not None, "call begin_micro_batch before a forward"
+    if rules.keeps_all:
+        batch.kept_bytes += nbytes
+        setattr(storage, KEPT_IN, rules.batch_number)
+        return None
+    if rules.placement.must_keep(nbytes):
+        setattr(storage, KEPT_IN, rules.batch_number)
+        return None
+    if not storage.resizable():
+        return None  # memory of NumPy, DLPack or CUDA graphs, which may write to it at any time
+    recomputed = recomputed_of(tensor, storage)
+    if recomputed is not None and recomputed.nbytes == nbytes:
+        return recomputed
+    record = find_saved_storage(storage)
+    if record is not None and record.batch is batch and record.state is State.RESIDENT and record.nbytes == nbytes:
+        return record
+    if choice in OFFLOAD_TIERS:
+        return tuple(sorted(rules.tiers, key=lambda name: name != choice))  # the planned tier may have no room
+    needs_record = rules.records_all or not batch.needs_no_record(nbytes)
+    if needs_record and batch.is_early(nbytes):
+        return ()
+    tiers = tuple(rules.placement.tiers_for(nbytes))
+    if tiers or needs_record:
+        return tiers
+    batch.add_without_record(nbytes)
+    setattr(storage, KEPT_IN, rules.batch_number)
+    return None
+
+
+def is_unwrapped(tensor: Tensor, rules: Rules) -> bool:
+    """Returns whether the tensors that a subclass wraps are saved in its place, each with a treatment of its own.
+
+    In a forward under a mode, wrapped tensors are not the ones that operators were seen to make.
+    """
+    if rules.planned or in_backward() or is_weight(tensor, tensor.untyped_storage()):
+        return False
+    return is_wrapper(tensor)

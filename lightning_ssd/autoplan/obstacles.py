@@ -1,0 +1,161 @@
+"""Trainings whose operators can't be planned: those on several devices, and those with compiled code."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.activations import (
+    GuardHook,
+    UnitDispatchMode,
+    backward_nodes,
+    count_compiled,
+    records_cuda_graphs,
+)
+from lightning_ssd.autoplan.batches import BatchShape
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.model_states import is_compiled
+from lightning_ssd.uncopied import Uncopied
+
+__all__ = ["COMPILED", "CompiledCode", "Obstacles", "obstacle_to_planning"]
+
+COMPILED = "`torch.compile` compiles a part of the training"
+"""The obstacle to planning in trainings with compiled code."""
+
+
+class CompiledCode(Uncopied):
+    """Notices code that `torch.compile` compiles, from now on.
+
+    Code that was compiled earlier, such as in another training of this process, is noticed when Dynamo checks its
+    guards, until `close` is called, and under dispatch modes of plans and profiles, if torch has
+    `set_guard_complete_hook`.
+    """
+
+    def __init__(self) -> None:
+        self._count = count_compiled()
+        self._under_modes = UnitDispatchMode.num_compiled
+        self._not_compiled = UnitDispatchMode.num_not_compiled
+        self._called = False
+        self._hook = GuardHook(self._on_call) if self._count else None
+
+    @property
+    def ran(self) -> bool:
+        """Whether code was compiled, or compiled code was called."""
+        return self._called or self.ran_under_mode or count_compiled() != self._count
+
+    @property
+    def ran_under_mode(self) -> bool:
+        """Whether code that is compiled, or to be compiled, ran under a dispatch mode of a plan or profile."""
+        return UnitDispatchMode.num_compiled != self._under_modes or self._ran_eagerly
+
+    @property
+    def _ran_eagerly(self) -> bool:
+        """Whether older torch ran such code uncompiled."""
+        return UnitDispatchMode.num_not_compiled != self._not_compiled
+
+    def forget(self, inform: Callable[[str], None]) -> None:
+        """Has all code of the process compiled anew, if some ran uncompiled: Dynamo skips such code for ever.
+
+        Args:
+            inform: logs a line about it.
+        """
+        if self._ran_eagerly:
+            torch.compiler.reset()
+            inform(
+                "This version of torch ran code uncompiled in a step whose operators were recorded or planned. It is "
+                "compiled from now on, and so is all other compiled code of the process, anew."
+            )
+
+    def close(self) -> None:
+        """Ends the notice of earlier compiled code outside of modes."""
+        if self._hook is not None:
+            self._hook.close()
+
+    def _on_call(self) -> None:
+        self._called = True
+
+
+class Obstacles:
+    """Finds reasons why the operators of a training can't be planned, while its first steps run.
+
+    All methods are called on the training thread.
+
+    Attributes:
+        lasting: a reason that later steps have, too; `None`: none was found.
+        compiled_backward: whether backward runs compiled code, as far as `see_backward` has shown.
+        cuda_graphs: whether compiled code of the first step has recorded CUDA graphs.
+    """
+
+    def __init__(self) -> None:
+        self.lasting: str | None = None
+        self.compiled_backward = self.cuda_graphs = False
+        self._code: CompiledCode | None = None
+        """Notices compiled code; `None` before `begin`."""
+
+    def begin(self) -> None:
+        """Begins to look for compiled code."""
+        self._code = CompiledCode()
+
+    def see_first_step(self, loss: Tensor, device: torch.device) -> None:
+        """Called before backwards of the first step: looks for CUDA graphs, but not for those of other trainings."""
+        if records_cuda_graphs(device) and (self._ran_compiled or _has_compiled_nodes(loss)):
+            self.cuda_graphs = True
+
+    def see_backward(self, loss: Tensor) -> None:
+        """Called before backwards of a training that may be planned: looks for compiled code."""
+        if self.lasting in (None, COMPILED) and not self.compiled_backward and _has_compiled_nodes(loss):
+            self.lasting, self.compiled_backward = COMPILED, True
+
+    def find(self, training: Training, shape: BatchShape | None) -> str | None:
+        """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
+        if self.lasting is None and self._ran_compiled:
+            self.lasting = COMPILED
+        if self.lasting is None and shape is None:
+            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
+        if self.lasting is None:
+            self.lasting = obstacle_to_planning(training)
+        return self.lasting
+
+    def find_late(self, inform: Callable[[str], None]) -> bool:
+        """Returns whether compiled code ran under a plan of operators, which has to end then.
+
+        If older torch ran it uncompiled, all code of the process is compiled anew, and `inform` logs a line about it.
+        """
+        if self._code is None or not self._code.ran_under_mode:
+            return False
+        self.lasting = COMPILED
+        self._code.forget(inform)
+        return True
+
+    def end_first_steps(self) -> None:
+        """Called when the first steps have ended: their calls have shown the code that was compiled earlier."""
+        if self._code is not None:
+            self._code.close()
+
+    def close(self) -> None:
+        """Ends the search."""
+        code, self._code = self._code, None
+        if code is not None:
+            code.close()
+
+    @property
+    def _ran_compiled(self) -> bool:
+        return self._code is not None and self._code.ran
+
+
+def obstacle_to_planning(training: Training) -> str | None:
+    """Returns why no plan can be applied to the training; `None`: one can."""
+    if training.processes > 1:
+        return "several devices train, and plans are for the training of one device"
+    for name, part in training.module.named_modules():
+        if is_compiled(part):
+            return (
+                f"{name or type(training.module).__name__} is compiled, and single operations of compiled code can't "
+                "be planned"
+            )
+    return None
+
+
+def _has_compiled_nodes(loss: Tensor) -> bool:
+    """Returns whether the graph of a loss has nodes of `torch.compile`."""
+    return any(node.name().startswith("CompiledFunction") for node in backward_nodes(loss))

@@ -1,0 +1,168 @@
+"""`PlanMaker`: the plans of a training, within the memory that it may use."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.autoplan.plan_runner import PlanRunner
+from lightning_ssd.device import usable_gpu_memory
+from lightning_ssd.planning import (
+    FixedPlacement,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    exceeds_no_more,
+    make_plan,
+    plan_for_least_memory,
+    simulate,
+)
+from lightning_ssd.profiling import limit_hardware
+from lightning_ssd.sizes import parse_bytes
+
+RESERVE_STEP = 0.04
+"""Share of the GPU limit by which the reserve grows each time."""
+
+MAX_RESERVE = 0.2
+"""Largest reserve / GPU limit."""
+
+MIN_PLAN_GAIN = 0.01
+"""Share of a step, or of memory, that another plan must save to be applied."""
+
+MIN_MOVE_GAIN = 0.05
+"""Share of a step that another placement of model states must save to be worth a move."""
+
+MIN_LEAVE_GAIN = 0.25
+"""Share of a step that another placement of model states must save if all states are on the GPU now, and there is a
+plan with which they may stay there. It is larger than `MIN_MOVE_GAIN`, because times of states in host memory are
+predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and
+staying was predicted at 0.171 s."""
+
+
+@dataclass
+class PlanMaker:
+    """Makes plans from the profiles of a `PlanRunner`, or takes the user's; each is within the limits of memory.
+
+    All methods are called on the training thread, between two steps: once there is a profile, and after corrections.
+
+    Attributes:
+        planner: name of the planner.
+        user_plan: plan of the user, which is the plan of each profile; `None`: plans are made.
+        gpu_memory: bytes of the device that the training may use, `"auto"` or `"least"` (see `SwapPlanner`).
+        machine: the machine as measured, without the limits of this training.
+        ssd_bytes_per_day: bytes that may be written to the SSDs in a day; `None`: no limit.
+        device: the training device.
+        reserve: share of the GPU limit that plans leave unused, besides the reserve of `usable_gpu_memory`: steps have
+            run out of memory with less, or fragments need it.
+    """
+
+    planner: str
+    user_plan: Plan | None
+    gpu_memory: int | str
+    machine: HardwareProfile
+    ssd_bytes_per_day: int | None
+    device: torch.device
+    reserve: float = 0.0
+
+    @property
+    def _least(self) -> bool:
+        return self.gpu_memory == "least"
+
+    # ---- limits ----
+
+    def limit(
+        self,
+        machine: HardwareProfile,
+        profile: ModelProfile,
+        placement: FixedPlacement,
+        offloader: ActivationOffloader,
+    ) -> HardwareProfile:
+        """Returns a machine with the bytes that this training may use; arguments as those of `limit_hardware`."""
+        gpu_bytes, per_day = self._gpu_bytes(), self.ssd_bytes_per_day
+        return limit_hardware(machine, profile, placement, offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=per_day)
+
+    def reserve_more(self, runner: PlanRunner) -> bool:
+        """Leaves more GPU memory unused in later plans of a runner; returns False if that is impossible."""
+        if self.user_plan is not None or self.reserve >= MAX_RESERVE:
+            return False
+        self.reserve += RESERVE_STEP
+        runner.hardware = replace(runner.hardware, gpu_bytes=self._gpu_bytes())
+        return True
+
+    def _gpu_bytes(self) -> int:
+        """Returns the bytes of the device that plans may use."""
+        if self.gpu_memory not in ("auto", "least"):
+            most = parse_bytes(self.gpu_memory, "gpu_memory")
+        else:
+            most = usable_gpu_memory(self.device) if self.device.type == "cuda" else self.machine.host_bytes
+        return int((1 - self.reserve) * most)
+
+    # ---- plans ----
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether smaller micro-batches have plans of their own. The user's plan, for one, is for all."""
+        return self.user_plan is None and not self._least and self.planner == "holistic"
+
+    def make(self, runner: PlanRunner, size: float = 1.0) -> Plan:
+        """Returns the plan for the profiles of a runner, with the present tiers of model states.
+
+        Args:
+            runner: runner with the profiles.
+            size: size of the micro-batches / that of the profile.
+
+        Raises:
+            ValueError: the user's plan does not match the model.
+        """
+        if self.user_plan is not None:
+            self.user_plan.check(runner.profile)
+            return runner.placement.apply(runner.profile, self.user_plan)
+        make = plan_for_least_memory if self._least else make_plan
+        return make(runner.profile.with_size(size), runner.hardware, self.planner, runner.placement)
+
+    def make_better(self, runner: PlanRunner, *, explained: bool) -> Plan | None:
+        """Returns the plan for corrected profiles, if it is better than the plan in force.
+
+        Args:
+            runner: runner with the profiles.
+            explained: whether they explain the measured steps; if not, a plan that is predicted to be faster may not
+                be, and is better only if it needs less of the memory that there is not.
+        """
+        before = runner.prediction
+        assert before is not None
+        plan = self.make(runner)
+        after = simulate(runner.profile, runner.hardware, plan)
+        if not exceeds_no_more(after, before, runner.hardware):
+            return None
+        if not exceeds_no_more(before, after, runner.hardware):
+            return plan
+        faster = after.step_seconds < (1 - MIN_PLAN_GAIN) * before.step_seconds
+        smaller = self._least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
+        return plan if explained and (faster or smaller) else None
+
+    def make_elsewhere(self, runner: PlanRunner, present: Plan, *, moved: bool) -> Plan | None:
+        """Returns a plan that places model states otherwise and fits, if it should be applied.
+
+        A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
+        placement of model states. A holistic plan should be applied if it is faster than the present one by
+        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit.
+
+        Args:
+            runner: runner with the profiles.
+            present: the plan with the present tiers of model states.
+            moved: whether states were moved in this training.
+        """
+        if self.user_plan is not None or self._least:
+            return None
+        prediction = simulate(runner.profile, runner.hardware, present)
+        plan = make_plan(runner.profile, runner.hardware, self.planner)
+        better = simulate(runner.profile, runner.hardware, plan)
+        if better.excess_bytes(runner.hardware):
+            return None
+        if self.planner != "holistic":
+            same = runner.placement.apply(runner.profile, plan).units == plan.units
+            return None if same or moved else plan
+        resident = {*runner.placement.weights, *runner.placement.states} == {"gpu"}
+        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
+        faster = better.step_seconds <= (1 - gain) * prediction.step_seconds
+        return plan if faster or prediction.excess_bytes(runner.hardware) else None

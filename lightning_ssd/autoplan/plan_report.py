@@ -1,0 +1,94 @@
+"""What `SwapPlanner` says about its plans: log lines, reports and metrics."""
+
+import logging
+from pathlib import Path
+
+from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.planning import (
+    Plan,
+    find_what_ifs,
+    make_report,
+    render_report,
+    render_what_ifs,
+    simulate,
+    swap_coefficient,
+)
+from lightning_ssd.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+def report_comparison(training: Training, comparison: Comparison) -> None:
+    """Logs the first comparison of a plan's prediction with measured steps."""
+    predicted = comparison.predicted
+    peak = f"predicted {format_bytes(predicted.gpu_peak_bytes)}"
+    if comparison.gpu_peak_bytes:
+        peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
+    seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
+    training.inform(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
+
+
+def log_metrics(training: Training, runner: PlanRunner, comparison: Comparison) -> None:
+    """Gives each comparison to the Trainer's loggers."""
+    predicted = comparison.predicted
+    metrics = {
+        "predicted_step_s": predicted.step_seconds,
+        "measured_step_s": comparison.step_seconds,
+        "predicted_host_bytes": predicted.host_peak_bytes,
+        "measured_host_bytes": comparison.host_peak_bytes,
+        "swap_coefficient": swap_coefficient(runner.profile, comparison.plan),
+    }
+    if comparison.gpu_peak_bytes:
+        metrics["predicted_device_bytes"] = predicted.gpu_peak_bytes
+        metrics["measured_device_bytes"] = comparison.gpu_peak_bytes
+    training.log_metrics({f"SwapPlanner/{name}": float(value) for name, value in metrics.items()})
+
+
+def report_move(training: Training, runner: PlanRunner, plan: Plan) -> None:
+    """Logs that model states were moved to their tiers in `plan`."""
+    seconds = simulate(runner.profile, runner.hardware, plan).step_seconds
+    whole = [unit.states for unit in plan.units.values() if not unit.parts]
+    divided = len(plan.units) - len(whole)
+    also = f", and those of {divided} units, part by part, in several tiers" if divided else ""
+    training.inform(
+        f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
+        f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they were "
+        "moved, and the training is profiled again."
+    )
+
+
+def recommend_move(training: Training, runner: PlanRunner, plan: Plan, planner: str, save: Path | None) -> None:
+    """Logs the step times of two placements of model states, which may not be moved: that of `plan`, and the present.
+
+    Args:
+        training: the training.
+        runner: runs steps under a plan with the present placement.
+        plan: a plan with another placement, which is also written to a file if plans are.
+        planner: name of the planner that has made it.
+        save: file that plans are written to.
+    """
+    assert runner.plan is not None
+    other, present = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, runner.plan))
+    how = "Set `save` to write that plan to a file, and start with it as `plan`."
+    if save is not None:
+        path = save.with_suffix(".states.yaml")
+        plan.save(path)
+        how = f"To place them so, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
+    training.inform(
+        f"SwapPlanner: with model states placed otherwise, as the planner {planner!r} chooses, a step should "
+        f"take {other:.3f} s, and {present:.3f} s as they are placed now. {how}"
+    )
+
+
+def report_last_plan(training: Training, runner: PlanRunner, plan: Plan) -> None:
+    """Logs a report on the plan in force at the end of a training, and hardware that would make steps faster."""
+    # Only at the end, not between two steps: three further plans are made, and for a report many simulations.
+    if log.isEnabledFor(logging.INFO):
+        report = make_report(runner.profile, runner.hardware, plan, fixed=runner.placement)
+        log.info("report on the last plan:\n%s", render_report(report))
+        what_ifs = report.what_ifs
+    else:
+        what_ifs = find_what_ifs(runner.profile, runner.hardware, plan, runner.placement)
+    if what_ifs:
+        training.inform(f"SwapPlanner: steps would be {render_what_ifs(what_ifs)}.")

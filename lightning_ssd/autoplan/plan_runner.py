@@ -1,0 +1,397 @@
+"""`PlanRunner`: runs training steps under a plan, measures them, and corrects the profiles that plans are made from.
+
+A plan has rows: the one for the recorded micro-batch, and others for smaller ones, which need less memory and offload
+less, and for larger ones. All rows have the operators of the recorded micro-batch, whose choices depend on no shape.
+"""
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    OffloadAll,
+    OffloadOnPressure,
+    OpSchedule,
+    PlacementPolicy,
+    PlanMode,
+    ResidentLimit,
+    make_schedule,
+)
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.autoplan.step_timer import StepTimer
+from lightning_ssd.device import WorkCounter, allocator_memory, make_clock, process_gpu_memory
+from lightning_ssd.planning import (
+    FixedPlacement,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    calibrate,
+    calibrate_step_rate,
+    simulate,
+)
+from lightning_ssd.profiling import Profiler
+
+log = logging.getLogger(__name__)
+
+COMPARED_STEPS = 4
+"""Number of steps whose median duration is compared with a prediction, and with that of another plan."""
+
+WARMUP_AFTER_CHANGE = 2
+"""Steps after a change of plan that are not measured: the allocator moves memory in them."""
+
+EXPLAINED = 0.1
+"""Relative error of a step's duration under corrected profiles, up to which they explain it."""
+
+HISTORY = 64
+"""Number of last steps whose durations are stored."""
+
+PRESSURE_AT = 0.8
+"""Share of the GPU limit above which a plan that keeps everything offloads; the rest is for backward."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The prediction for a plan, and measured steps.
+
+    Attributes:
+        plan: the plan of these steps.
+        predicted: result of the simulation.
+        step_seconds: duration of a step: the median of several, or the minimum for a calibration plan.
+        gpu_peak_bytes: peak of allocated GPU memory (CUDA; 0 on a CPU).
+        host_peak_bytes: peak of host memory for activations and model states.
+        alloc_retries: allocations of GPU memory in all steps under the plan, after those of `WARMUP_AFTER_CHANGE`, that
+            found no room among the allocator's fragments. Each one synchronizes the device and frees all cached memory.
+    """
+
+    plan: Plan
+    predicted: Prediction
+    step_seconds: float
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+    alloc_retries: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRow:
+    """A plan for micro-batches of up to a size.
+
+    Attributes:
+        plan: the plan.
+        prediction: prediction for it.
+        placement: decides about saved tensors for which the plan has no choice.
+        schedule: choices for the operators of a forward; `None`: the plan keeps all, and needs no mode.
+        keeps_all_safely: whether the plan keeps all, and leaves enough memory for hooks to be disabled.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    placement: PlacementPolicy
+    schedule: OpSchedule | None
+    keeps_all_safely: bool
+
+
+class PlanRunner:
+    """Runs the steps of one training under plans for one profile.
+
+    A new profile needs a new runner. All methods are called on the training thread, outside of forward and backward.
+    None waits for the device, but `begin_step` once under each plan, when pinned memory is freed.
+
+    Args:
+        training: the training.
+        profiler: profiler with the recorded forward.
+        profile: profile of the model.
+        hardware: profile of the machine, with the bytes that this training may use.
+        placement: tiers of model states, which plans do not change.
+
+    Attributes:
+        profiler: profiler with the recorded forward.
+        profile: profile of the model, corrected by `calibrate`.
+        hardware: profile of the machine, corrected by `calibrate`.
+        placement: tiers of model states.
+        main: the row of micro-batches of the recorded size, whose steps are measured; `None`: there is no plan.
+        rows: rows of micro-batches of other sizes under the same plan, by their number (see `row_of`).
+        row: the row that the present micro-batch follows; `None`: all saved tensors are offloaded.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        profiler: Profiler,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        placement: FixedPlacement,
+    ) -> None:
+        self.profile = profile
+        self.hardware = hardware
+        self.placement = placement
+        self.profiler = profiler
+        self.row: PlanRow | None = None
+        self.main: PlanRow | None = None
+        self.rows: dict[int, PlanRow] = {}
+        self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
+        self._training = training
+        self._offloader = training.offloader
+        self._states = training.states
+        self._timer = StepTimer(make_clock(self._offloader.device), HISTORY)
+        device = self._offloader.device
+        self._memory = allocator_memory(device)
+        self._retries = 0  # retried allocations before the measured steps
+        available = process_gpu_memory(device) if device.type == "cuda" else math.inf
+        self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
+        self._mode: PlanMode | None = None
+        self._slowdown = 1.0  # current forward time / recorded forward time
+        self._warm_up = 0
+        self._trimmed = False  # whether pinned memory that the plan does not need was freed
+        self._peak_bytes = 0  # peak of measured steps before the last validation, or other row
+        self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, for micro-batches of the recorded size."""
+        return None if self.main is None else self.main.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for the plan in force."""
+        return None if self.main is None else self.main.prediction
+
+    @property
+    def num_steps(self) -> int:
+        """Number of measured steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`."""
+        return self._timer.num_steps
+
+    def apply(self, plan: Plan) -> None:
+        """Puts `plan` in force for the next step, and predicts its steps.
+
+        Args:
+            plan: a plan with the present tiers of model states.
+
+        Raises:
+            ValueError: the plan does not match the model.
+        """
+        self.main, self.rows = self.make_row(plan), {}
+        self._place_steps(plan)
+        self.follow(self.main)
+        self._training.set_window(plan.window_bytes)
+        self._warm_up = WARMUP_AFTER_CHANGE
+        self._trimmed = False
+        self._offloader.reset_pinned_peak()
+        self._timer.reset()
+
+    def make_row(self, plan: Plan, size: float = 1.0) -> PlanRow:
+        """Returns the row of a plan for micro-batches of up to a size: of saved bytes / those of the profile."""
+        prediction = simulate(self.profile.with_size(size), self.hardware, plan)
+        tiers = tuple(self._offloader.tiers)
+        if plan.keeps_all:
+            # Hooks are needed for offloaded weights, and for batches that need more memory than expected.
+            ample = ResidentLimit.SPARE * prediction.gpu_peak_bytes <= self._gpu_limit
+            on_pressure = OffloadOnPressure(tiers, lambda: self._is_short(prediction))
+            return PlanRow(plan, prediction, on_pressure, None, ample and set(self.placement.weights) == {"gpu"})
+        return PlanRow(plan, prediction, OffloadAll(tiers), self._schedule(plan), False)
+
+    def follow(self, row: PlanRow | None, *, known: bool = False) -> None:
+        """Applies a row to the present micro-batch, which has saved nothing yet; `None`: offloads all saved tensors.
+
+        Args:
+            row: the row.
+            known: whether the micro-batch surely needs no more memory than the row has, so that a row that keeps all
+                needs no hooks.
+        """
+        if row is not self.row:
+            if row is self.main:
+                self._reset_peak()
+            elif self.row is self.main:
+                self._peak_bytes = self._gpu_peak()
+        self.row = row
+        if row is None:
+            offload_all(self._offloader)
+            return
+        mode = None
+        if row.schedule is not None:
+            mode = self._mode = self._mode or PlanMode([unit.modules for unit in self.profiler.units], self._offloader)
+            mode.schedule, mode.slowdown = row.schedule, self._slowdown
+        policy = replace(
+            self._offloader.policy,
+            placement=row.placement,
+            mode=mode,
+            hooks_enabled=not (known and row.keeps_all_safely),
+        )
+        if not self._training.fixed_window:
+            policy = replace(policy, window_bytes=row.plan.window_bytes)
+        if policy != self._offloader.policy:
+            self._offloader.run(policy)
+        row.placement.begin(0)
+
+    def _place_steps(self, plan: Plan) -> None:
+        """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does.
+
+        Without such plans, a trial of shares chooses the parts, and their gradients are offloaded.
+        """
+        if self._states is None:
+            return
+        placed = [
+            (part, plan.units[unit.name].of(part.name))
+            for unit in self.profiler.units
+            for part in self.profiler.parts_of(unit)
+        ]
+        parts = [part for part, placement in placed if placement.step == "gpu"]
+        kept = [part for part, placement in placed if placement.gradients == "gpu"]
+        if not (parts or self._steps_planned):
+            return
+        self._steps_planned = True
+        chosen, kept_gradients = ([one for part in each for _, one in part.parameters] for each in (parts, kept))
+        if not self._states.step_on_device(chosen, kept_gradients):
+            log.warning(
+                "The GPU has no memory for the optimizer steps of %d parts of units that the plan assigns to it: "
+                "processors do not change, so that steps may take longer than predicted.",
+                len(parts),
+            )
+
+    def stop(self) -> None:
+        """Offloads all saved tensors from the next step on, as before the first plan."""
+        self.follow(None)
+        self._training.set_window(None)
+        self._timer.reset()
+
+    def close(self) -> None:
+        """Removes the hooks from the model. `measured` still returns the measurements."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.close()
+
+    # ---- steps ----
+
+    def begin_step(self) -> None:
+        """Called when a step begins, which ends the step before."""
+        if self._warm_up:
+            self._warm_up -= 1
+            if not self._warm_up:
+                self._peak_bytes = 0
+                self._reset_peak()
+                if self._memory is not None:
+                    self._retries = self._memory.retries()
+                if self._states is not None:
+                    self._stepped = self._states.stepped()
+            return
+        self._timer.end()
+        if not self._trimmed and self.num_steps >= COMPARED_STEPS:  # calibration plans have fewer steps
+            self._offloader.trim_pinned()  # profiled steps may have offloaded more
+            self._trimmed = True
+        self._timer.begin()
+
+    def skip_step(self) -> None:
+        """Excludes the present step from measured ones: its work is not that of the recorded micro-batch."""
+        self._timer.skip()
+
+    def pause(self) -> None:
+        """Called when a validation begins, whose time and memory are not measured."""
+        self._timer.pause()
+        self._peak_bytes = self._gpu_peak()
+
+    def resume(self) -> None:
+        """Called when a validation has ended."""
+        self._timer.resume()
+        self._reset_peak()
+
+    def excluded(self) -> AbstractContextManager[None]:
+        """Returns a context whose time is not part of the present step's."""
+        return self._timer.excluded()
+
+    def measured(
+        self, steps: int = COMPARED_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
+    ) -> Comparison | None:
+        """Returns the prediction and the last measured steps under the plan.
+
+        Args:
+            steps: number of steps, up to `HISTORY`.
+            typical: returns the typical duration of several.
+
+        Returns:
+            The comparison, or `None` while the device has ended fewer steps under the plan.
+        """
+        if self.plan is None or self.prediction is None or len(self._timer.seconds) < steps:
+            return None
+        host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes)
+        seconds = list(self._timer.seconds)[-steps:]
+        retries = 0 if self._memory is None else self._memory.retries() - self._retries
+        return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)
+
+    def calibrate(self, comparison: Comparison) -> bool:
+        """Corrects the profiles by measured steps of the plan in force, and predicts them again.
+
+        Reasons for a difference: a GPU that waits for transfers is cooler, and faster, than one that never does; drives
+        and host memory are slower under the load of a whole step; some GPU memory belongs to no recorded operator. The
+        rate of the CPU optimizer is measured; the rest of the difference is inferred from the step's duration.
+
+        Args:
+            comparison: measured steps of the plan in force, with micro-batches of the profile's size.
+
+        Returns:
+            Whether the corrections explain the step's duration.
+        """
+        assert self.main is not None
+        plan = self.main.plan
+        predicted, measured = comparison.predicted, comparison.step_seconds
+        if comparison.gpu_peak_bytes:
+            unseen = self.profile.other_gpu_bytes + comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
+            # A plan that needs less than predicted does not show that another plan will, which would not fit then.
+            # The bytes are below 0 where the profile counts more than there is, as of gradients in 16 bits.
+            least = min(0, self.profile.other_gpu_bytes)
+            self.profile = replace(self.profile, other_gpu_bytes=max(least, unseen))
+        stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
+        if stepped.amount and stepped.seconds:
+            rate = stepped.amount / stepped.seconds
+            self.hardware = calibrate_step_rate(self.profile, self.hardware, plan, rate, measured)
+        corrected = calibrate(self.profile, self.hardware, plan, measured)
+        if corrected is not None:
+            self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
+            self.profile, self.hardware = corrected
+        before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
+        self.row = self.main if self.row is before else self.row
+        return corrected is not None or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
+
+    # ---- implementation ----
+
+    def _schedule(self, plan: Plan) -> OpSchedule:
+        """Returns the choices of `plan` for the operators of a forward."""
+        profiler = self.profiler
+        choices, recompute_ops = {}, {}
+        for item in profiler.saved:
+            unit = plan.units[profiler.name_of(item.unit_call)]
+            choices[item.buffer] = unit.input if item.is_unit_input else unit.operators[item.name]
+            if choices[item.buffer] == "recompute":
+                recompute_ops[item.buffer] = item.recompute_ops
+        checkpointed = (one for one in profiler.graph.unit_calls() if plan.units[profiler.name_of(one)].checkpoint)
+        return make_schedule(
+            profiler.graph,
+            choices,
+            recompute_ops,
+            plain_calls=True,
+            save_weights=plan.offloads_states,
+            checkpointed=frozenset(checkpointed),
+        )
+
+    def _is_short(self, prediction: Prediction) -> bool:
+        """Returns whether a forward that differs from the recorded one leaves too little GPU memory."""
+        if self._memory is None:
+            return False
+        return self._memory.allocated() > max(prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
+
+    def _gpu_peak(self) -> int:
+        """Returns the peak of allocated GPU memory in measured steps, without validations (CUDA; else 0)."""
+        return 0 if self._memory is None else max(self._peak_bytes, self._memory.peak())
+
+    def _reset_peak(self) -> None:
+        if self._memory is not None:
+            self._memory.reset_peak()
+
+
+def offload_all(offloader: ActivationOffloader) -> None:
+    """Has `offloader` offload all saved tensors: the placement before the first plan, which needs least memory."""
+    placement = OffloadAll(tuple(offloader.tiers))
+    offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
