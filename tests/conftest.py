@@ -1,11 +1,14 @@
 """Tests marked `gpu` are skipped without a CUDA device, and the machine is measured on few bytes.
 
-Of a test marked `quick_cases(count)`, all cases but the first ones are `thorough`.
+Of a test marked `quick_cases(count)`, all cases but the first ones are `thorough`. Of the thorough cases of a test,
+`-m thorough` runs a few that are drawn at random, or as many as the mark `drawn(count)` says. The same ones are drawn
+in each run, and others by `--hypothesis-profile=random`.
 """
 
 import gc
 import os
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 # Idle threads must not spin, because several tests may share the cores. torch reads this when it is imported.
@@ -24,6 +27,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from lightning_ssd.autoplan import plan_report, profiling_budget  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
+from tests.support.steps import worker  # noqa: E402, F401
 
 # Examples have no deadline: hypothesis measures them, and the data that it draws, in wall time, which other processes
 # lengthen. They are the same in each run, so that a test that fails after a change fails because of it;
@@ -31,6 +35,10 @@ from tests.support.measurements import measure_few_bytes  # noqa: E402
 settings.register_profile("lightning_ssd", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("lightning_ssd")
+
+
+DRAWN_CASES = 2
+"""Cases of a test that `-m thorough` draws, unless its mark says another number."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,16 +83,30 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     counts: Counter[str] = Counter()
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
+        name = item.nodeid.partition("[")[0]
         mark = item.get_closest_marker("quick_cases")
         if mark is not None and item.get_closest_marker("thorough") is None:
-            name = item.nodeid.partition("[")[0]
             counts[name] += 1
             if counts[name] > mark.args[0]:
                 item.add_marker(pytest.mark.thorough)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("thorough") is not None:
+            cases[name].append(item)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.option.markexpr == "thorough":
+        left_out = {item for name, of_test in cases.items() for item in _left_out(name, of_test)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the thorough cases of a test that are not drawn. All processes of a run draw the same ones."""
+    mark = cases[0].get_closest_marker("drawn")
+    others = settings.get_current_profile_name() == "random"
+    seed = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(random.random())) if others else ""
+    count = DRAWN_CASES if mark is None else mark.args[0]
+    return random.Random(name + seed).sample(cases, max(0, len(cases) - count))

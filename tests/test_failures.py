@@ -43,37 +43,6 @@ def _plain(root: Path) -> SmallModel:
     return model
 
 
-@pytest.mark.parametrize("kind", [SSDOffloadStrategy, ActivationOffload])
-@pytest.mark.parametrize(
-    ("argument", "value", "remedy"),
-    [
-        ("offload", 1.5, "0.0 to 1.0"),
-        ("offload", -1, "0.0 to 1.0"),
-        ("offload", -0.5, "0.0 to 1.0"),
-        ("offload", float("nan"), "0.0 to 1.0"),
-        ("offload", True, "0.0 to 1.0"),
-        ("offload", "1.5", "0.0 to 1.0"),
-        ("offload", "lots", "'8GiB'"),
-        ("tier", "ram", "'ssd', 'host'"),
-        ("spill", "both", "'host_first', 'ssd_first'"),
-        ("backend", "nvme", "'auto', 'posix', 'kvikio'"),
-        ("host_memory", "few", "'8GiB'"),
-        ("host_memory", -1, "'8GiB'"),
-        ("ssd_capacity", "much", "'8GiB'"),
-        ("min_bytes", "small", "'8GiB'"),
-        ("staging_memory", "8MiB", "at least"),
-        ("staging_memory", "some", "'8GiB'"),
-    ],
-)
-def test_an_argument_out_of_range_is_refused_at_once(
-    kind: Callable[..., Any], argument: str, value: Any, remedy: str
-) -> None:
-    with pytest.raises(ValueError) as refused:
-        kind(**{argument: value})
-    assert f"`{argument}={value!r}`" in str(refused.value)
-    assert remedy in str(refused.value)
-
-
 class TestBeforeTheFirstStep:
     def _refused(self, root: Path, error: type[Exception], match: str, **arguments: Any) -> None:
         """Asserts that strategy and callback refuse `arguments` before a step, and leave nothing."""

@@ -71,34 +71,34 @@ def pixels(size: int = 32) -> Inputs:
     return lambda generator: {"pixel_values": torch.randn(ROWS, 3, size, size, generator=generator)}
 
 
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 GROUPED = SMALL | {"num_key_value_heads": 1, "head_dim": 8}
 EXPERTS = GROUPED | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SEQ2SEQ = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+SEQ2SEQ = dict(
+    vocab_size=VOCABULARY,
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=32,
+    decoder_ffn_dim=32,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=1,
+)
 VISION = {"image_size": 32, "patch_size": 8, "num_labels": 2} | {
     key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 }
@@ -125,15 +125,7 @@ def other(model: str, config: str, inputs: Inputs, sizes: Mapping[str, Any], **m
     return Case(f"transformers {model}", pretrained(model, config, {**sizes, **more}, inputs))
 
 
-GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_positions": 32,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GPT2 = dict(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
 
 
 def _whisper(generator: torch.Generator) -> dict[str, Tensor]:
@@ -202,14 +194,7 @@ TRANSFORMERS = [
         "DistilBertForMaskedLM",
         "DistilBertConfig",
         tokens,
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 16,
-            "hidden_dim": 32,
-            "n_layers": 2,
-            "n_heads": 2,
-            "max_position_embeddings": 32,
-        },
+        dict(vocab_size=VOCABULARY, dim=16, hidden_dim=32, n_layers=2, n_heads=2, max_position_embeddings=32),
     ),
     other("ElectraForMaskedLM", "ElectraConfig", tokens, SMALL, embedding_size=8),
     other("DebertaForMaskedLM", "DebertaConfig", tokens, SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"]),
@@ -234,15 +219,7 @@ TRANSFORMERS = [
         "T5ForConditionalGeneration",
         "T5Config",
         tokens,
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 32,
-            "num_layers": 2,
-            "num_heads": 2,
-            "decoder_start_token_id": 0,
-        },
+        dict(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0),
     ),
     other("BartForConditionalGeneration", "BartConfig", tokens, SEQ2SEQ),
     other("MBartForConditionalGeneration", "MBartConfig", tokens, SEQ2SEQ),
@@ -279,15 +256,7 @@ TRANSFORMERS = [
         "SwinForImageClassification",
         "SwinConfig",
         images(),
-        {
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 8,
-            "depths": [1, 1],
-            "num_heads": [2, 2],
-            "window_size": 4,
-            "num_labels": 2,
-        },
+        dict(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4, num_labels=2),
     ),
     other(
         "ConvNextForImageClassification",
@@ -308,18 +277,18 @@ TRANSFORMERS = [
         "SegformerForSemanticSegmentation",
         "SegformerConfig",
         _segments,
-        {
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [8, 16],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-            "decoder_hidden_size": 16,
-            "num_labels": 2,
-        },
+        dict(
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            sr_ratios=[2, 1],
+            hidden_sizes=[8, 16],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=16,
+            num_labels=2,
+        ),
     ),
     other(
         "CLIPModel",
@@ -332,12 +301,12 @@ TRANSFORMERS = [
         "ViTMAEConfig",
         pixels(),
         VISION
-        | {
-            "decoder_num_attention_heads": 2,
-            "decoder_hidden_size": 16,
-            "decoder_num_hidden_layers": 1,
-            "decoder_intermediate_size": 32,
-        },
+        | dict(
+            decoder_num_attention_heads=2,
+            decoder_hidden_size=16,
+            decoder_num_hidden_layers=1,
+            decoder_intermediate_size=32,
+        ),
     ),
 ]
 

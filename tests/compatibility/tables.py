@@ -32,7 +32,7 @@ A row that says **refused** raises an error with that message before a wrong num
 **within** names the largest difference and its cause.
 
 `python -m tests.compatibility.write` makes the page: it runs every case, and writes the page if each has the outcome
-that its table expects. `pytest -m thorough tests/compatibility` runs them, too, and the default tests a sample.
+that its table expects. The default tests run a sample, and `pytest -m thorough tests/compatibility` some at random.
 """
 
 

@@ -122,7 +122,6 @@ def test_memory_has_the_values_of_plain_training_or_is_refused(
     for mine, theirs in zip(ours, plain, strict=True):
         assert {key for key in mine.keys() - refused if not same(mine[key], theirs[key])} == set()
     assert same(dict(trained.state_dict()), dict(expected.state_dict()))
-    print(refused)
 
 
 def test_addresses_are_valid_after_forwards_that_could_not_begin(tmp_path: Path) -> None:

@@ -15,27 +15,19 @@ from lightning_ssd.model_states.placement import state_storage
 from lightning_ssd.model_states.units import units
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
-from tests.support.faults import FailingAtBackend, FaultyBackend
+from tests.support.faults import FaultyBackend
 from tests.support.models import Block, Model
 from tests.support.products import combinations, thorough
 from tests.support.states import assert_nothing_is_left, host, loader, some_stay, ssd, train
 
 
 # 8.0 is above the norm of some steps of `Model`, and below that of others.
-@pytest.mark.quick_cases(1)
 @combinations(
     "overlap, clips, states",
     ["optimized", "naive", "none"],
     [("auto", None, 1), *product(["deferred", "speculative", "auto"], [0.5, 8.0], [1]), ("auto", 8.0, 3)],
     ["host", "ssd"],
-    quick=[
-        ("optimized", ("auto", None, 1), "ssd"),
-        ("optimized", ("deferred", 8.0, 1), "host"),
-        ("optimized", ("speculative", 0.5, 1), "ssd"),
-        ("optimized", ("auto", 8.0, 3), "ssd"),
-        ("naive", ("speculative", 8.0, 1), "ssd"),
-        ("none", ("deferred", 0.5, 1), "ssd"),
-    ],
+    quick=[("optimized", ("auto", 8.0, 3), "ssd"), ("naive", ("speculative", 8.0, 1), "ssd")],
 )
 def test_numbers_are_plain_lightnings(
     tmp_path: Path, overlap: Any, clips: tuple[Any, float | None, int], states: str
@@ -69,7 +61,7 @@ class Deep(Model):
         self.blocks.extend(Block() for _ in range(12))
 
 
-@pytest.mark.parametrize("host_memory", [thorough("320kB"), "450kB", thorough("1GB")])
+@pytest.mark.parametrize("host_memory", ["450kB", thorough("1GB")])
 def test_states_that_fit_are_in_host_memory(tmp_path: Path, host_memory: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO", "lightning_ssd"):
@@ -97,10 +89,7 @@ class Sparing(Deep):
         return logits
 
 
-@pytest.mark.quick_cases(1)
-@combinations(
-    "num_flat_params, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing), (2, 1, Deep)]
-)
+@combinations("num_flat_params, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing)])
 def test_gradients_share_memory(
     tmp_path: Path, num_flat_params: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,23 +183,6 @@ def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @combinations(
-    "optimizer, groups",
-    ["SGD", "Adam", "RMSprop"],
-    [False, True],
-    quick=[("SGD", True), ("Adam", False), ("RMSprop", True)],
-)
-def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        arguments: dict[str, Any] = {"SGD": {"momentum": 0.9, "fused": True}, "Adam": {"fused": True}}.get(
-            optimizer, {}
-        )
-        return getattr(torch.optim, optimizer)(parameters, lr=1e-2, **arguments)
-
-    expected = train(tmp_path, "auto", Model(make, groups))
-    assert_same(train(tmp_path, ssd(), Model(make, groups)), expected)
-
-
-@combinations(
     "second, first", ["ssd", "host", "auto"], ["ssd", "auto"], quick=[("ssd", "ssd"), ("host", "auto"), ("auto", "ssd")]
 )
 def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
@@ -228,43 +200,22 @@ def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: st
     assert_same(resumed_model, expected)
 
 
-@pytest.mark.parametrize("writes", [40, 90])
-def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: Path, writes: int) -> None:
-    """With two versions, a step is committed in all units or in none."""
-    seen: list[dict[str, Tensor]] = []
-
-    class Watching(Model):
-        def on_train_batch_start(self, *_: Any) -> None:
-            seen.append({name: value.clone() for name, value in self.state_dict().items()})
-
-    arguments: Any = dict(gradient_clip_val=8.0, enable_progress_bar=False, logger=False, enable_checkpointing=False)
-    plain = Watching()
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **arguments)
-    trainer.fit(plain, loader(), loader(2, seed=2))
-    steps = [*seen, plain.state_dict()]
-    model = Model()
-    strategy = ssd(backend=FailingAtBackend(writes, "write", dead=True), clip="speculative")
-    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, default_root_dir=tmp_path, **arguments)
-    with pytest.raises(StorageError, match=r"write.*scratch.*Input/output error"):
-        trainer.fit(model, loader(), loader(2, seed=2))
-    left = model.state_dict()
-    assert any(all(torch.equal(left[name], step[name]) for name in left) for step in steps)
-    assert_nothing_is_left(tmp_path)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("clip", [None, 8.0])
 @pytest.mark.parametrize(
-    ("fault", "error", "message"),
+    ("fault", "clip", "error", "message"),
     [
-        ({"error": {"read": OSError(5, "Input/output error")}}, StorageError, "read.*scratch.*Input/output error"),
-        ({"error": {"write": OSError(28, "No space left on device")}}, StorageFullError, "write.*scratch"),
-        ({"short": {"read"}}, StorageError, "read only .* bytes at offset"),
-        ({"flip": True}, ChecksumError, "are not what was written"),
+        (
+            {"error": {"read": OSError(5, "Input/output error")}},
+            8.0,
+            StorageError,
+            "read.*scratch.*Input/output error",
+        ),
+        ({"error": {"write": OSError(28, "No space left on device")}}, None, StorageFullError, "write.*scratch"),
+        ({"short": {"read"}}, 8.0, StorageError, "read only .* bytes at offset"),
+        ({"flip": True}, None, ChecksumError, "are not what was written"),
     ],
 )
 def test_faults_in_the_middle(
-    tmp_path: Path, fault: dict[str, Any], error: Any, message: str, clip: float | None
+    tmp_path: Path, fault: dict[str, Any], clip: float | None, error: Any, message: str
 ) -> None:
     """Any fault of a drive ends training with an error before a wrong value is used."""
     backend = FaultyBackend()
@@ -338,8 +289,9 @@ def test_memory_that_runs_out_during_a_move(tmp_path: Path, monkeypatch: pytest.
 # ---- evaluation alone ----
 
 
-@pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "16-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("states", "precision"), [("host", "32-true"), ("ssd", "64-true"), ("host", "16-true"), ("ssd", "bf16-true")]
+)
 def test_evaluation_of_a_model_that_was_never_trained(tmp_path: Path, states: str, precision: Any) -> None:
     class Evaluated(Model):
         def on_test_start(self) -> None:
@@ -394,10 +346,9 @@ class Built(Model):
             self.make_optimizer, self.groups = made.make_optimizer, False
 
 
-@pytest.mark.parametrize("states", ["host", "ssd"])
-def test_a_model_that_was_built_on_meta(tmp_path: Path, states: str) -> None:
+def test_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model: Any = train(tmp_path, ssd(states=states), Built(), max_epochs=6)
+    model: Any = train(tmp_path, ssd(), Built(), max_epochs=6)
     assert model.head.weight is model.embed.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model.blocks[0].norm.weight > 0.5, torch.ones(16, dtype=torch.bool))
@@ -503,18 +454,18 @@ def test_masters_of_resident_parameters(tmp_path: Path) -> None:
         return [residents, saved, pl.callbacks.EMAWeightAveraging(decay=0.9)]
 
     how: Any = dict(precision="bf16-true", gradient_clip_val=4.0, enable_checkpointing=True)
-    whole: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("whole"), max_epochs=4, **how)
+    whole: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("whole"), max_epochs=2, **how)
     assert 0 < len(residents.masters) < len(list(whole.parameters()))
     saved = torch.load(tmp_path / "whole" / "last.ckpt", weights_only=False)
     assert all(value.dtype == torch.float32 for value in saved["state_dict"].values())
-    expected: Any = train(tmp_path, ssd(states="host"), Model(), callbacks=callbacks("others"), max_epochs=4, **how)
+    expected: Any = train(tmp_path, ssd(states="host"), Model(), callbacks=callbacks("others"), max_epochs=2, **how)
     other = torch.load(tmp_path / "others" / "last.ckpt", weights_only=False)
     assert_same(whole, expected)
     for name, value in saved["state_dict"].items():
         assert torch.equal(value, other["state_dict"][name]), name
-    train(tmp_path, some_stay(), Model(), callbacks=callbacks("half"), max_epochs=2, **how)
+    train(tmp_path, some_stay(), Model(), callbacks=callbacks("half"), max_epochs=1, **how)
     last = str(tmp_path / "half" / "last.ckpt")
-    found: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("rest"), max_epochs=4, ckpt_path=last, **how)
+    found: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("rest"), max_epochs=2, ckpt_path=last, **how)
     assert found.losses == expected.losses[-len(found.losses) :]
     optimizer = found.optimizers().optimizer if hasattr(found.optimizers(), "optimizer") else found.optimizers()
     assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == {

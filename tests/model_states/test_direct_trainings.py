@@ -19,7 +19,7 @@ from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend
 from tests.support.device_steps import Shared
 from tests.support.direct import DirectBackend
-from tests.support.late_device import LateCopies
+from tests.support.late_device import LateEngines
 from tests.support.models import Block, MakeOptimizer, ToyModel, adamw
 from tests.support.moves import Mover
 from tests.support.states import assert_nothing_is_left, offloading, train
@@ -53,16 +53,6 @@ class Blocks(ToyModel):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.losses.append(self.loss(batch[0]).item())
-
-
-class Engines(LateCopies):
-    """Remembers the engine of the training, and that of the steps."""
-
-    made: list["Engines"] = []
-
-    def __init__(self, device: Any) -> None:
-        super().__init__(device)
-        self.made.append(self)
 
 
 @pytest.fixture
@@ -119,9 +109,9 @@ def test_numbers_are_plain_lightnings(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "PAGED_ELEMENTS", 1)
         shared = Shared(patch, seed, share=0.8)
-        patch.setattr(Engines, "made", [])
+        patch.setattr(LateEngines, "made", [])
         if late:
-            patch.setattr(build, "make_copy_engine", Engines)
+            patch.setattr(build, "make_copy_engine", LateEngines)
         begun: list[SSDStep] = []
         step_on_device = SSDBuffer.step_on_device
 
@@ -137,6 +127,6 @@ def test_numbers_are_plain_lightnings(
         assert (shared.steps > 0) == (accumulate == 1)
         assert accumulate > 1 or begun or moves
         assert all(step.written.done() and step.written.exception() is None for step in begun)
-        assert [violation for engine in Engines.made for violation in engine.violations] == []
+        assert LateEngines.all_violations() == []
     assert "late-device" not in [thread.name for thread in threading.enumerate()]
     assert_nothing_is_left(tmp_path)

@@ -106,8 +106,7 @@ def test_weights_are_not_read_before_they_are_written(tmp_path: Path) -> None:
         assert "read" not in operations[:3] and operations.count("read") == 3
 
 
-@pytest.mark.parametrize("number", [EIO, None])
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize(("at", "number"), [(0, EIO), (1, None), (2, EIO)])
 def test_a_failed_read_is_the_error_of_the_staged_path(tmp_path: Path, at: int, number: int | None) -> None:
     """One of three pieces fails, by an error of the drive or a short read; the next prefetch has the weights."""
     remedies = []

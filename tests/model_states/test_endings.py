@@ -14,51 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd.storage import StorageError
-from tests.support.endings import STEPS, WIDTH, Toy, offload
+from tests.support.endings import STEPS, WIDTH, Keep, Toy, equal, offload, weights
 from tests.support.faults import FailingAtBackend, Move, Operation, WrappingBackend
 from tests.support.trainings import Watch, make_trainer, nothing_left, package_threads  # noqa: F401
-
-NOTE = "After that, "
-
-
-class WithSmall(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return super().loss(batch * self.scale)
-
-
-def weights(module: pl.LightningModule) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-class Keep(pl.Callback):
-    """Records the weights after each step."""
-
-    def __init__(self) -> None:
-        self.kept: list[dict[str, Tensor]] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.kept.append(weights(pl_module))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.kept.append(weights(pl_module))
-
-
-class Arm(pl.Callback):
-    """Makes a backend count its transfers from the start of the training, without those of the calibration."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def on_train_start(self, *_: Any) -> None:
-        self._backend.arm()
 
 
 def train(root: Path, strategy: Any, model: type[Toy] = Toy, **arguments: Any) -> Toy:
@@ -72,83 +30,6 @@ def train(root: Path, strategy: Any, model: type[Toy] = Toy, **arguments: Any) -
         error.optimizer = trainer.optimizers[0]  # type: ignore[attr-defined]
         raise
     return module
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "speculative": dict(clip="speculative"),
-    "deferred": dict(clip="deferred"),
-    "naive": dict(overlap="naive", clip="deferred"),
-    "none": dict(overlap="none", clip="speculative"),
-    "recover": dict(recover=True),
-    "recover, no clipping": dict(recover=True),
-    "no clipping": dict(),
-    "activations": dict(states="gpu", offload=1.0, min_bytes=512, staging_memory="16MiB", ssd_capacity="256KiB"),
-}
-
-
-def check_fault(
-    root: Path,
-    mode: str,
-    operation: Operation,
-    at: int,
-    plain: list[dict[str, Tensor]],
-    model: type[Toy],
-    *,
-    dead: bool,
-) -> bool:
-    """Trains with one fault; returns whether it was reached."""
-    backend = FailingAtBackend(at, operation, dead=dead, armed=False)
-    clipping = None if "no clipping" in mode else 0.1
-    # Bytes that are still being written are forwarded from memory; they are read if writes end before backward.
-    arguments = dict(
-        gradient_clip_val=clipping, callbacks=[Arm(backend), *([Watch()] if mode == "activations" else [])]
-    )
-    what = f"{mode}, {operation} {at}, {'dead' if dead else 'once'}"
-    try:
-        module = train(root, offload(backend, **MODES[mode]), model, **arguments)
-    except StorageError as error:
-        assert backend.failed, what
-        assert error.__context__ in (None, error.__cause__), f"{what}: {error.__context__!r} is shown first"
-        found = weights(error.module)  # type: ignore[attr-defined]
-        notes = [note for note in getattr(error, "__notes__", []) if note.startswith(NOTE)]
-        whole = any(equal(found, step) for step in plain)
-        assert whole or notes, f"{what}: {error}"
-        lost = any(bool(value.isnan().any()) for value in found.values())
-        assert lost == any("NaN" in note for note in notes), what
-        assert not (whole and notes), f"{what}: {notes}"
-        if MODES[mode].get("recover"):
-            module = train(root, offload("posix", **MODES[mode]), model, gradient_clip_val=clipping)
-            assert equal(weights(module), plain[-1]), what
-    else:
-        assert equal(weights(module), plain[-1]), what
-    assert package_threads() == [], what
-    return backend.failed > 0
-
-
-def every_fault(root: Path, mode: str, positions: Any, *, model: type[Toy] = Toy) -> None:
-    keep = Keep()
-    train(root, "auto", model, gradient_clip_val=None if "no clipping" in mode else 0.1, callbacks=[keep])
-    for operation in ("write", "read"):
-        for at in positions:
-            reached = [check_fault(root, mode, operation, at, keep.kept, model, dead=dead) for dead in (False, True)]
-            if not any(reached):
-                assert at > 1, f"{mode} has no {operation} at all"
-                break
-        else:
-            assert len(positions) < 100
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("mode", ["speculative", "recover", "deferred"])
-def test_some_transfers_that_fail(tmp_path: Path, mode: str) -> None:
-    every_fault(tmp_path, mode, range(1, 40, 6))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", [Toy, WithSmall])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_transfer_that_fails(tmp_path: Path, mode: str, model: type[Toy]) -> None:
-    every_fault(tmp_path, mode, range(200), model=model)
 
 
 class FailLast(pl.Callback):
@@ -206,8 +87,7 @@ def test_the_number_of_steps_is_rolled_back_with_the_weights(tmp_path: Path) -> 
     assert [float(state["step"]) for state in states] == [STEPS - 1, STEPS - 1]
 
 
-@pytest.mark.parametrize("recover", [False, True])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("end", "recover"), [(end, number % 2 == 0) for number, end in enumerate(ENDS)])
 def test_the_last_step_is_written_before_fit_returns(tmp_path: Path, end: str, recover: bool) -> None:
     """Otherwise `fit` raises an error, and a recorded run resumes after the previous step."""
     batch, arguments = ENDS[end]
@@ -228,7 +108,7 @@ def test_the_last_step_is_written_before_fit_returns(tmp_path: Path, end: str, r
 @pytest.mark.parametrize("at", range(4))
 def test_every_write_of_the_last_step_is_checked(tmp_path: Path, at: int) -> None:
     """Also writes of optimizer states, which are not read afterwards; the next run resumes before that step."""
-    mode, keep = MODES["recover, no clipping"], Keep()
+    mode, keep = {"recover": True}, Keep()
     backend = FailingAtBackend(at, "write", armed=False)
     with pytest.raises(StorageError, match="EIO"):
         train(tmp_path, offload(backend, **mode), callbacks=[FailLast(backend)], gradient_clip_val=None)
@@ -319,8 +199,10 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [("on_train_batch_end", Broken), ("on_train_epoch_end", KeyboardInterrupt), ("on_train_end", Broken)],
+)
 def test_an_error_of_the_user_is_not_masked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, error: type[BaseException]
 ) -> None:

@@ -21,6 +21,7 @@ from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.stores import layout
 from lightning_ssd.storage import StorageError
 from tests.support.device_steps import Shared
+from tests.support.endings import Keep, equal, weights
 from tests.support.faults import FailingAtBackend
 from tests.support.faulty_trainings import WIDTH, Arm, CallCounter, Case, Net, run
 from tests.support.trainings import nothing_left, package_threads, scratch_directories, script_environment  # noqa: F401
@@ -37,6 +38,7 @@ CASES = [
         (False, True),
         (False, True),
         (False, True),
+        ("optimized", "naive", "none"),
     )
 ]
 CASES = [case for case in CASES if not case.recover or (case.place == "ssd" and not case.averages)]
@@ -49,27 +51,6 @@ def speculation_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GradScaleDecision, "EMA_WEIGHT", 0.6)
 
 
-def weights(module: nn.Module) -> Weights:
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
-
-
-def equal(one: Weights, other: Weights, names: Any = None) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in names or one)
-
-
-class Keep(pl.Callback):
-    """Keeps the weights after each batch."""
-
-    def __init__(self) -> None:
-        self.kept: list[Weights] = []
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.kept.append(weights(module))
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.kept.append(weights(module))
-
-
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """A training under plain Lightning: its weights after each batch and at the end, losses, and checkpoint."""
@@ -80,7 +61,7 @@ class Plain:
 
 
 def plain(root: Path, case: Case) -> Plain:
-    return _plain(root, dataclasses.replace(case, place="ssd", clip="auto", recover=False))
+    return _plain(root, dataclasses.replace(case, place="ssd", clip="auto", recover=False, overlap="optimized"))
 
 
 @cache

@@ -68,8 +68,10 @@ def test_momentum_begins_with_a_new_buffer(tmp_path: Path, strategy: str, name: 
     assert expected.seen[0] != expected.seen[-1]
 
 
-@pytest.mark.parametrize("step", [1, BEGIN, BEGIN + 2])
-@pytest.mark.parametrize(("first", "second"), [("auto", "host"), ("host", "auto"), ("auto", "ssd"), ("ssd", "host")])
+@pytest.mark.parametrize(
+    ("first", "second", "step"),
+    [("auto", "host", BEGIN), ("host", "auto", 1), ("auto", "ssd", BEGIN + 2), ("ssd", "host", BEGIN)],
+)
 def test_checkpoints_amid_a_warm_up(tmp_path: Path, first: str, second: str, step: int) -> None:
     """They have the states of plain Lightning, which resumes from them, and from whose they resume."""
     name = "dampening"

@@ -24,7 +24,7 @@ from tests.support.access import Toy, fit, loader
 from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend
 from tests.support.device_steps import Shared
-from tests.support.late_device import LateCopies
+from tests.support.late_device import LateEngines
 from tests.support.moves import PartMover
 from tests.support.plans import MACHINE, planner
 
@@ -278,7 +278,7 @@ def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training
 
 
 @pytest.mark.thorough
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, USER_CODE, TRAININGS)
 def test_more_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
     """The same, also with states on SSDs."""
@@ -289,16 +289,6 @@ def test_more_random_programs(tmp_path: Path, parts: list[Build], code: Any, tra
 
 LINKS = ("copy_in", "copy_out", "copy_in_both", "copy_out_both")
 DRIVES = ("ssd_read", "ssd_write", "ssd_mixed")
-
-
-class Engines(LateCopies):
-    """Records all engines that a training makes."""
-
-    made: list["Engines"] = []  # noqa: RUF012
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.made.append(self)
 
 
 MACHINES = st.fixed_dictionaries(
@@ -353,9 +343,9 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
         patch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
         patch.setattr(SSDOffloadStrategy, "move_states", counted)
         patch.setattr(units, "PART_ELEMENTS", case["part"])
-        patch.setattr(Engines, "made", [])
+        patch.setattr(LateEngines, "made", [])
         for module in (build, config):
-            patch.setattr(module, "make_copy_engine", Engines)
+            patch.setattr(module, "make_copy_engine", LateEngines)
         saved = path / "plan.yaml"
         saved.unlink(missing_ok=True)
         arguments = {"planner": case["planner"], "gpu_memory": f"{case['gpu_memory']}B"}
@@ -368,26 +358,19 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
         if swaps.runner is not None:
             names = [unit.name for unit in units.find_units(found)]
             assert set(names) <= {unit.name for unit in swaps.runner.profile.units}
-        assert Engines.made and not [violation for engine in Engines.made for violation in engine.violations]
+        assert LateEngines.made and not LateEngines.all_violations()
     assert_same(found, plain)
     return moves
 
 
 @pytest.mark.thorough
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(PROGRAMS, MACHINES)
-@example([linear, linear, scaled, tied], CONSTRAINED)  # the first forward of the tied weights belongs to a unit inside
-def test_plans_of_random_models_and_machines_keep_the_numbers(tmp_path: Path, parts: Any, case: Any) -> None:
-    check_plan(tmp_path, parts, case)
-
-
-@pytest.mark.thorough
-def test_more_plans_of_random_models_and_machines(tmp_path: Path) -> None:
+def test_plans_of_random_models_and_machines_keep_the_numbers(tmp_path: Path) -> None:
     """Some of the plans move states to other tiers."""
     moves = []
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(PROGRAMS, MACHINES)
+    @example([linear, linear, scaled, tied], CONSTRAINED)  # the first forward of tied weights is of a unit inside
     def check_all(parts: Any, case: Any) -> None:
         moves.append(check_plan(tmp_path, parts, case))
 
@@ -408,11 +391,11 @@ def check_parts(path: Path, parts: Any, training: Any, seed: int) -> PartMover:
         if seed % 2:
             Shared(patch, seed)
         patch.setattr(units, "PART_ELEMENTS", 32)
-        patch.setattr(Engines, "made", [])
-        patch.setattr(build, "make_copy_engine", Engines)
+        patch.setattr(LateEngines, "made", [])
+        patch.setattr(build, "make_copy_engine", LateEngines)
         strategy = {"backend": SlowBackend(), "ssd_capacity": "8MiB"}
         found = run(path, parts, [], training, "auto", strategy=strategy, callbacks=[mover])
-        assert Engines.made and not [violation for engine in Engines.made for violation in engine.violations]
+        assert LateEngines.made and not LateEngines.all_violations()
     assert_same(found, plain)
     return mover
 
@@ -429,7 +412,7 @@ def test_more_parts_of_units_in_random_tiers(tmp_path: Path) -> None:
     """In some of the trainings parts of one unit are in several tiers."""
     movers: list[PartMover] = []
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(PROGRAMS, TRAININGS, st.integers(0, 99))
     def check_all(parts: Any, training: Any, seed: int) -> None:
         movers.append(check_parts(tmp_path, parts, training, seed))

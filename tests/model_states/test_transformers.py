@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from tests.support.compare import assert_same
-from tests.support.products import combinations
-from tests.support.states import host, ssd
+from tests.support.states import ssd
 from tests.support.trainings import make_trainer
 
 SIZES: dict[str, Any] = dict(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -81,16 +80,6 @@ def trained(path: Path, strategy: Any, model: Wrapped) -> Wrapped:
     torch.manual_seed(3)
     trainer.fit(model, DataLoader(tokens, batch_size=4))
     return model
-
-
-@pytest.mark.quick_cases(1)
-@combinations(
-    "checkpointing, make", [False, True], [gpt2, bert, llama, t5], quick=[(False, gpt2), (True, llama), (False, t5)]
-)
-def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, checkpointing: bool) -> None:
-    expected = trained(tmp_path, "auto", Wrapped(make, checkpointing=checkpointing))
-    for strategy in (host(gpu_memory="1B"), ssd(clip="speculative")):
-        assert_same(trained(tmp_path, strategy, Wrapped(make, checkpointing=checkpointing)), expected)
 
 
 @pytest.mark.quick_cases(1)

@@ -15,7 +15,6 @@ from lightning_ssd.planning import (
     HostOverhead,
     ModelProfile,
     Plan,
-    Prediction,
     UnitPlan,
     UnitProfile,
     calibrate,
@@ -27,7 +26,6 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.few_launches import checkpoint, plan_few_launches
 from lightning_ssd.planning.holistic import SAME_EXCESS, min_memory_plan
-from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
 from lightning_ssd.types import Choice, InputChoice, Tier
@@ -142,11 +140,6 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
         assert counts(replace(model, micro_batches=2), slow, planner) == 0
     shared = make_plan(model, slow, fixed=fixed)
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
-
-
-def stepped_on_cpu(plan: Plan) -> Plan:
-    units = {name: replace(unit, step="cpu", gradients="host") for name, unit in plan.units.items()}
-    return replace(plan, units=units)
 
 
 def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
@@ -377,36 +370,6 @@ def test_a_late_host_or_a_slow_gpu() -> None:
         assert (corrected[1] == machine) == (slow == "gpu")
 
 
-def test_a_host_that_the_gpu_waits_for_is_slower_than_measured() -> None:
-    """No overhead of a plan explains the step: the host's launches are corrected, not the GPU that waits for them."""
-    model = make_model(4, parameters=0, launch=2.0, operations=9)
-    machine = replace(H100, host_overhead=HostOverhead(*6 * [1e-3]))
-    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
-    before = simulate(model, machine, plan)
-    assert before.bound == "compute"
-    for waits in (True, False):
-        measured = replace(model, synchronizes=waits)
-        seconds = 1.3 * simulate(measured, machine, plan).step_seconds
-        corrected = calibrate(measured, machine, plan, seconds)
-        assert corrected is not None
-        assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
-        assert (corrected[0].forward_seconds == model.forward_seconds) == waits
-
-
-def test_a_shorter_step_that_no_overhead_explains_is_one_of_a_faster_gpu() -> None:
-    """The plan's overhead has no effect as long as it is small, and is the measured one then."""
-    model = replace(make_model(4, parameters=0, launch=0.1, operations=9), synchronizes=False)
-    machine = replace(H100, host_overhead=HostOverhead(*6 * [0.05]))
-    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
-    before = simulate(model, machine, plan)
-    assert before.bound == "compute"
-    slow = replace(machine, host_overhead=machine.host_overhead.times(3.0))
-    assert simulate(model, slow, plan).step_seconds > 1.05 * before.step_seconds
-    corrected = calibrate(model, machine, plan, 0.9 * before.step_seconds)
-    assert corrected is not None and corrected[1] == machine
-    assert simulate(*corrected, plan).step_seconds == pytest.approx(0.9 * before.step_seconds, rel=0.006)
-
-
 @given(models(), machines(), st.floats(1.01, 3.0))
 @settings(max_examples=30, deadline=None)
 def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
@@ -444,21 +407,6 @@ def test_activations_have_the_host_memory_that_shared_gradients_leave(micro_batc
     assert {choice for unit in plan.units.values() for choice in (unit.input, *unit.operators.values())} == {"host"}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4, 16])
-def test_the_rate_of_a_cpu_that_is_busy_for_a_part_of_the_step(micro_batches: int) -> None:
-    """Copies in the rest of the step do not slow it."""
-    model = replace(make_model(8, parameters=10**9, forward=0.5), micro_batches=micro_batches)
-    machine = replace(H100, host_memory_bandwidth=60e9, cpu_step_rate=4e9, host_bytes=300 * GB)
-    states = FixedPlacement(("host",) * 8, ("host",) * 8)
-    plan = plan_with_coefficient(model, machine, 0.0, states)
-    before = simulate(model, machine, plan)
-    alone = 8e9 / 4e9
-    assert alone < before.busy_seconds["cpu"] < 1.25 * alone
-    corrected = calibrate_step_rate(model, machine, plan, 8e9 / 3, before.step_seconds)
-    assert corrected.cpu_step_rate > 8e9 / 3
-    assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(3, rel=0.05)
-
-
 @pytest.mark.parametrize("factor", [0.7, 0.9, 1.2, 1.4])
 @pytest.mark.parametrize("bandwidth", [None, 100e9, 20e9])
 def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None:
@@ -471,25 +419,6 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
     corrected = calibrate(model, machine, plan, factor * before.step_seconds)
     assert corrected is not None
     assert simulate(*corrected, plan).step_seconds == pytest.approx(factor * before.step_seconds, rel=0.006)
-
-
-@pytest.mark.thorough
-def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
-    """If a plan just costs no time, all is kept, because the plan would cost time on a host that is a third slower."""
-    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-
-    def least(cost: float) -> tuple[Prediction, Prediction]:
-        machine = replace(H100, host_overhead=HostOverhead(dispatch=cost))
-        plan = plan_for_least_memory(model, machine, fixed=fixed)
-        return simulate(model, machine, plan), simulate(model, machine.with_host_overhead(CAUTION), plan)
-
-    limit = 1.02 * simulate(model, H100, make_plan(model, H100, fixed=fixed)).step_seconds
-    for cost in (0.0, 0.1, 0.15, 0.2, 0.4):
-        nominal, slower = least(cost)
-        assert nominal.step_seconds <= slower.step_seconds <= limit
-    assert least(0.0)[0].gpu_peak_bytes < 20 * GB
-    assert least(0.4)[0].gpu_peak_bytes == 40 * GB
 
 
 def test_less_memory_where_not_all_fits() -> None:
@@ -675,23 +604,6 @@ def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:
     plan = make_plan(model, machine, fixed=fixed)
     assert not any(unit.checkpoint for unit in plan.units.values()) and not plan.keeps_all
     assert simulate(model, machine, plan).gpu_peak_bytes <= machine.gpu_bytes
-
-
-def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
-    """The GPU bounds the step, and the host is late: a shorter step is explained by the host, not by a faster GPU."""
-    model = make_model(4, parameters=0, launch=1.0, operations=9)
-    machine = replace(H100, host_overhead=HostOverhead(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
-    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
-    late = simulate(model, machine, plan)
-    alone = simulate(model.with_launches(0.0), replace(machine, host_overhead=HostOverhead()), plan).step_seconds
-    assert late.bound == "compute" and alone < 0.9 * late.step_seconds
-    for share in (0.9, 0.6):
-        seconds = alone + share * (late.step_seconds - alone)
-        corrected = calibrate(model, machine, plan, seconds)
-        assert corrected is not None
-        assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
-        assert corrected[0] == model
-        assert corrected[1].host_overhead.dispatch < 0.95 * machine.host_overhead.dispatch
 
 
 def test_fixed_states_are_not_moved() -> None:

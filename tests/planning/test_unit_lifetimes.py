@@ -10,7 +10,7 @@ from tests.support.transformer import transformer_profile
 
 
 @given(models(), machines())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_plans_of_units_name_every_tensor_and_holistic_is_never_worse(
     model: ModelProfile, machine: HardwareProfile
 ) -> None:

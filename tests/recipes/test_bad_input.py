@@ -15,10 +15,7 @@ QUICK = ["--trainer.max_steps=1", "--trainer.accelerator=cpu", "--trainer.enable
 LLAMA = "model_type: llama, vocab_size: 2048, intermediate_size: 8, num_hidden_layers: 1"
 FILES = {
     "file.txt": "some text\n",
-    "empty.txt": "",
     "field.jsonl": '{"txt": "a"}\n',
-    "number.jsonl": '{"text": 5}\n',
-    "role.jsonl": '{"messages": [{"role": "user"}]}\n',
     "answer.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
     "pictures/0/a.png": "no picture",
     "folder/file.txt": "a file that is not a model's",
@@ -43,90 +40,40 @@ def refused(recipe: str, *options: str, capsys: pytest.CaptureFixture[str]) -> s
     return capsys.readouterr().err
 
 
-TEXT = [
-    ("--data.path=missing.txt", "data.path=missing.txt does not exist"),
-    ("--data.path=empty.txt", "data.path=empty.txt holds no text"),
-    ("--data.path=field.jsonl", "field.jsonl:1 has no text under 'text' (it has 'txt'): set data.field"),
-    ("--data.path=number.jsonl", "has no text under 'text' (it has a value of type int there)"),
-    ("--data.tokenizer=folder", "data.tokenizer=folder holds no tokenizer"),
-    ("--data.batch_size=0", "data.batch_size=0 is out of range"),
-    ("--model.lr=-1", "model.lr=-1.0 is out of range"),
-    ("--model.nokey=1", "Option 'nokey' is not accepted"),
+MISTAKES = [
+    ("gpt", "--data.path=missing.txt", "data.path=missing.txt does not exist"),
+    ("gpt", "--data.path=field.jsonl", "field.jsonl:1 has no text under 'text' (it has 'txt'): set data.field"),
+    ("gpt", "--model.nokey=1", "Option 'nokey' is not accepted"),
+    ("gpt", "--model.n_head=3", "model.n_embd=128 is not a multiple of model.n_head=3"),
+    ("gpt", "--model.pretrained=folder", "model.pretrained=folder holds no config.json"),
+    ("gpt", "--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is out of range"),
+    ("gpt", "--trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 is out of range"),
+    ("gpt", "--trainer.val_check_interval=0", "trainer.val_check_interval=0 is out of range"),
+    ("gpt", "--trainer.logger.save_dir=file.txt", "file.txt/gpt: Not a directory"),
+    ("gpt", "--trainer.strategy.path=missing", "/missing' does not exist: create it first"),
+    ("gpt", "--ckpt_path=missing.ckpt", "Checkpoint file not found: missing.ckpt"),
+    ("gpt", "--ckpt_path=file.txt", "ckpt_path=file.txt is no whole checkpoint"),
+    ("gpt", "--trainer.max_steps=-5", "`max_steps` must be a non-negative integer or -1"),
+    ("bert", "--model.vocab_size=10", "token ids and the model 10: set model.vocab_size="),
+    ("bert", "--data.mask_share=2", "data.mask_share=2.0"),
+    ("t5", "--data.mean_span=0", "data.mean_span=0"),
+    ("dit", "--data.path=pictures", "pictures/0/a.png can't be read as an image"),
+    ("dit", "--model.num_classes=3", "The data has 10 classes and the model 3"),
+    ("dit", "--trainer.callbacks.columns=0", "SampleGrid's columns=0 is out of range"),
+    ("dit", "--data.class_path=lightning_ssd.recipes.data.TextDataModule", "no 'images': set data.class_path="),
+    ("finetune", "--data.path=answer.jsonl", "answer.jsonl:1 has no message of the role 'assistant'"),
+    ("finetune", "--model.config={model_type: nope}", "the model_type 'nope', which transformers does not know"),
+    ("finetune", "--trainer.callbacks.folder=file.txt", "file.txt is a file: name a folder"),
+    ("finetune", "--trainer.callbacks.folder=folder", "folder holds other files than a saved model"),
+    ("finetune", "--trainer.callbacks.folder=file.txt/model", "file.txt/model can't be written"),
+    ("lora", "--model.targets=[nope]", "model.targets=['nope'] names modules that take no adapters"),
+    ("long_context", "--data.block_size=4096", "sequences of 4096 tokens and the model takes 2048"),
 ]
-LANGUAGE = [
-    ("--data.block_size=100000", "and the model takes"),
-    ("--model.vocab_size=10", "token ids and the model 10: set model.vocab_size="),
-    ("--model.dropout=2", "model.dropout=2.0 is not a probability"),
-    ("--model.pretrained=folder", "model.pretrained=folder holds no config.json"),
-]
-TUNED = [
-    ("--data.path=missing.jsonl", "data.path=missing.jsonl is not a file"),
-    ("--data.path=empty.txt", "data.path=empty.txt is empty"),
-    ("--data.path=field.jsonl", "field.jsonl:1 has neither 'messages' nor 'prompt' and 'completion'"),
-    ("--data.path=role.jsonl", "role.jsonl:1 has a message without 'role' or 'content'"),
-    ("--data.path=answer.jsonl", "answer.jsonl:1 has no message of the role 'assistant'"),
-    ("--data.tokenizer=folder", "folder holds no tokenizer"),
-    ("--data.batch_size=0", "data.batch_size=0 is out of range"),
-    ("--model.lr=-1", "model.lr=-1.0 is out of range"),
-    ("--model.pretrained=folder", "model.pretrained=folder holds no config.json"),
-    ("--model.config={model_type: nope}", "the model_type 'nope', which transformers does not know"),
-    ("--trainer.callbacks.folder=file.txt", "file.txt is a file: name a folder"),
-    ("--trainer.callbacks.folder=folder", "folder holds other files than a saved model"),
-    ("--trainer.callbacks.folder=file.txt/model", "file.txt/model can't be written"),
-]
-MISTAKES = {
-    "gpt": [
-        *TEXT,
-        *LANGUAGE,
-        ("--model.n_head=3", "model.n_embd=128 is not a multiple of model.n_head=3"),
-        ("--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is out of range"),
-        ("--trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 is out of range"),
-        ("--trainer.val_check_interval=0", "trainer.val_check_interval=0 is out of range"),
-        ("--trainer.logger.save_dir=file.txt", "file.txt/gpt: Not a directory"),
-        ("--trainer.strategy.path=missing", "/missing' does not exist: create it first"),
-        ("--ckpt_path=missing.ckpt", "Checkpoint file not found: missing.ckpt"),
-        ("--ckpt_path=file.txt", "ckpt_path=file.txt is no whole checkpoint"),
-        ("--trainer.max_steps=-5", "`max_steps` must be a non-negative integer or -1"),
-    ],
-    "bert": [
-        *TEXT[:2],
-        *LANGUAGE[:2],
-        ("--model.num_attention_heads=3", "model.hidden_size=128 is not a multiple of model.num_attention_heads=3"),
-        ("--data.mask_share=2", "data.mask_share=2.0"),
-    ],
-    "t5": [TEXT[2], LANGUAGE[1], ("--data.mean_span=0", "data.mean_span=0")],
-    "dit": [
-        ("--data.path=missing", "data.path=missing is not a folder"),
-        ("--data.path=pictures", "pictures/0/a.png can't be read as an image"),
-        ("--data.batch_size=0", "data.batch_size=0 is out of range"),
-        ("--model.lr=-1", "model.lr=-1.0 is out of range"),
-        ("--model.image_size=16", "The images have 8 pixels a side and the model 16"),
-        ("--model.num_classes=3", "The data has 10 classes and the model 3"),
-        ("--model.label_dropout=1", "model.label_dropout=1.0 is not a probability below 1"),
-        ("--trainer.callbacks.columns=0", "SampleGrid's columns=0 is out of range"),
-        ("--trainer.callbacks.steps=0", "SampleGrid's steps=0 is out of range"),
-        ("--data.class_path=lightning_ssd.recipes.data.TextDataModule", "no 'images': set data.class_path="),
-    ],
-    "finetune": TUNED,
-    "lora": [
-        TUNED[2],
-        ("--model.rank=0", "model.rank=0 is out of range"),
-        ("--model.targets=[nope]", "model.targets=['nope'] names modules that take no adapters"),
-        ("--model.adapter_dropout=1", "model.adapter_dropout=1.0 is not a probability below 1"),
-    ],
-    "long_context": [TEXT[2], ("--data.block_size=4096", "sequences of 4096 tokens and the model takes 2048")],
-}
-QUICK_MISTAKES = {("gpt", 0), ("gpt", 12), ("gpt", 19), ("dit", 7)}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "option", "message"),
-    [
-        pytest.param(recipe, option, message, marks=[] if (recipe, n) in QUICK_MISTAKES else pytest.mark.thorough)
-        for recipe, mistakes in MISTAKES.items()
-        for n, (option, message) in enumerate(mistakes)
-    ],
-)
+@pytest.mark.quick_cases(4)
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize(("recipe", "option", "message"), MISTAKES)
 def test_a_mistake_is_named_before_training(
     recipe: str, option: str, message: str, capsys: pytest.CaptureFixture[str], cache: None
 ) -> None:
@@ -154,19 +101,6 @@ def test_sizes_that_make_no_model_are_named(
 ) -> None:
     shown = refused("finetune", f"--model.config={config}", f"--data.tokenizer={cached_tiny_llama()}", capsys=capsys)
     assert message in shown[shown.rindex("error: ") :]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["finetune", "lora"])
-def test_saving_over_the_pretrained_folder_is_refused(
-    recipe: str, capsys: pytest.CaptureFixture[str], cache: None
-) -> None:
-    folder = cached_tiny_llama()
-    before = {file: file.read_bytes() for file in folder.iterdir()}
-    for target in (folder, folder.parent):
-        given = [f"--model.pretrained={folder}", f"--trainer.callbacks.folder={target}"]
-        assert "is or holds the folder that the model comes from" in refused(recipe, *given, capsys=capsys)
-    assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
 LOGGERS = """

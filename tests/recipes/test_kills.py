@@ -12,11 +12,11 @@ from tests.support.recipes import ROOT
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)  # 20 runs
-def test_killed_recipes_end_with_the_same_weights(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed_recipes", str(tmp_path), *TINY]
+@pytest.mark.parametrize("recipe", TINY)
+def test_killed_recipes_end_with_the_same_weights(tmp_path: Path, recipe: str) -> None:
+    command = [sys.executable, "-m", "tests.support.killed_recipes", str(tmp_path), recipe]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=ROOT, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("the same weights after 2 kills") == len(TINY)
-    assert run.stderr.count("resuming after step") == 2 * len(TINY)
+    assert run.stdout.count("the same weights after 2 kills") == 1
+    assert run.stderr.count("resuming after step") == 2

@@ -62,7 +62,7 @@ def test_throughput_rises_with_bandwidth_to_that_without_waiting() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_more_drives_and_host_memory_never_hurt(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     scaled = replace(

@@ -395,7 +395,7 @@ def test_state_of_elements_and_odd_objects_is_restored(module: type[Stateful]) -
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 24), st.integers(1, 64), max_size=12),
     st.integers(1, 3),
@@ -437,22 +437,13 @@ def train_offloaded(
 with_enough_memory = cache(train_offloaded)
 
 
-@pytest.mark.quick_cases(1)
 @combinations(
     "allocation, precision, clip_accumulate, sees_gradients",
     [5, 25, 34, 40],  # the first gradient arrives in the 30th
     ["32-true", "bf16-mixed"],
     [(None, 1), (0.1, 1), (0.1, 3)],
     [False, True],
-    quick=[
-        (5, "32-true", (None, 1), False),
-        (25, "32-true", (0.1, 1), False),
-        (34, "32-true", (0.1, 1), False),
-        (34, "32-true", (0.1, 3), False),
-        (40, "32-true", (None, 1), False),
-        (40, "32-true", (0.1, 3), False),
-    ],
-    together=3,
+    quick=[(25, "32-true", (0.1, 1), False), (40, "bf16-mixed", (0.1, 3), False)],
 )
 def test_offloaded_states_are_those_of_a_training_with_enough_memory(
     allocation: int, precision: str, clip_accumulate: tuple[float | None, int], sees_gradients: bool
@@ -471,10 +462,7 @@ class UsesTwice(Stateful):
         self.last = nn.Sequential(layer, nn.ReLU(), layer)  # type: ignore[assignment]
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    ("allocation", "sees_gradients"), [(50, False), (56, True), thorough(50, True), thorough(56, False)]
-)
+@pytest.mark.parametrize(("allocation", "sees_gradients"), [(50, False), thorough(56, True)])
 def test_gradients_that_were_added_in_fp32_are_dropped(
     allocation: int, sees_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,13 +543,7 @@ def least_memory(**how: Any) -> int:
     return memory.highest_ever
 
 
-@pytest.mark.parametrize(
-    ("share", "rows", "accumulate"),
-    [
-        (1.01, [64] * 10, 1),
-        pytest.param(1.1, [64, 64, 80, 32, 64, 100, 64, 64, 100, 100], 2, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize(("share", "rows", "accumulate"), [(1.01, [64] * 10, 1)])
 def test_trains_wherever_offloading_everything_fits(share: float, rows: list[int], accumulate: int) -> None:
     how: dict[str, Any] = {"rows": rows, "accumulate": accumulate}
     memory = LimitedMemory(share * least_memory(**how))
@@ -570,7 +552,7 @@ def test_trains_wherever_offloading_everything_fits(share: float, rows: list[int
 
 
 @pytest.mark.thorough
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.floats(1.01, 1.6), st.lists(st.integers(8, 100), min_size=4, max_size=12), st.integers(1, 3))
 def test_never_runs_out_of_memory_where_offloading_everything_fits(
     share: float, rows: list[int], accumulate: int
@@ -655,7 +637,7 @@ class ZeroesByItself(Stateful):
 
 
 @pytest.mark.thorough
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 6),
     st.integers(2, 55),
@@ -674,10 +656,7 @@ def test_any_two_allocations_may_fail(
     assert_equal(train("auto", **how), run)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_plans_may_move_model_states_that_need_most_of_the_memory(
-    clip: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_may_move_model_states_that_need_most_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin on the device, because they can be offloaded later, and are moved by the plan alone."""
     budget = "lightning_ssd.model_states.StatesConfig.resident_budget"
     monkeypatch.setattr(budget, lambda self, device, *, movable=False: 1e9 if movable else 1.0)
@@ -687,7 +666,7 @@ def test_plans_may_move_model_states_that_need_most_of_the_memory(
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             states.append(trainer.strategy.model_states)
 
-    how: dict[str, Any] = {"batches": 9, "gradient_clip_val": clip}
+    how: dict[str, Any] = {"batches": 9, "gradient_clip_val": 0.1}
     run = train_by_default(SHORT, LimitedMemory(), states="auto", callbacks=[Look()], **how)
     made = next(index for index, one in enumerate(states) if one is not None)
     assert 0 < made < 6 and not states[made].stores
@@ -857,33 +836,6 @@ class CallsTwice(torch.optim.SGD):
 class CallsClosureTwice(Stateful):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return CallsTwice(self.parameters(), lr=1e-2)
-
-
-class AddsTwoBackwards(Stateful):
-    """Its step calls the closure twice, and zeroes gradients in the first call only. Memory may run out in both."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        def closure() -> Any:
-            optimizer_closure()
-            counting: Any = next(one for one in self.trainer.callbacks if hasattr(one, "in_micro_batch"))  # type: ignore[attr-defined]
-            counting.in_micro_batch = True
-            return optimizer_closure()
-
-        optimizer.step(closure=closure)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = super().configure_optimizers()
-        zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = lambda *_: zero_grad() if self.number % 2 else None  # type: ignore[method-assign]
-        return optimizer
-
-
-@pytest.mark.parametrize("allocation", [88, 100])
-def test_a_backward_that_is_run_again_adds_to_gradients_that_wait_for_their_step(allocation: int) -> None:
-    how: dict[str, Any] = {"module": AddsTwoBackwards, "batches": 3}
-    run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), states="host", **how)
-    assert run.failures == 1
-    assert_equal(train("auto", **how), run)
 
 
 @pytest.mark.parametrize("module", [StepsByHand, CallsClosureTwice])

@@ -30,7 +30,7 @@ def striped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlobStore]:
         yield store
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(sizes=st.lists(st.integers(0, 200 * KIB), min_size=1, max_size=6))
 def test_blobs_are_read_as_written(striped: BlobStore, sizes: list[int]) -> None:
     blobs = [striped.allocate(size) for size in sizes]
@@ -48,7 +48,7 @@ def test_blobs_are_read_as_written(striped: BlobStore, sizes: list[int]) -> None
     assert striped.stats().allocated_bytes == 0
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nbytes=st.integers(1, 200 * KIB), data=st.data())
 def test_parts_of_pieces_are_written_and_read_alone(
     tmp_path_factory: pytest.TempPathFactory, nbytes: int, data: st.DataObject

@@ -1,8 +1,9 @@
-"""A model for trainings that a fault of the drive ends."""
+"""A model for trainings that a fault of the drive ends, and the weights after each of their steps."""
 
 import functools
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -29,3 +30,24 @@ class Toy(ToyModel):
 def offload(backend: Any, **arguments: Any) -> SSDOffloadStrategy:
     small = dict(states="ssd", min_bytes=1024, offload="none", gpu_memory="1B", ssd_capacity="512KiB", backend=backend)
     return SSDOffloadStrategy(**(small | arguments))
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor], names: Any = None) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in names or one)
+
+
+class Keep(pl.Callback):
+    """Records the weights at the start and after each batch."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Tensor]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept.append(weights(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.kept.append(weights(pl_module))

@@ -50,6 +50,7 @@ class Case:
         averages: whether a callback averages the weights.
         saves: whether a checkpoint is saved after half of the batches.
         recover: the strategy's.
+        overlap: the strategy's.
     """
 
     place: Place = "ssd"
@@ -59,6 +60,7 @@ class Case:
     averages: bool = False
     saves: bool = False
     recover: bool = False
+    overlap: str = "optimized"
 
     def strategy(self, path: Path, backend: Any = "posix") -> SSDOffloadStrategy:
         """Returns a strategy for a training that counts as the first one of its process with `path`."""
@@ -78,6 +80,7 @@ class Case:
             backend=backend,
             clip=self.clip,
             recover=self.recover,
+            overlap=self.overlap,
             **tiers[self.place],
         )
 

@@ -138,3 +138,17 @@ class LateCopies(CPUCopyEngine):
             with self._condition:
                 self._completing = False
                 self._condition.notify_all()
+
+
+class LateEngines(LateCopies):
+    """Copies of a device that is behind the host; all engines of a test are listed in `made`, which it sets to []."""
+
+    made: list["LateEngines"] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.made.append(self)
+
+    @classmethod
+    def all_violations(cls) -> list[str]:
+        return [violation for engine in cls.made for violation in engine.violations]

@@ -1,18 +1,27 @@
 """The optimizer step of one flat parameter, outside of any training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
+import pytest
 import torch
 
 from lightning_ssd.device import Worker
 from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.optimizers.optimizers import make_flat_optimizer
+from lightning_ssd.model_states.optimizers.step_work import do_together
 from lightning_ssd.model_states.steps.step import OptimizerStep
 from lightning_ssd.model_states.stores.state_store import StateStore
 from tests.support.state_stores import weights_of
 
 ARRIVED = [True, False]  # the second parameter has no gradient, and is not stepped
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker("test", do_together)
+    yield made
+    made.close()
 
 
 class Stepped:

@@ -127,8 +127,10 @@ OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("reentrant", [None, False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("reentrant", "precision"),
+    [(None, "bf16-mixed"), (False, "32-true"), pytest.param(True, "bf16-mixed", marks=pytest.mark.thorough)],
+)
 def test_views_in_the_forward_of_their_own_module(tmp_path: Path, reentrant: bool | None, precision: str) -> None:
     """Without checkpointing (`reentrant` is None), and in forwards that are recomputed in backward."""
 
@@ -155,8 +157,7 @@ def _outside(modules: Any, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("call", [lambda modules, x: modules(x), _outside], ids=["forwards", "outside of forwards"])
+@pytest.mark.parametrize(("call", "precision"), [(lambda modules, x: modules(x), "bf16-mixed"), (_outside, "32-true")])
 def test_checkpoints_of_several_frozen_units(tmp_path: Path, call: Any, precision: str) -> None:
     """Each unit that is recomputed evicts the one before it, whose weights backward needs, too."""
 
@@ -171,41 +172,6 @@ def test_checkpoints_of_several_frozen_units(tmp_path: Path, call: Any, precisio
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
             return checkpoint(self.use, self.frozen, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    compare(tmp_path, Model, "host", precision=precision)
-
-
-PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "itself": (lambda tensor: tensor, lambda packed: packed),
-    "in a tuple": (lambda tensor: (tensor.device, tensor), lambda packed: packed[1].to(packed[0])),
-    "an alias": (lambda tensor: tensor.detach(), lambda packed: packed),
-}
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("packed", list(PACKED))
-def test_pack_hooks_of_user_code_that_return_weights(
-    tmp_path: Path, packed: str, trained: bool, precision: str
-) -> None:
-    """They see all saved tensors, as in plain training."""
-    pack, unpack = PACKED[packed]
-
-    class Model(Toy):
-        def __init__(self) -> None:
-            super().__init__(optimizer=torch.optim.AdamW, lr=0.01)
-            multiplied = Own(lambda x, weight: x * weight[0])
-            parts = [nn.Linear(8, 8), nn.PReLU(), nn.BatchNorm1d(8), multiplied, nn.LayerNorm(8)]
-            self.parts = nn.Sequential(*parts).requires_grad_(trained)
-
-        def forward(self, x: Tensor) -> Tensor:
-            def record(tensor: Tensor) -> Any:
-                self.seen.append(list(tensor.shape))
-                return pack(tensor)
-
-            x = super().forward(x)
-            with torch.autograd.graph.saved_tensors_hooks(record, unpack):
-                return self.parts(x @ self.parts[0].weight) * self.parts[4].weight  # type: ignore[no-any-return]
 
     compare(tmp_path, Model, "host", precision=precision)
 

@@ -152,7 +152,7 @@ def check(path: Path, program: Any, states: str, precision: str) -> None:
         assert_same(found, plain)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, st.sampled_from(["32-true", "bf16-mixed"]))
 @example(program(("before backward", "select"), ("before backward", "mul_")), "32-true")
 @example(program(("before backward", "t"), ("after backward", "data")), "32-true")
@@ -169,7 +169,7 @@ def test_written_views(tmp_path: Path, program: Any, precision: str) -> None:
 
 
 @pytest.mark.thorough
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, st.sampled_from(["32-true", "bf16-mixed"]), st.sampled_from(PLACES))
 def test_more_written_views(tmp_path: Path, program: Any, precision: str, states: str) -> None:
     check(tmp_path, program, states, precision)

@@ -89,7 +89,7 @@ def test_computed_values_stay(tmp_path: Path, layer: str) -> None:
     assert_same(run(offloading()), run("auto"))
 
 
-@pytest.mark.parametrize("states", ["host", "ssd", "auto"])
+@pytest.mark.parametrize("states", ["ssd", "auto"])
 def test_computed_values_stay_beside_master_weights(tmp_path: Path, states: str) -> None:
     """In `bf16-true`, weights on the device have master weights, too, which plain Lightning lacks."""
 

@@ -69,7 +69,7 @@ def test_every_call_that_fails_or_is_the_last(
     assert number_of(path) == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
 def test_faults_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     """No complete save is between the kills: files of one kill are not removed by the next save."""

@@ -72,14 +72,14 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(values)
 def test_all_written_bytes_are_read_back(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
 @pytest.mark.thorough
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(values)
 def test_all_written_bytes_are_read_back_thoroughly(value: Any) -> None:
     assert same(there_and_back(value), value)

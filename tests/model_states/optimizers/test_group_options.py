@@ -84,8 +84,9 @@ class Closure(BlocksModel):
         optimizer.step(closure)
 
 
-@pytest.mark.parametrize("count_first", [False, True])
-@pytest.mark.parametrize("make_model", [BlocksModel, Deferred, Manual, Closure])
+@pytest.mark.parametrize(
+    ("make_model", "count_first"), [(BlocksModel, False), (Deferred, True), (Manual, False), (Closure, True)]
+)
 def test_an_optimizer_that_counts_in_its_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: Any, count_first: bool
 ) -> None:

@@ -198,7 +198,7 @@ def test_steps_have_torchs_bits(**how: Any) -> None:
 
 @pytest.mark.thorough
 @given(**HOW)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_steps_have_torchs_bits_thoroughly(**how: Any) -> None:
     draw_and_follow(**how)
 

@@ -1,6 +1,7 @@
 """Optimizers whose parameters depend on each other, or that are wrapped, hooked or overridden, in whole trainings."""
 
 import copy
+import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def test_programs(path: Path, **how: Any) -> None:
 
 @pytest.mark.thorough
 @given(**PROGRAMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_programs_thoroughly(path: Path, **how: Any) -> None:
     run_program(path, **how)
 
@@ -168,18 +169,6 @@ NAMED = [Coupled, Initialized, Lookahead, Delegating, lbfgs, with_scheduler, wit
 def test_named_optimizers(tmp_path: Path, make: Callable[[Any], Any], recwarn: pytest.WarningsRecorder) -> None:
     compare(tmp_path, make, offloading(), accumulate_grad_batches=2 if make is Coupled else 1)
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("arguments", [{"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"max_epochs": 2}])
-@pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("make", NAMED)
-def test_named_optimizers_thoroughly(
-    tmp_path: Path, make: Callable[[Any], Any], states: str, arguments: dict[str, Any]
-) -> None:
-    if make is lbfgs and "gradient_clip_val" not in arguments:
-        pytest.skip("Lightning runs its closure alike in all of them")
-    compare(tmp_path, make, offloading(states), **arguments)
 
 
 def test_hooks_run_once_a_step_and_read_the_same_values_as_in_plain_lightning(tmp_path: Path) -> None:
@@ -266,44 +255,34 @@ def test_which_classes_are_registered() -> None:
     assert steps_whole(Grouped(parameters))
 
 
-@pytest.mark.parametrize(
-    "change", ["look up", "get", "assign", "replace", "read all", "clear", "delete", "pop any", "update"]
-)
-def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change: str) -> None:
-    """`Optimizer.state` raises an error for offloaded states, in place of looking empty."""
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "look up": lambda state, parameter: state[parameter]["exp_avg"].norm(),
+    "get": lambda state, parameter: state.get(parameter),
+    "assign": lambda state, parameter: operator.setitem(state, parameter, {}),
+    "read all": lambda state, parameter: [one["exp_avg"].mul_(0.5) for one in state.values()],
+    "clear": lambda state, parameter: state.clear(),
+    "delete": operator.delitem,
+    "pop": lambda state, parameter: state.pop(parameter),
+    "pop any": lambda state, parameter: state.popitem(),
+    "update": lambda state, parameter: state.update({parameter: {}}),
+}
+
+
+def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path) -> None:
+    """`Optimizer.state` raises an error for offloaded states, in place of looking empty, and changes nothing."""
 
     class Looking(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            (optimizer,) = trainer.optimizers
-            parameter = pl_module.blocks[0].up.weight
-            if change == "look up":
-                optimizer.state[parameter]["exp_avg"].norm()
-            elif change == "get":
-                pl_module.optimizers().state.get(parameter)
-            elif change == "assign":
-                optimizer.state[parameter] = {}
-            elif change == "read all":
-                for state in optimizer.state.values():
-                    state["exp_avg"].mul_(0.5)
-            elif change == "clear":
-                optimizer.state.clear()
-            elif change == "delete":
-                del optimizer.state[parameter]
-            elif change == "pop any":
-                optimizer.state.popitem()
-            elif change == "update":
-                optimizer.state.update({parameter: {}})
-            else:
-                optimizer.state = copy.deepcopy(optimizer.state)
+            for look in LOOKS.values():
+                with pytest.raises(RuntimeError, match="load_state_dict.*states='gpu'"):
+                    look(trainer.optimizers[0].state, pl_module.blocks[0].up.weight)
 
     model = Model(torch.optim.AdamW)
-    with pytest.raises(RuntimeError, match="load_state_dict.*states='gpu'"):
-        train(tmp_path, offloading(), model, callbacks=[Looking()])
-    train(tmp_path, "auto", model, callbacks=[Looking()])
+    found = train(tmp_path, offloading(), model, callbacks=[Looking()])
+    assert_same(found, train(tmp_path, "auto", model))
 
 
-@pytest.mark.parametrize("states", ["host", "ssd"])
-def test_copies_of_an_optimizer_have_its_states(tmp_path: Path, states: Any) -> None:
+def test_copies_of_an_optimizer_have_its_states(tmp_path: Path) -> None:
     """Copies that are made amid training have copies of the offloaded states, which later steps do not change."""
 
     class CopiedOptimizers(pl.Callback):
@@ -315,7 +294,7 @@ def test_copies_of_an_optimizer_have_its_states(tmp_path: Path, states: Any) -> 
             self.copies += [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
 
     plain, offloaded = CopiedOptimizers(), CopiedOptimizers()
-    for strategy, callback in (("auto", plain), (offloading(states), offloaded)):
+    for strategy, callback in (("auto", plain), (offloading("ssd"), offloaded)):
         train(tmp_path, strategy, Model(torch.optim.AdamW), callbacks=[callback])
     for one, other in zip(plain.copies, offloaded.copies, strict=True):
         expected, actual = one.state_dict()["state"], other.state_dict()["state"]

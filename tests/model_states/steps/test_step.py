@@ -1,7 +1,7 @@
 """The optimizer step of one flat parameter is torch's step, made once, or none, whenever the scale is known."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +17,7 @@ from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer
 from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together
 from lightning_ssd.model_states.stores.buffers import SpareMemory
 from lightning_ssd.model_states.stores.state_store import StateStore
+from tests.support.compare import same
 from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.models import Model
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
@@ -24,13 +25,6 @@ from tests.support.states import ssd, train
 from tests.support.steps import ARRIVED, Stepped
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker("test", do_together)
-    yield made
-    made.close()
 
 
 def torchs(
@@ -45,10 +39,6 @@ def torchs(
             torch.nn.utils.clip_grad_value_(parameters, limit)
         torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
     return [parameter.detach() for parameter in parameters]
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125, None])

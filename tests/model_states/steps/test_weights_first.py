@@ -73,7 +73,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-@pytest.mark.quick_cases(1)
 @combinations(
     "optimizer, precision, state_format, accumulate, share",
     [adamw, adam],
@@ -81,12 +80,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     ["fp32", "split"],
     [1, 3],
     [0.5, 1.0],
-    quick=[
-        (adamw, "32-true", "fp32", 1, 1.0),
-        (adam, "bf16-true", "fp32", 3, 0.5),
-        (adamw, "bf16-true", "split", 1, 1.0),
-    ],
-    together=3,
+    quick=[(adam, "bf16-true", "fp32", 3, 0.5), (adamw, "bf16-true", "split", 1, 1.0)],
 )
 def test_numbers_are_those_of_whole_steps(
     tmp_path: Path,

@@ -1,7 +1,6 @@
 """Memory that parameters share with tensors of user code (`p.data = t`), against plain Lightning."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +291,10 @@ def test_tensors_from_before_training_share_the_memory(tmp_path: Path, states: s
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("states", PLACES)
-def test_another_process_shares_the_memory(tmp_path: Path, states: str) -> None:
+def test_another_process_shares_the_memory(tmp_path: Path) -> None:
     """It maps the same file, so that no tensor of this process tells that the memory is used."""
     runs = []
-    for where in (states, None):
+    for where in ("host", None):
         file = str(tmp_path / f"weights-{where}")
         Path(file).write_bytes(bytes(4 * 64))
         of_other = torch.from_file(file, shared=True, size=64)
@@ -348,56 +346,6 @@ def test_memory_is_not_moved_to_other_processes_in_a_training(tmp_path: Path, sh
     fit(tmp_path, Sharing("on_before_optimizer_step", act), "host")
 
 
-@pytest.mark.parametrize("states", PLACES)
-def test_data_that_is_set_while_weights_are_whole(tmp_path: Path, states: str) -> None:
-    """In `whole_weights()`, and by a module that loads its own state: the values are used, and the memory is shared."""
-
-    class Loading(nn.Linear):
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
-            self.weight.data = state_dict[prefix + "weight"]
-            self.bias.data.copy_(state_dict[prefix + "bias"])
-
-    def act(module: Any) -> Any:
-        loaded = {"weight": torch.full((8, 8), 0.01 * len(module.seen)), "bias": torch.ones(8)}
-        whole = getattr(module.trainer.strategy, "whole_weights", nullcontext)
-        with torch.no_grad():
-            module.blocks[0].up.load_state_dict(loaded)
-            loaded["weight"][0] += 1
-            with whole():
-                kept = torch.eye(8)
-                module.blocks[1].up.weight.data = kept
-                module.blocks[1].up.weight.add_(1)
-                module.blocks[0].up.weight.mul_(2)
-            kept[1] += 1
-        module.kept = kept, loaded["weight"]
-        return [*module.kept, module.blocks[1].up.weight.clone(), module.blocks[0].up.weight.clone()]
-
-    def make() -> Any:
-        module = Toy()
-        module.blocks[0].up = Loading(8, 8)
-        module.at("on_train_batch_end", act)
-        module.at("on_train_batch_start", lambda module: [item.clone() for item in getattr(module, "kept", ())])
-        return module
-
-    compare(tmp_path, make, states)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("states", PLACES)
-def test_tensors_of_state_dicts_are_those_of_the_parameters(tmp_path: Path, states: str, precision: Any) -> None:
-    """A kept state dict has the values of later steps, and writes to its tensors count, as in plain torch."""
-
-    def act(module: Any) -> Any:
-        write_state_dict(module, 0, 1)
-        if not module.kept:
-            module.kept = list(module.state_dict().values())
-        for value in module.kept:
-            value.mul_(0.9)
-        return [value.clone() for value in module.kept]
-
-    compare(tmp_path, lambda: _kept("on_train_batch_end", act), states, precision=precision)
-
-
 def test_a_state_dict_of_other_bits_than_the_weights(tmp_path: Path) -> None:
     """In `bf16-true` it has the fp32 master weights; it is one value with the weight all the same."""
 
@@ -414,24 +362,6 @@ def test_a_state_dict_of_other_bits_than_the_weights(tmp_path: Path) -> None:
             module.blocks[1].up.weight.data = weight.data
 
     fit(tmp_path, Toy("on_train_batch_end", act), "host", precision="bf16-true")
-
-
-@pytest.mark.parametrize("states", PLACES)
-def test_compiled_code_reads_what_was_written_to_a_state_dict(tmp_path: Path, states: str) -> None:
-    def make() -> Toy:
-        module = Toy("on_train_batch_end", lambda module: write_state_dict(module, 1, 1))
-        module.blocks.append(module.target)
-        for block in module.blocks:
-            block.compile(backend="aot_eager")
-        return module
-
-    compare(tmp_path, make, states)
-
-
-def _kept(hook: str, act: Any) -> Sharing:
-    module = Sharing(momentum=0.5)
-    module.at(hook, act)
-    return module
 
 
 def test_a_tensor_that_is_assigned_is_not_kept_alive(tmp_path: Path) -> None:
@@ -494,8 +424,7 @@ def test_an_array_of_a_gradient_is_a_copy_with_a_warning(tmp_path: Path) -> None
     fit(tmp_path, Toy("on_before_optimizer_step", act), "host")
 
 
-@pytest.mark.parametrize("states", PLACES)
-def test_shared_memory_is_moved_with_its_parameter(tmp_path: Path, states: str) -> None:
+def test_shared_memory_is_moved_with_its_parameter(tmp_path: Path) -> None:
     """A parameter group that is added divides flat parameters anew."""
 
     def act(module: Any) -> Any:
@@ -507,7 +436,7 @@ def test_shared_memory_is_moved_with_its_parameter(tmp_path: Path, states: str) 
         module.kept[2] += 0.5
         return module.kept.clone()
 
-    compare(tmp_path, lambda: Toy("on_train_batch_start", act), states)
+    compare(tmp_path, lambda: Toy("on_train_batch_start", act), "host")
 
 
 class AssignsBeforeBackward(Toy):
@@ -518,9 +447,8 @@ class AssignsBeforeBackward(Toy):
         weight.data = weight.data * 0.5
 
 
-@pytest.mark.parametrize("states", PLACES)
-def test_an_assignment_between_forward_and_backward_is_refused(tmp_path: Path, states: str) -> None:
+def test_an_assignment_between_forward_and_backward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"blocks\.1\.up\.weight, which is offloaded.*`.data`.*on_before_optimizer_step"
     ):
-        fit(tmp_path, AssignsBeforeBackward(), states)
+        fit(tmp_path, AssignsBeforeBackward(), "host")

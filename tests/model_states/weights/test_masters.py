@@ -118,12 +118,11 @@ class Program(Model):
                 self.losses.append(0.0 if gradient is None else float(gradient.float().abs().sum()))
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("seed", [0, 1, *(thorough(seed) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, thorough(1)])
 def test_writes_and_gradients_count_as_those_of_offloaded_parameters(tmp_path: Path, seed: int) -> None:
-    names = sorted(WRITES) * 2
+    names = sorted(WRITES)
     random.Random(seed).shuffle(names)
-    how: Any = dict(precision="bf16-true", limit_val_batches=0, max_epochs=4, accumulate_grad_batches=2, batches=12)
+    how: Any = dict(precision="bf16-true", limit_val_batches=0, max_epochs=2, accumulate_grad_batches=2, batches=12)
     expected: Any = train(tmp_path, ssd(states="host"), Program(names, seed), **how)
     actual: Any = train(tmp_path, some_stay(), Program(names, seed), **how)
     assert actual.mastered > 0 and expected.mastered == 0
@@ -245,37 +244,12 @@ class NoticesDtypes(torch.optim.ASGD):
         return result
 
 
-class Manual(Model):
-    """Steps in `training_step`, twice."""
-
-    def __init__(self, make_optimizer: Any) -> None:
-        super().__init__(make_optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            loss = super().training_step(batch, batch_idx)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_steps_do_not_have_the_default_dtype_of_forwards(tmp_path: Path, clip: float | None) -> None:
+def test_steps_do_not_have_the_default_dtype_of_forwards(tmp_path: Path) -> None:
     """`bf16-true` changes the default dtype of all threads while a forward runs, beside steps of the one before."""
     register_optimizer(NoticesDtypes)
-    how: Any = {"precision": "bf16-true", "gradient_clip_val": clip}
+    how: Any = {"precision": "bf16-true", "gradient_clip_val": 0.5}
     makers: list[Any] = [lambda p: torch.optim.ASGD(p, 1e-2), lambda p: NoticesDtypes(p, 1e-2)]
     resident = train(tmp_path, some_stay(), Model(makers[0]), **how)
     NoticesDtypes.seen.clear()
     assert_same(train(tmp_path, ssd(), Model(makers[1]), **how), resident)
     assert NoticesDtypes.seen == {torch.float32}
-
-
-def test_steps_of_manual_optimization_have_the_default_dtype_of_training_step(tmp_path: Path) -> None:
-    register_optimizer(NoticesDtypes)
-    NoticesDtypes.seen.clear()
-    train(tmp_path, ssd(), Manual(lambda p: NoticesDtypes(p, 1e-2)), precision="bf16-true")
-    assert NoticesDtypes.seen == {torch.bfloat16}

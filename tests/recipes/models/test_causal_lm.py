@@ -47,8 +47,9 @@ def test_numbers_are_plain_lightnings(tmp_path: Path, family: str, states: str, 
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("states", ["auto", "gpu", "host", "ssd"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("states", "precision"), [("auto", "bf16-true"), ("gpu", "32-true"), ("host", "32-true"), ("ssd", "bf16-true")]
+)
 def test_training_starts_from_the_folders_values(tmp_path: Path, states: str, precision: Any) -> None:
     saved = save_model(tmp_path / "model", "tied", shard="20KB")
     found: dict[str, Tensor] = {}
@@ -317,8 +318,14 @@ def test_samples_of_a_row_that_are_not_separated_are_refused(tmp_path: Path, kin
     train(tmp_path, mine, data=PackedTokens(packing=False), max_steps=1)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}])
-@pytest.mark.parametrize(("kind", "mixes"), [("mistral", False), ("falcon", True), ("phi3", False)])
+@pytest.mark.parametrize(
+    ("kind", "mixes", "sizes"),
+    [
+        ("mistral", False, {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}),
+        ("falcon", True, {}),
+        ("phi3", False, {}),
+    ],
+)
 def test_separation_is_measured_for_large_models(
     kind: str, mixes: bool, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,8 +435,7 @@ def gemma3(**sizes: Any) -> dict[str, Any]:
     return {"model_type": "gemma3", "text_config": text, "vision_config": vision | {"image_size": 28, "patch_size": 14}}
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("states", ["auto", "ssd"])
+@pytest.mark.parametrize(("states", "chunked"), [("auto", False), ("ssd", True)])
 def test_a_model_of_texts_and_images_is_trained_on_texts(tmp_path: Path, states: str, chunked: bool) -> None:
     expected, found = (CausalLM(config=gemma3(), chunked_loss=chunked, warmup_steps=1) for _ in range(2))
     train(tmp_path, expected, data=PackedTokens())

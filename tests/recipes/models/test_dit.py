@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.recipes.data import ImageDataModule
 from lightning_ssd.recipes.models import DiT, SampleGrid
@@ -72,7 +72,6 @@ PLACES = {
     "states on SSD": {"offload": "none", "states": "ssd", "host_memory": "64MiB", "gpu_memory": "1B"},
     "all on SSD": {**ALL, "states": "ssd", "gpu_memory": "1B", "ssd_capacity": "64MiB"},
 }
-QUICK = ["all on SSD"]
 
 
 def check_parity(tmp_path: Path, place: str, **settings: Any) -> None:
@@ -88,42 +87,17 @@ def check_parity(tmp_path: Path, place: str, **settings: Any) -> None:
     assert len(grids(tmp_path / "plain")) >= 2 and grids(tmp_path / "plain") == grids(tmp_path / "offloaded")
 
 
-@pytest.mark.parametrize("place", QUICK)
-def test_offload_changes_no_bit(tmp_path: Path, place: str) -> None:
-    check_parity(tmp_path, place)
+def test_offload_changes_no_bit(tmp_path: Path) -> None:
+    check_parity(tmp_path, "all on SSD")
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_offload_changes_no_bit_anywhere(tmp_path: Path, place: str, checkpointing: bool) -> None:
-    check_parity(tmp_path, place, gradient_checkpointing=checkpointing, accumulate_grad_batches=2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("place", PLACES)
-def test_offload_changes_no_bit_of_mixed_precision(tmp_path: Path, place: str) -> None:
-    check_parity(tmp_path, place, precision="bf16-mixed")
-
-
-@pytest.mark.thorough
-def test_bf16_weights_train_and_sample(tmp_path: Path) -> None:
-    losses, _ = fit(tmp_path, tiny(), callbacks=[SampleGrid(columns=1, steps=2)], precision="bf16-true")
-    assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.training)
-    assert len(grids(tmp_path)) == 2
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("states", ["gpu", "ssd"])
-def test_planned_offload_changes_no_bit(tmp_path: Path, states: str) -> None:
-    how: dict[str, Any] = {"max_steps": 24, "val_check_interval": 20}
-    plain, planned = tiny(), tiny()
-    expected, _ = fit(tmp_path / "plain", plain, **how)
-    planner = SwapPlanner(gpu_memory="1MiB")
-    arguments: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": states, "ssd_capacity": "64MiB"}
-    found, _ = fit(tmp_path / "planned", planned, SSDOffloadStrategy(**arguments), [planner], **how)
-    assert planner.plan is not None
-    assert_same((plain, expected.values), (planned, found.values))
+def test_offload_changes_no_bit_anywhere(tmp_path: Path, place: str, checkpointing: bool, precision: str) -> None:
+    how: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": precision}
+    check_parity(tmp_path, place, gradient_checkpointing=checkpointing, **how)
 
 
 def test_recomputing_changes_no_bit(tmp_path: Path) -> None:

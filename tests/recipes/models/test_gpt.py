@@ -51,15 +51,8 @@ def test_loss_falls_on_a_text(tmp_path: Path, text: TextDataModule) -> None:
     assert seen["train/tokens"] == model.seen == 60 * 4 * 32
 
 
-def test_overfitting_a_batch(tmp_path: Path, text: TextDataModule) -> None:
-    run = trainer(tmp_path, max_epochs=20, overfit_batches=1)
-    run.fit(tiny(), text)
-    assert run.callback_metrics["train/loss"] < 0.7 * math.log(257)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_loss_is_not_rounded(tmp_path: Path, text: TextDataModule, precision: str) -> None:
-    run = trainer(tmp_path, max_steps=2, precision=precision, val_check_interval=2)
+def test_loss_is_not_rounded(tmp_path: Path, text: TextDataModule) -> None:
+    run = trainer(tmp_path, max_steps=2, precision="bf16-true", val_check_interval=2)
     run.fit(tiny(), text)
     assert run.callback_metrics["train/loss"].bfloat16() != run.callback_metrics["train/loss"]
     assert math.isclose(
@@ -71,16 +64,6 @@ def test_accumulated_micro_batches_all_count_as_tokens(tmp_path: Path, text: Tex
     model = tiny()
     trainer(tmp_path, max_steps=3, accumulate_grad_batches=4, limit_val_batches=0).fit(model, text)
     assert model.seen == 3 * 4 * 4 * 32
-
-
-def test_perplexity_is_the_exponential_of_the_mean_loss(tmp_path: Path, text: TextDataModule) -> None:
-    model = tiny()
-    run = trainer(tmp_path)
-    (validated,) = run.validate(model, text, verbose=False)
-    (tested,) = run.test(model, text, verbose=False)
-    assert math.isclose(validated["val/perplexity"], math.exp(validated["val/loss"]), rel_tol=1e-4)
-    assert math.isclose(tested["test/loss"], validated["val/loss"], rel_tol=1e-6)
-    assert math.isclose(tested["test/perplexity"], validated["val/perplexity"], rel_tol=1e-6)
 
 
 class Losses(pl.Callback):
@@ -123,14 +106,6 @@ def test_recomputing_changes_no_bit(tmp_path: Path, text: TextDataModule) -> Non
     assert all(map(torch.equal, *weights))
 
 
-def test_making_the_model_twice_makes_it_once() -> None:
-    model = tiny()
-    model.configure_model()
-    made = model.model
-    model.configure_model()
-    assert model.model is made is not None
-
-
 def test_norms_and_biases_do_not_decay(tmp_path: Path, text: TextDataModule) -> None:
     model = tiny(weight_decay=0.3)
     run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
@@ -152,16 +127,6 @@ def test_learning_rate_rises_then_falls_to_a_tenth(tmp_path: Path, text: TextDat
     trainer(tmp_path, max_steps=10, limit_val_batches=0, callbacks=[Rates()]).fit(tiny(lr=1.0), text)
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1])
     assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.06)
-
-
-def test_checkpoint_round_trip(tmp_path: Path, text: TextDataModule) -> None:
-    model = tiny()
-    run = trainer(tmp_path, max_steps=2, limit_val_batches=0)
-    run.fit(model, text)
-    run.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = GPT.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
-    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
-    assert loaded.seen == model.seen and loaded.hparams == model.hparams
 
 
 def test_pretrained_folder_round_trip(tmp_path: Path, text: TextDataModule) -> None:
