@@ -8,6 +8,8 @@ import dataclasses
 import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -535,6 +537,27 @@ def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, stat
         loaded = load_sharded(saved)
         assert sum(value.nbytes for value in loaded["state_dict"].values()) > 64 * 2**20
         assert memory() - before < size / 3
+
+
+KILLED = """
+import os, signal, sys, torch
+from lightning_ssd.model_states.checkpoints import lazy
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+lazy.save({"new": torch.ones(1000)}, sys.argv[1])
+"""
+
+
+@pytest.mark.thorough
+def test_the_old_file_is_kept_if_saving_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "a [1].ckpt"
+    save({"old": torch.zeros(1000)}, path)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[3])
+    assert killed.returncode == -signal.SIGKILL
+    assert list(torch.load(path)) == ["old"]
+    assert len(list(tmp_path.iterdir())) == 2
+    save({"newer": torch.ones(1000)}, path)  # which removes files of the killed one
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert list(torch.load(path)) == ["newer"]
 
 
 def test_the_old_file_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
