@@ -235,7 +235,7 @@ def fit(
     callbacks: list[pl.Callback] = [probe]
     if mode.startswith("planned"):
         budget = mode.partition("=")[2] or "least"
-        planner = SwapPlanner(gpu_memory=f"{budget}GiB" if budget.isdigit() else budget, cache=False)
+        planner = SwapPlanner(gpu_memory=f"{budget}GiB" if budget.isdigit() else budget)
         callbacks.append(planner)
     trainer = quiet_trainer("bf16-true", strategy_for(mode, path, ssd_speed), warm_up + steps, callbacks, path)
     blocks = batch * (warm_up + steps)

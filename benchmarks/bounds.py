@@ -56,7 +56,7 @@ from benchmarks.processes import cap_gpu_memory, run_alone
 from benchmarks.teraio import placement
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE, PlanRunner
+from lightning_ssd.autoplan import WARMUP_AFTER_CHANGE, PlanRunner
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import simulate
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF
@@ -194,7 +194,7 @@ def _rule(trainer: Any, batch_idx: int) -> object:
     runner = planner.runner
     if runner is None or runner.plan is None or planner.measuring or planner.calibrating:
         return None
-    return runner.number
+    return id(runner.plan)
 
 
 def _runner(trainer: Any) -> PlanRunner | None:
@@ -276,7 +276,7 @@ def train(case: dict[str, Any], path: Path, steps: int, gpu_memory: str | None =
     if case["hooked"]:
         callbacks.append(pl.callbacks.LambdaCallback(on_before_optimizer_step=lambda *_: None))
     if gpu_memory is not None:
-        callbacks.append(SwapPlanner(gpu_memory=gpu_memory, cache=False))
+        callbacks.append(SwapPlanner(gpu_memory=gpu_memory))
     strategy: Any = "auto" if case["plain"] else SSDOffloadStrategy(path, states=case["states"], clip=case["clip"])
     trainer = quiet_trainer("bf16-mixed" if case["mixed"] else "bf16-true", strategy, -1, callbacks, path)
     trainer.gradient_clip_val = case["norm"] or None
@@ -362,7 +362,6 @@ def main() -> None:
         train(parse(arguments.one), Path(arguments.path), arguments.steps, arguments.gpu_memory)
         sys.stdout.flush()
         os._exit(0)  # the rest would only make the model whole again
-    os.environ["LIGHTNING_SSD_PLAN_CACHE"] = "0"
     out: Path | None = arguments.out
     results: dict[str, dict[str, Any]] = json.loads(out.read_text()) if out is not None and out.is_file() else {}
     for text in () if arguments.report else arguments.cases:

@@ -40,6 +40,7 @@ from benchmarks.default_models import FAMILIES, Model, RandomSamples
 from benchmarks.processes import cap_gpu_memory, run_alone
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
+from lightning_ssd.autoplan import PlanCycle
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import allocator_memory, make_clock
@@ -99,20 +100,11 @@ class Probe(pl.Callback):
             self.result |= {"step": statistics.median(steps), "peak": peak}
             self.result |= {"outcome": _outcome(trainer), "warm_up": self._begin, "loss": self._loss}
             auto, _ = find_planners(trainer)
-            if auto is not None and auto.regions is not None:
-                self.result["memory_budget"] = auto.regions.memory_budget
-                self.result["trials"] = [
-                    {
-                        "memory_budget": trial.memory_budget,
-                        "offloaded": None if trial.plan is None else trial.plan.offloaded_bytes,
-                        "predicted_stall": None if trial.plan is None else trial.plan.stall_seconds,
-                        "window": None if trial.plan is None else trial.plan.window_bytes,
-                        "saved": trial.saved_bytes,
-                        "step": trial.seconds,
-                        "stalled": trial.stalled,
-                    }
-                    for trial in auto.regions.trials
-                ]
+            if auto is not None and auto.compiled is not None:
+                self.result["memory_budget"] = auto.compiled.memory_budget
+                if (plan := auto.compiled.plan) is not None:
+                    self.result["offloaded"], self.result["saved_by_code"] = plan.offloaded_bytes, sum(plan.sizes)
+                    self.result["predicted_stall"], self.result["window"] = plan.stall_seconds, plan.window_bytes
             if self._trace is not None:
                 self._profiler = torch.profiler.profile()
                 self._profiler.start()
@@ -138,23 +130,24 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def find_planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
-    """Returns the callback that decides by default, and the planner, if there are any."""
+def find_planners(trainer: Any) -> tuple[AutoPlanner | None, PlanCycle | None]:
+    """Returns the callback that decides by default, and the plan of operators, if there are any."""
     auto = next((one for one in trainer.callbacks if isinstance(one, AutoPlanner)), None)
-    return auto, next((one for one in trainer.callbacks if isinstance(one, SwapPlanner)), None)
+    swaps = next((one for one in trainer.callbacks if isinstance(one, SwapPlanner)), None)
+    if swaps is not None:
+        return auto, swaps.cycle
+    return auto, None if auto is None else auto.planner
 
 
 def in_force(trainer: Any, batch_idx: int) -> bool:
-    """Returns whether there is a decision, and a plan was compared with measured steps if the decision is a plan."""
+    """Returns whether there is a decision, and a plan is final if the decision is a plan."""
     auto, planner = find_planners(trainer)
     if batch_idx >= MOST_WARM_UP:
         return True
-    if auto is not None and auto.states is not None and not auto.states.decided:
-        return False
-    if auto is not None and auto.regions is not None:
-        return auto.regions.decided
+    if auto is not None and auto.compiled is not None:
+        return auto.compiled.decided
     if planner is not None:
-        return planner.comparison is not None and not planner.measuring and not planner.calibrating
+        return planner.stage == "final"
     return auto is None or find_offloader(trainer) is None or not auto.decides or auto.outcome != "measuring"
 
 
@@ -199,7 +192,7 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
     torch._functorch.config.activation_memory_budget = float(value) if value and name.startswith("plain") else 1.0
     probe = Probe(arguments.warm_up, arguments.steps, arguments.profile)
     total = max(arguments.warm_up, MOST_WARM_UP) + arguments.steps + PROFILED + 1
-    callbacks = [probe, SwapPlanner(cache=False)] if name.startswith("planned") else [probe]
+    callbacks = [probe, SwapPlanner()] if name.startswith("planned") else [probe]
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, callbacks, path)
         trainer.gradient_clip_val = 1.0

@@ -34,8 +34,8 @@ from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trai
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
+from lightning_ssd.autoplan import Comparison, PlanRunner
 from lightning_ssd.callbacks.offloader import find_offloader
-from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -169,7 +169,7 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
-    planner = SwapPlanner(gpu_memory=budget, machine=path / "machine.json", tolerance=1e9, cache=False)
+    planner = SwapPlanner(gpu_memory=budget, machine=path / "machine.json", tolerance=1e9)
     sweep = Sweep(planner, COEFFICIENTS, steps)
     count = 20 + (len(COEFFICIENTS) + 4) * (steps + 4)  # more than there is to measure, which ends the training
     trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [planner, sweep], path)

@@ -20,7 +20,6 @@ are 5 s and 2.
 import argparse
 import gc
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -59,7 +58,7 @@ def train(arguments: argparse.Namespace, *, ours: bool) -> tuple[list[float], in
     times, decision = StepTimes(losses=False), Decision()
     callbacks: list[pl.Callback] = [times, decision]
     if ours and arguments.gpu_memory:
-        callbacks.append(SwapPlanner(gpu_memory=arguments.gpu_memory, cache=False))
+        callbacks.append(SwapPlanner(gpu_memory=arguments.gpu_memory))
     model = Model("llama", arguments.hidden, arguments.layers, arguments.tokens)
     data = RandomSamples("llama", arguments.batch * arguments.steps, arguments.tokens)
     with tempfile.TemporaryDirectory() as path:
@@ -105,7 +104,6 @@ def main() -> None:
     parser.add_argument("--gpu", type=float, help="GiB of the GPU that may be used")
     parser.add_argument("--gpu-memory", help="bytes that a SwapPlanner plans with, such as 200MB, for a CPU")
     arguments = parser.parse_args()
-    os.environ["LIGHTNING_SSD_PLAN_CACHE"] = "0"
     if arguments.gpu:
         cap_gpu_memory(arguments.gpu)
     plain, ours, decided = [], [], []

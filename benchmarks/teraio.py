@@ -42,8 +42,7 @@ from benchmarks.processes import cap_gpu_memory, run_alone
 from benchmarks.throttled_backend import MemoryBackend, ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
-from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS
+from lightning_ssd.autoplan import COMPARED_STEPS, Comparison, PlanRunner
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import Plan
 from lightning_ssd.sizes import format_bytes
@@ -148,7 +147,7 @@ class Probe(pl.Callback):
             if not self._marks and self._memory is not None:
                 self._memory.reset_peak()
             self._marks.append(self._clock.now())
-            trainer.should_stop = len(self._marks) == MEDIAN_STEPS + 1
+            trainer.should_stop = len(self._marks) == COMPARED_STEPS + 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == WARM_UP:  # the same step in every case
@@ -230,7 +229,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         strategy = SSDOffloadStrategy(**how)
         budget = "auto" if torch.cuda.is_available() else int(case["gpu"])
         kind: Any = "holistic" if mode == "holistic" else "teraio"
-        planner = SwapPlanner(planner=kind, gpu_memory=budget, cache=False)
+        planner = SwapPlanner(planner=kind, gpu_memory=budget)
     probe = Probe(planner)
     callbacks: list[pl.Callback] = [probe] if planner is None else [planner, probe]
     trainer = quiet_trainer(PRECISIONS[case["precision"]], strategy, -1, callbacks, path)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
@@ -27,9 +27,8 @@ from lightning_ssd.activations import (
     make_offloader,
     mark_weights,
 )
+from lightning_ssd.autoplan import MicroBatchPlanner
 from lightning_ssd.callbacks import (
-    AutoPlanner,
-    SwapPlanner,
     add_default_callbacks,
     average_of,
     averages_weights,
@@ -81,15 +80,13 @@ from lightning_ssd.model_states import (
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_exactly, scales_only
 from lightning_ssd.recover import Recovery, training_settings
-from lightning_ssd.retry import MicroBatchRetry, explain_out_of_memory
+from lightning_ssd.retry import UNRECORDED, MicroBatchRetry, explain_out_of_memory
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName
 from lightning_ssd.user_hooks import user_sees_gradients
 from lightning_ssd.versions import warn_of_untested
-
-_Callback = TypeVar("_Callback", bound=pl.Callback)
 
 _FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
 """Classes of precision plugins whose weights and optimizer states are fp32."""
@@ -272,6 +269,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._failure: BaseException | None = None
         """The error that has ended the training."""
 
+        # Set by callbacks: see `autoplan.StatesOwner`.
+        self.planner: MicroBatchPlanner | None = None
+        self.user_plan: Plan | None = None
+        self.planned_by: str | None = None
+
         # Added to the process, the Trainer, the module and callbacks, and removed by `teardown`.
         self._segments: ExpandableSegments | None = None
         """Settings of torch's CUDA allocator; `None`: nothing is set up on a GPU."""
@@ -315,7 +317,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not continue the training, and `Uncopied` objects are None in it.
         own: dict[str, Any] = {"_undo": []}
-        own |= dict.fromkeys(("_segments", "_collections", "_user_precision"))
+        own |= dict.fromkeys(("_segments", "_collections", "_user_precision", "planner"))
         return super().__getstate__() | own | {"_precision_plugin": self._user_precision or self._precision_plugin}
 
     @property
@@ -413,13 +415,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             of_states = describe_states(states, present_locations(trainer), device)
         else:
             chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
-            if self._user_plan() is not None:
+            if self._placing_plan() is not None:
                 chosen = "by SwapPlanner's `plan`"
             need = bytes_on_device(self.model, fitting=True)
             room = self.states_config.resident_budget(device, movable=self.can_offload_states())
             of_states = describe_resident(need, room, chosen, device)
-        decided_by = None if _find_callback(trainer, SwapPlanner) is None else "SwapPlanner"
-        of_activations = describe_activations(offloader, self.config, decided_by=decided_by)
+        of_activations = describe_activations(offloader, self.config, decided_by=self.planned_by)
         drives = describe_drives(offloader, states, self.config, self._default_path)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
@@ -441,19 +442,16 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if self._offloads is None:
             assert self.model is not None
             fitting = _is_fitting(self._trainer)
-            if fitting and (user_plan := self._user_plan()) is not None:
+            if fitting and (user_plan := self._placing_plan()) is not None:
                 self._offloads = any(part.states != "gpu" for part in user_plan.placements)
                 return self._offloads
             movable = fitting and self.can_offload_states()
             self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting, movable=movable)
         return self._offloads
 
-    def _user_plan(self) -> Plan | None:
-        """Returns the user's plan of a `SwapPlanner`, if it determines the tiers of states."""
-        if self.states_config.states != "auto" or self.states_config.recover:
-            return None
-        planner = _find_callback(self._trainer, SwapPlanner)
-        return None if planner is None else planner.user_plan
+    def _placing_plan(self) -> Plan | None:
+        """Returns the user's plan, if it determines the tiers of states."""
+        return None if self.states_config.states != "auto" or self.states_config.recover else self.user_plan
 
     @override
     def model_to_device(self) -> None:
@@ -488,7 +486,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 "Remove it, or set `recover=False`."
             )
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=fitting)
-        user_plan = self._user_plan() if fitting else None
+        user_plan = self._placing_plan() if fitting else None
         plan_tiers = None if user_plan is None else _planned_tiers(user_plan)
         try:
             super().setup(trainer)
@@ -537,7 +535,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def _make_setup(self, trainer: pl.Trainer, autocast: torch.dtype | None, *, fitting: bool) -> Setup:
         """Returns the settings of model states, as the arguments, the Trainer, its callbacks and a plan have them."""
-        config, user_plan = self.states_config, self._user_plan() if fitting else None
+        config, user_plan = self.states_config, self._placing_plan() if fitting else None
         if user_plan is not None and user_plan.clip != "off":
             config = replace(config, clip=user_plan.clip)
         exact = scales_exactly(self.precision_plugin)
@@ -658,7 +656,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        planner = _find_callback(module.trainer, AutoPlanner)
+        planner = self.planner
         if planner is None or not planner.may_run_out or not module.automatic_optimization:
             return None
         movable = not runs_within_step(self.optimizers) and self.can_offload_states()
@@ -668,16 +666,16 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 inputs=(args, kwargs),
                 states=lambda: self.model_states,
                 forward=lambda: self._forward(args, kwargs),
-                save_memory=functools.partial(planner.save_memory, module.trainer),
+                save_memory=functools.partial(planner.save_memory, note=UNRECORDED),
                 offload_states=functools.partial(self._offload_states_for_retry, planner) if movable else None,
                 delay_steps=planner.begins_rule,
             )
 
-    def _offload_states_for_retry(self, planner: AutoPlanner, part: str, zeroed: bool) -> None:
+    def _offload_states_for_retry(self, planner: MicroBatchPlanner, part: str, zeroed: bool) -> None:
         """Offloads model states, because a micro-batch has run out of memory with all saved tensors offloaded.
 
         Args:
-            planner: the callback that decides about saved tensors.
+            planner: decides about saved tensors.
             part: "forward" or "backward", which has failed.
             zeroed: whether gradients of the step before were zeroed.
         """
@@ -694,7 +692,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             raise
         assert self.model_states is not None
         self.model_states.restore_accumulated_gradients(waiting)
-        planner.restart_after_offload(self._trainer, part)
+        planner.restart_after_offload(part)
         self._begin_micro_batch("train")
 
     @override
@@ -724,8 +722,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
-        planner = _find_callback(self._trainer, AutoPlanner)
-        may_run_out = planner is not None and planner.may_run_out
+        may_run_out = self.planner is not None and self.planner.may_run_out
         if may_run_out and self.model_states is None and self._tiers_may_change() and not steps_whole(optimizer):
             # The optimizer's `step` would run the closure, within which states could not be offloaded.
             with torch.enable_grad():  # as in `step`
@@ -798,7 +795,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return False
         # With manual optimization gradients may add up from one batch to the next.
         assert self.lightning_module is not None
-        return self.lightning_module.automatic_optimization and self._user_plan() is None
+        return self.lightning_module.automatic_optimization and self._placing_plan() is None
 
     def can_offload_states(self) -> bool:
         """Returns whether `offload_states` may be called.
@@ -1072,7 +1069,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                     self.offloader,
                     self.model_states,
                     self.config,
-                    planned=_find_callback(self._trainer, SwapPlanner) is not None,
+                    planned=self.planned_by is not None,
                 )
             )
 
@@ -1133,11 +1130,6 @@ def _after_first(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
     """Returns a closure whose first call has been made already, with `result`."""
     results = [result]
     return lambda: results.pop() if results else closure()
-
-
-def _find_callback(trainer: pl.Trainer, kind: type[_Callback]) -> _Callback | None:
-    """Returns the first callback of a class, if there is one."""
-    return next((callback for callback in trainer_callbacks(trainer) if isinstance(callback, kind)), None)
 
 
 def _clips(trainer: pl.Trainer) -> bool:

@@ -29,7 +29,7 @@ replacement. There are three groups:
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
 | `memory_budget`, `set_memory_budget`, `has_stance` | `torch._functorch.config`, `torch._dynamo` | RuntimeError |
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
-| `compile_configs`, `has_cuda_graphs` | `torch._functorch`, `torch._inductor` | |
+| `has_cuda_graphs` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
 | `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
@@ -305,20 +305,6 @@ def compile_seconds() -> float:
     """Returns the seconds that `torch.compile` has taken in this process since the last `torch.compiler.reset`."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
-
-
-INDUCTOR_CONFIG = "torch._inductor.config"
-"""Prefix of Inductor's settings in `compile_configs`."""
-
-
-def compile_configs() -> dict[str, Any]:
-    """Returns the settings of the partitioner and of Inductor that their cache of code depends on, by full name."""
-    settings: dict[str, Any] = {}
-    for name in ("torch._functorch.config", INDUCTOR_CONFIG):
-        config: Any = sys.modules.get(name)
-        values = {} if config is None else config.save_config_portable()
-        settings |= {f"{name}.{key}": value for key, value in values.items()}
-    return settings
 
 
 def has_cuda_graphs(device: int) -> bool:

@@ -7,7 +7,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
-from uuid import uuid4
 
 # Idle threads must not spin, because several tests may share the cores. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,7 +22,7 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-from lightning_ssd.callbacks import plan_cache, plan_report, profiling_budget  # noqa: E402
+from lightning_ssd.autoplan import plan_report, profiling_budget  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
 
 # Examples have no deadline: hypothesis measures them, and the data that it draws, in wall time, which other processes
@@ -47,13 +46,6 @@ def quick_measurements(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     trainings."""
     if "storage" not in request.path.parts and "gpu" not in request.path.parts:
         measure_few_bytes(monkeypatch.setattr)
-
-
-@pytest.fixture(autouse=True)
-def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Plans are stored in a new directory for each test, which is made with the first plan, and not in the home."""
-    folder = tmp_path_factory.getbasetemp() / "plans" / uuid4().hex
-    monkeypatch.setattr(plan_cache, "plans_directory", lambda: folder)
 
 
 @pytest.fixture(autouse=True)

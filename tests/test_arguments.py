@@ -111,7 +111,7 @@ GIVEN: dict[str, Any] = {"ModelProfiler": {"path": "profile.json"}}
 """Arguments that a callback must be given."""
 KINDS: dict[str, tuple[str, ...]] = {
     "count": ("warm_up", "steps", "step", "depth", "every_n_steps"),
-    "flag": ("cache", "progress_bar", "loggers"),
+    "flag": ("progress_bar", "loggers"),
     "path": ("plan", "machine", "save", "path", "lifetimes", "folder"),
     "size": ("gpu_memory", "ssd_bytes_per_day", "window_bytes", "max_window_bytes", "endurance"),
     "number": ("tolerance",),

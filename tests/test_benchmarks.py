@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import bounds, default, planning_cost, teraio
 from benchmarks.default_models import FAMILIES
-from lightning_ssd.callbacks import swap_planner
+from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.planning import HardwareProfile
 from tests.support.plans import MACHINE
 
@@ -25,7 +25,7 @@ def test_teraios_experiment(
         return teraio.train(json.loads(command[-1]))
 
     monkeypatch.setattr(teraio, "run_alone", run_here)
-    monkeypatch.setattr(swap_planner, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
+    monkeypatch.setattr(plan_cycle, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
     out = tmp_path / "teraio.json"
     command = ["teraio", "--models", "tiny", "--gpu", "0.01", "--path", str(tmp_path), "--out", str(out)]
     for case in ("ideal", "teraio-16gbs"):  # results are added to those in the file
@@ -82,7 +82,6 @@ def test_no_point_is_below_the_hull(points: list[tuple[float, float]]) -> None:
 def test_the_cost_of_planning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("LIGHTNING_SSD_PLAN_CACHE", "1")  # restored after main has changed it
     out = tmp_path / "cost.json"
     sizes = ["--hidden", "64", "--layers", "1", "--batch", "1", "--tokens", "8", "--precision", "32-true"]
     command = ["planning_cost", "--rounds", "1", "--steps", "4", *sizes, "--out", str(out)]
@@ -112,9 +111,8 @@ def test_the_bounds_of_a_planned_training_and_of_one_without_a_plan(
         given = dict(option.split("=", 1) for option in options)
         return bounds.train(bounds.parse(case), Path(given["--path"]), int(given["--steps"]), given.get("--gpu-memory"))
 
-    monkeypatch.setenv("LIGHTNING_SSD_PLAN_CACHE", "1")  # restored after main has changed it
     monkeypatch.setattr(bounds, "run_alone", run_here)
-    monkeypatch.setattr(swap_planner, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
+    monkeypatch.setattr(plan_cycle, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
     out, traces = tmp_path / "bounds.json", tmp_path / "traces"
     case = "llama:64x2,batch=2,tokens=16,states=host"
     command = ["bounds", "--out", str(out), "--path", str(tmp_path), "--traces", str(traces), "--steps", "3"]

@@ -21,7 +21,6 @@ from lightning_ssd.activations.compiled_code import (
     GuardHook,
     check_no_cuda_graphs,
     compile_seconds,
-    compile_settings,
     count_compiled,
     records_cuda_graphs,
 )
@@ -40,12 +39,12 @@ from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.memory_budget import PartitionerBudget
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
-from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
+from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.planned_excess import PlannedExcess
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, State, check_version
 from lightning_ssd.activations.rerun_state import other_random_states
-from lightning_ssd.activations.resident_limit import AllocatorMeter, MeasuredPeaks, ResidentLimit
+from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.transient_memory import Interval
@@ -71,12 +70,12 @@ __all__ = [
     "HostTier",
     "Interval",
     "KeepAll",
-    "MeasuredPeaks",
     "OffloadAll",
     "OffloadConfig",
     "OffloadExcess",
     "OffloadOnPressure",
     "OffloadPolicy",
+    "OpSchedule",
     "Operation",
     "PartitionerBudget",
     "PlacementPolicy",
@@ -99,7 +98,6 @@ __all__ = [
     "check_paths",
     "check_version",
     "compile_seconds",
-    "compile_settings",
     "count_compiled",
     "in_backward",
     "is_random",

@@ -10,8 +10,7 @@ from torch import nn
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.torch_internals import compile_seconds, count_compiled
 
-__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "compile_settings", "count_compiled",
-           "records_cuda_graphs"]  # fmt: skip
+__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "count_compiled", "records_cuda_graphs"]
 
 
 class GuardHook:
@@ -50,22 +49,6 @@ def _on_guards(found: bool) -> bool:
     for hook in tuple(GuardHook._open):
         hook._action()
     return found if GuardHook._replaced is None else GuardHook._replaced(found)
-
-
-def compile_settings(module: nn.Module) -> object:
-    """Returns the settings on which the saved bytes and the times of compiled code depend, as content of a JSON file.
-
-    These are the settings of the partitioner and of Inductor, as they are outside of micro-batches, and those that
-    parts of `module` are compiled with, such as by `mode="max-autotune-no-cudagraphs"`. Settings that name functions,
-    files or the host's work are left out, as in torch's own key of compiled code. Called on the training thread.
-    """
-    settings = internals.compile_configs()
-    parts = []
-    for name, part in module.named_modules():
-        for config in _configs(part):
-            own = {f"{internals.INDUCTOR_CONFIG}.{key}": one for key, one in config.items()}
-            parts.append((name, {key: one for key, one in own.items() if settings.get(key, one) != one}))
-    return settings, parts
 
 
 def records_cuda_graphs(device: torch.device) -> bool:

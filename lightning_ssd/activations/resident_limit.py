@@ -1,10 +1,9 @@
 """The limit of saved bytes that are kept on the device, so that a training step does not run out of its memory."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["AllocatorMeter", "MeasuredPeaks", "ResidentLimit"]
+__all__ = ["AllocatorMeter", "ResidentLimit"]
 
 
 class AllocatorMeter(Protocol):
@@ -26,38 +25,6 @@ class AllocatorMeter(Protocol):
         """Returns the allocations so far that found no memory before all cached memory was freed."""
 
 
-@dataclass(eq=False)
-class MeasuredPeaks:
-    """Memory of the micro-batches of one kind, as far as `ResidentLimit` has learned it.
-
-    Attributes:
-        others: peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended.
-        levels: bytes that were allocated before the last measured micro-batches. If empty, `others` includes saved
-            storages.
-        measured_bytes: expected saved bytes of the last measured micro-batch.
-        largest_bytes: the most saved bytes of a micro-batch.
-        lowest: the least bytes that were allocated before a micro-batch.
-        unfinished: whether the last micro-batch was to be measured, and had no backward.
-        spare_bytes: bytes by which `others` is too high for micro-batches that keep storages, as their peaks have
-            shown: everything else needs most memory at a time when few storages are alive.
-    """
-
-    others: float = 0.0
-    levels: list[int] = field(default_factory=list)
-    measured_bytes: int = 0
-    largest_bytes: int = 0
-    lowest: int = 2**63
-    unfinished: bool = False
-    spare_bytes: float = 0.0
-
-    @classmethod
-    def bound(cls, parts: "Sequence[MeasuredPeaks]") -> "MeasuredPeaks":
-        """Returns the memory of micro-batches that need no more than those of several known kinds at a time."""
-        lowest = min(part.lowest for part in parts)
-        others = lowest + sum(part.others - part.lowest for part in parts)
-        return cls(others, largest_bytes=sum(part.largest_bytes for part in parts), lowest=lowest)
-
-
 class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.
 
@@ -69,9 +36,6 @@ class ResidentLimit:
     step, gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory
     nevertheless, the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is
     lowered by the difference between its peak and the expected one.
-
-    Micro-batches of several kinds, such as batches of several shapes, may be compared with those of their kind alone:
-    `select` is then called in each of them.
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the memory, and, while
     memory is scarce, after a higher peak of an optimizer step, a validation or user code.
@@ -102,10 +66,7 @@ class ResidentLimit:
         """Expected saved bytes of the present micro-batch."""
         self.placed_bytes = 0
         """`expected_bytes` without the storages within the window, which are kept without asking the placement."""
-        self._common = MeasuredPeaks()
-        """Memory of the micro-batches of no kind."""
-        self._peaks = self._common
-        """Memory of the micro-batches of the present kind."""
+        self._forget()
         self._limit = float("inf")
         """Bytes that this process could allocate when the present micro-batch began."""
         self._peak_before = 0
@@ -117,14 +78,28 @@ class ResidentLimit:
         self._without_hooks = False
         """Whether that backward had no saved-tensor hooks, so that unexpected saved storages were kept, too."""
         self._withheld = 0.0
-        """Bytes of the meter's limit that are not used: micro-batches have run out of memory below it, or fragments
-        need them."""
+        """Bytes of the meter's limit that are not used: micro-batches have run out of memory below it."""
         self._room = float("inf")
         """Bytes of saved storages that may still be kept in the present micro-batch."""
         self.room_bytes = float("inf")
         """Bytes of saved storages for which the present micro-batch had room when it began."""
         self.growth_bytes = 0
         """Bytes by which that room was smaller because more were allocated before than in another micro-batch."""
+
+    def _forget(self) -> None:
+        self._others = 0.0
+        """Peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended."""
+        self._levels: list[int] = []
+        """Bytes that were allocated before the last measured micro-batches. If empty, `_others` includes saved
+        storages."""
+        self._measured_bytes = 0
+        """Expected saved bytes of the last measured micro-batch."""
+        self._largest_bytes = 0
+        """The most saved bytes of a micro-batch."""
+        self._lowest = 2**63
+        """The least bytes that were allocated before a micro-batch."""
+        self._unfinished = False
+        """Whether the last micro-batch was to be measured, and had no backward."""
 
     def begin(self, expected_bytes: int) -> None:
         """Called when a micro-batch begins.
@@ -137,18 +112,17 @@ class ResidentLimit:
         # Without hooks, growth beyond the expected peak would be noticed only when memory has run out.
         most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
         self._limit = limit
-        peaks = self._peaks
-        peaks.largest_bytes = max(peaks.largest_bytes, expected_bytes)
+        self._largest_bytes = max(self._largest_bytes, expected_bytes)
         # A measured micro-batch without a backward has no peak: the next one is measured instead.
-        peaks.unfinished = self.measuring and not self._peak
+        self._unfinished = self.measuring and not self._peak
         if self._peak and self.measuring:
-            peaks.others = max(peaks.others if peaks.levels else 0.0, self._peak)
-            peaks.levels = [*peaks.levels, self._level][-self.MOST_LEVELS :]
-            peaks.measured_bytes = expected_bytes
-        elif self._peak and not peaks.others:
-            peaks.others = self._peak
+            self._others = max(self._others if self._levels else 0.0, self._peak)
+            self._levels = [*self._levels, self._level][-self.MOST_LEVELS :]
+            self._measured_bytes = expected_bytes
+        elif self._peak and not self._others:
+            self._others = self._peak
         elif self._peak > max(most, self._peak_before):
-            peaks.others += self._peak - most
+            self._others += self._peak - most
             if self._peak > limit:
                 self.meter.reset_peak()
         if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
@@ -161,35 +135,21 @@ class ResidentLimit:
         self._peak_before = self.meter.peak()
 
     def _limit_room(self) -> None:
-        peaks, limit = self._peaks, self._limit
-        peaks.lowest = min(peaks.lowest, self._level)
-        if not peaks.others:
+        limit = self._limit
+        self._lowest = min(self._lowest, self._level)
+        if not self._others:
             return
-        like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in peaks.levels)
-        growth = 0 if like_a_measured_one else self._level - peaks.lowest
-        self._room = self.room_bytes = max(0.0, limit - peaks.others - growth + peaks.spare_bytes)
+        like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
+        growth = 0 if like_a_measured_one else self._level - self._lowest
+        self._room = self.room_bytes = max(0.0, limit - self._others - growth)
         self.growth_bytes = growth
         self.scarce = self._room < self.SPARE * self.expected_bytes
-        unknown = not like_a_measured_one and len(peaks.levels) < self.MOST_LEVELS
-        larger = self.expected_bytes > self.SPARE * peaks.measured_bytes
-        self.measuring = self.scarce and (unknown or larger or peaks.unfinished)
+        unknown = not like_a_measured_one and len(self._levels) < self.MOST_LEVELS
+        larger = self.expected_bytes > self.SPARE * self._measured_bytes
+        self.measuring = self.scarce and (unknown or larger or self._unfinished)
         if self.measuring:
             self.meter.reset_peak()
             self._room = 0.0
-
-    def select(self, peaks: MeasuredPeaks | None) -> None:
-        """Compares the present micro-batch, which has begun and saved nothing yet, with those of its kind alone.
-
-        Args:
-            peaks: memory of the kind, which is empty before the first micro-batch; `None`: the micro-batch is of none.
-        """
-        peaks = self._common if peaks is None else peaks
-        if peaks is not self._peaks:
-            self._peaks = peaks
-            self.expected_bytes = self.placed_bytes = peaks.largest_bytes
-            self.measuring = self.scarce = peaks.unfinished
-            self._room = float("inf")
-            self._limit_room()
 
     def measure(self) -> None:
         """Measures the present micro-batch, which has begun and saved nothing yet."""
@@ -198,43 +158,39 @@ class ResidentLimit:
         self.meter.reset_peak()
 
     def restart(self) -> None:
-        """Forgets all micro-batches of no kind, as later ones need other memory: their code was compiled again.
+        """Forgets all micro-batches, as later ones need other memory: their code was compiled again.
 
         Bytes that are withheld stay withheld.
         """
         self.measuring = False
-        self._peaks = self._common = MeasuredPeaks()
+        self._forget()
         self._peak, self._room = 0, float("inf")
         self.meter.reset_peak()
 
     def lower(self) -> None:
         """Called when the present micro-batch has run out of memory, before it is run again and measured."""
         if self.known:
-            self.withhold(self.WITHHELD)
-
-    def withhold(self, share: float) -> None:
-        """Leaves a further share of the memory unused, from the next micro-batch on."""
-        self._withheld += share * self.meter.limit()
+            self._withheld += self.WITHHELD * self.meter.limit()
 
     @property
     def known(self) -> bool:
         """Whether a micro-batch has shown how many bytes of saved storages the present one may keep."""
-        return bool(self._peaks.others) and not self.measuring
+        return bool(self._others) and not self.measuring
 
     @property
     def measured(self) -> bool:
         """Whether a micro-batch was measured, so that the memory of everything else is known and not only bounded."""
-        return bool(self._peaks.levels)
+        return bool(self._levels)
 
     @property
     def fits(self) -> bool:
         """Whether the present micro-batch may keep all its saved storages, and a tenth more bytes."""
-        return self.known and self._room >= self.SPARE * self._peaks.largest_bytes
+        return self.known and self._room >= self.SPARE * self._largest_bytes
 
     @property
     def needed_bytes(self) -> float:
         """Upper bound of the peak of a micro-batch that keeps all its saved storages, bytes; 0: not known."""
-        return self._limit - self._room + self._peaks.largest_bytes if self.known else 0.0
+        return self._limit - self._room + self._largest_bytes if self.known else 0.0
 
     def fits_grown(self, ratio: float) -> bool:
         """Returns whether the present micro-batch may keep all its saved storages although its batch is larger.
@@ -257,7 +213,7 @@ class ResidentLimit:
 
     def waits(self) -> bool:
         """Returns True if the training should wait for d2h copies, so that device memory is freed now."""
-        return self.scarce or (not self._peaks.others and self.meter.allocated() > self.UNKNOWN * self.meter.limit())
+        return self.scarce or (not self._others and self.meter.allocated() > self.UNKNOWN * self.meter.limit())
 
     def excess(self, nbytes: float) -> float:
         """Returns the share of `nbytes` bytes of storages to keep for which there is no room."""

@@ -4,13 +4,8 @@ The modules, by subject, in the order in which they are best read:
 
 - callbacks of every training: `defaults`, `micro_batch_switch`, `prefetch_scheduler`, `offload_monitor`,
   `auto_planner`.
-- the decision of `offload="auto"`: `auto_planner`, `memory_guard`, `seen_batches`, `obstacles`, `proven_rules`.
-- plans of operators: `step_profiling`, `swap_planner` (the phases of a plan), `plan_maker`, `plan_runner`,
-  `plan_progress`, `plan_report`, `shape_planner`, `planned_shapes`, `profiling_budget`.
-- plans of compiled code: `region_planner` (events), `region_recording`, `region_search` (trials), `region_progress` (of
-  one shape), `storage_planner`, `recompilation`, `fragments`, `resident_states` (model states).
-- plans of earlier trainings: `plan_cache`, `plan_key`, `cached_regions`.
-- times of steps: `step_timer`, `step_drift`.
+- plans of operators: `swap_planner`, `step_profiling` (passes events to `autoplan`), `training` (a Trainer's training,
+  as `autoplan` sees it).
 - for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.
 - helpers: `offloader` (finds the offloader of a training), `averaging` (Lightning's averages of weights),
   `output_files` (checks files before the training).

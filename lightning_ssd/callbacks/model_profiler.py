@@ -7,8 +7,10 @@ from pathlib import Path
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.autoplan import ProfiledSteps
 from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.callbacks.step_profiling import StepProfiling
+from lightning_ssd.callbacks.training import LightningTraining
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.sizes import parse_path
 
@@ -60,16 +62,21 @@ class ModelProfiler(StepProfiling):
                     "Lifetimes of tensors are measured in a step of one micro-batch. Set `accumulate_grad_batches=1` "
                     "and `automatic_optimization=True`, or leave out `lifetimes` of ModelProfiler."
                 )
-            self.profiler.record_lifetimes(pl_module)
+            self._profiled.profiler.record_lifetimes(pl_module)
 
-    def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
+    @override
+    def make_events(self, training: LightningTraining) -> ProfiledSteps:
+        return ProfiledSteps(training, "ModelProfiler", self._warm_up, self._steps)
+
+    @override
+    def profiled(self, trainer: pl.Trainer, profile: ModelProfile) -> None:
         self._done = True
         if not trainer.is_global_zero:
             return
         profile.to_json(self._path)
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
         if self._lifetimes is not None:
-            found = self.profiler.lifetimes(profile.name)
+            found = self._profiled.profiler.lifetimes(profile.name)
             lifetimes = replace(found, samples=profile.samples, tokens=profile.tokens)
             lifetimes.to_json(self._lifetimes)
             log.info("lifetimes of all tensors, in %s:\n%s", self._lifetimes, lifetimes.describe())

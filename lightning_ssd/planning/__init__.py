@@ -48,7 +48,13 @@ from lightning_ssd.planning.report import (
 )
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
-from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, needed_early, plan_storages
+from lightning_ssd.planning.saved_timeline import (
+    SavedTimeline,
+    StoragePlan,
+    needed_early,
+    plan_storages,
+    smaller_budget,
+)
 from lightning_ssd.planning.simulator import Prediction, simulate, simulate_tasks
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.teraio import plan_in_longer_step
@@ -106,7 +112,6 @@ __all__ = [
     "default_window",
     "exceeds_no_more",
     "find_what_ifs",
-    "free_bytes",
     "from_mapping",
     "inactive_periods",
     "is_later_call",
@@ -129,6 +134,7 @@ __all__ = [
     "resident_bytes",
     "simulate",
     "simulate_tasks",
+    "smaller_budget",
     "sum_ranges",
     "swap_coefficient",
     "unit_call_name",

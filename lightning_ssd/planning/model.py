@@ -309,6 +309,14 @@ class ModelProfile:
         factor = samples / self.samples
         return replace(self._scaled(time=factor, size=factor), samples=samples, tokens=round(factor * self.tokens))
 
+    def with_size(self, size: float) -> "ModelProfile":
+        """Returns the profile of a micro-batch that saves `size` times as many bytes, whose GPU times scale with them.
+
+        The host launches as many operations as before, and takes as long for it. Transient bytes of a smaller
+        micro-batch are not reduced, because some of them, such as gradients of embeddings, do not depend on its size.
+        """
+        return self if size == 1 else self._scaled(time=size, size=size, transient=max(1.0, size))
+
     def with_time(self, factor: float) -> "ModelProfile":
         """Returns the profile with all GPU times multiplied by `factor`."""
         between = None if self.between_seconds is None else factor * self.between_seconds
@@ -318,8 +326,14 @@ class ModelProfile:
         """Returns the profile with the host's launch times multiplied by `factor`."""
         return self._scaled(launch=factor)
 
-    def _scaled(self, *, time: float = 1.0, size: float = 1.0, launch: float = 1.0) -> "ModelProfile":
-        """Returns the profile with GPU seconds, bytes and launch seconds multiplied by these factors."""
+    def _scaled(
+        self, *, time: float = 1.0, size: float = 1.0, transient: float | None = None, launch: float = 1.0
+    ) -> "ModelProfile":
+        """Returns the profile with GPU seconds, bytes and launch seconds multiplied by these factors.
+
+        Transient bytes have the factor of all others if `transient` is None.
+        """
+        workspace = size if transient is None else transient
 
         def scale_operator(operator: OperatorProfile) -> OperatorProfile:
             recompute_seconds = operator.recompute_seconds
@@ -330,10 +344,10 @@ class ModelProfile:
                 flops=size * operator.flops,
                 saved_bytes=round(size * operator.saved_bytes),
                 recompute_seconds=None if recompute_seconds is None else time * recompute_seconds,
-                recompute_bytes=round(size * operator.recompute_bytes),
-                forward_bytes=round(size * operator.forward_bytes),
-                first_use_bytes=round(size * operator.first_use_bytes),
-                backward_bytes=round(size * operator.backward_bytes),
+                recompute_bytes=round(workspace * operator.recompute_bytes),
+                forward_bytes=round(workspace * operator.forward_bytes),
+                first_use_bytes=round(workspace * operator.first_use_bytes),
+                backward_bytes=round(workspace * operator.backward_bytes),
                 launch_seconds=launch * operator.launch_seconds,
             )
 
@@ -341,8 +355,8 @@ class ModelProfile:
             replace(
                 unit,
                 input_bytes=round(size * unit.input_bytes),
-                forward_bytes=round(size * unit.forward_bytes),
-                backward_bytes=round(size * unit.backward_bytes),
+                forward_bytes=round(workspace * unit.forward_bytes),
+                backward_bytes=round(workspace * unit.backward_bytes),
                 checkpoint_bytes=None if unit.checkpoint_bytes is None else round(size * unit.checkpoint_bytes),
                 operators=tuple(scale_operator(operator) for operator in unit.operators),
             )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.placement import PlacementPolicy, SSDTrainAuto
-from lightning_ssd.activations.resident_limit import MeasuredPeaks, ResidentLimit
+from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
 from tests.support.allocator import TRAININGS, Allocator, Training
@@ -209,11 +209,10 @@ def test_a_longer_batch_is_measured_again() -> None:
 def test_the_measured_micro_batches_of_a_long_training_take_no_memory() -> None:
     memory = Allocator()
     memory.most = 10_000
-    limit, peaks = ResidentLimit(memory), MeasuredPeaks()
+    limit = ResidentLimit(memory)
     for level in range(100):
         memory.level = 50 * level
         limit.begin(100)
-        limit.select(peaks)
         limit.measure()
         limit.end()
-    assert len(peaks.levels) == ResidentLimit.MOST_LEVELS
+    assert len(limit._levels) == ResidentLimit.MOST_LEVELS

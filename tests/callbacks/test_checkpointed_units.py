@@ -103,7 +103,7 @@ def reruns(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def plan_and_profile(make: Any, path: Path, how: dict[str, Any] = BOTH, **settings: Any) -> tuple[Plan, ModelProfile]:
     """Returns a plan that a training has made, and its profile; `how`: arguments of the strategy."""
-    first = planner(cache=False)
+    first = planner()
     train(Trained(make), SSDOffloadStrategy(**how), first, path=path, **settings)
     assert first.plan is not None and first.profile is not None
     return first.plan, first.profile
@@ -270,7 +270,7 @@ def fit_stack(path: Path, strategy: Any, *callbacks: pl.Callback, make: type[Sta
 def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> None:
     """Each of the two calls of a module may be checkpointed on its own. Saved tensors of other units stay."""
     expected = fit_stack(tmp_path, "auto")
-    first = planner(cache=False)
+    first = planner()
     assert_same(fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first), expected)
     assert first.plan is not None and first.profile is not None
     names = [unit.name for unit in first.profile.units if unit.checkpoint_bytes is not None]
@@ -287,7 +287,7 @@ def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> No
 
 def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp_path: Path) -> None:
     """The user makes the steps, by manual optimization, and may make one between a forward and its backward."""
-    first = planner(cache=False)
+    first = planner()
     fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first, make=ByHand)
     assert first.profile is not None
     assert {unit.checkpoint_bytes for unit in first.profile.units} == {None}

@@ -76,7 +76,7 @@ def test_a_host_bound_model_is_checkpointed_where_memory_is_short(tmp_path: Path
     slow = HostOverhead(*6 * [1e-3], checkpoint=1e-5)
     replace(measure_machine(None), host_overhead=slow).to_json(tmp_path / "machine.json")
     plain = train(tmp_path, "auto")
-    first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), machine=tmp_path / "machine.json", cache=False)
+    first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), machine=tmp_path / "machine.json")
     planned = train(tmp_path, SSDOffloadStrategy(states="gpu"), first)
     assert_same(planned, plain)
     assert first.plan is not None and first.comparison is not None
@@ -88,7 +88,7 @@ def test_a_host_bound_model_is_checkpointed_where_memory_is_short(tmp_path: Path
 
 def test_memory_of_checkpointed_units_is_the_predicted_one(tmp_path: Path) -> None:
     plain = train(tmp_path, "auto")
-    first = SwapPlanner(cache=False)
+    first = SwapPlanner()
     assert_same(train(tmp_path, SSDOffloadStrategy(states="gpu"), first), plain)
     assert first.plan is not None and first.profile is not None
     may = {unit.name for unit in first.profile.units if unit.checkpoint_bytes is not None}
@@ -97,7 +97,7 @@ def test_memory_of_checkpointed_units_is_the_predicted_one(tmp_path: Path) -> No
         name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=name in may)
         for name, unit in first.plan.units.items()
     }
-    second = pinned(replace(first.plan, units=units), cache=False)
+    second = pinned(replace(first.plan, units=units))
     checkpointed = train(tmp_path, SSDOffloadStrategy(states="gpu"), second)
     assert_same(checkpointed, plain)
     assert checkpointed.peak < 0.5 * plain.peak

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, free_bytes, plan_storages
-from lightning_ssd.planning.saved_timeline import stall_seconds
+from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, plan_storages, smaller_budget
+from lightning_ssd.planning.saved_timeline import free_bytes, stall_seconds
 from lightning_ssd.types import InputChoice
 
 
@@ -107,3 +107,33 @@ def test_over_a_slow_link_the_first_saved_storages_are_offloaded() -> None:
 def test_free_bytes_are_those_of_the_shorter_direction() -> None:
     assert free_bytes(REGIONS, {"host": TierSpeed(10, 2)}, 0.0) == 16
     assert free_bytes(REGIONS, {"host": TierSpeed(10, 20)}, 0.25) == 70
+
+
+@pytest.mark.parametrize(
+    ("speed", "room", "expected"),
+    [
+        (1000.0, 0.0, None),  # the link carries all storages while the device computes
+        (2.0, 40.0, None),  # all storages have room
+        (2.0, 0.0, 0.4),  # the link carries 8 of 30 bytes while the forward computes; 10 are needed first
+        (0.1, 20.0, 0.7),
+    ],
+)
+def test_code_saves_less_where_transfers_would_delay_it(speed: float, room: float, expected: float | None) -> None:
+    tiers: dict[InputChoice, TierSpeed] = {"host": TierSpeed(speed, speed)}
+    plan = plan_storages(REGIONS, room, tiers, 0, fixed_window=True)
+    assert smaller_budget(REGIONS, plan, room, tiers) == expected
+
+
+def test_code_saves_less_where_no_tier_has_room() -> None:
+    tiers: dict[InputChoice, TierSpeed] = {"host": TierSpeed(1e9, 1e9, 0)}
+    plan = plan_storages(REGIONS, 0, tiers, 0, fixed_window=True)
+    assert plan.excess_bytes and smaller_budget(REGIONS, plan, 0, tiers) == 0.9
+
+
+@given(timelines(), st.floats(0.1, 4.0))
+def test_a_timeline_of_another_size_has_no_fewer_bytes_than_its_micro_batch(
+    timeline: SavedTimeline, size: float
+) -> None:
+    scaled = timeline.with_size(size)
+    assert all(mine >= size * one for mine, one in zip(scaled.sizes, timeline.sizes, strict=True))
+    assert scaled.seconds == pytest.approx(size * timeline.seconds) and scaled.order == timeline.order

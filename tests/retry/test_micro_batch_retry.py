@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy, strategy
-from lightning_ssd.callbacks import plan_maker, proven_rules
+from lightning_ssd.autoplan import auto_plan, plan_maker
 from lightning_ssd.model_states import user_optimizers
 from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
 from lightning_ssd.retry.step_state import COPIED, UNRECORDED
@@ -412,7 +412,7 @@ def test_any_allocation_may_fail(
     run = None
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(proven_rules, "PROVEN", 2 * how["batches"])
+            patch.setattr(auto_plan, "PROVEN", 2 * how["batches"])
             run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
     except torch.OutOfMemoryError as error:
         # Reentrant checkpointing accumulates gradients in several backwards.
@@ -489,7 +489,7 @@ def test_gradients_that_were_added_in_fp32_are_dropped(
 def test_gradients_that_were_added_in_fp32_to_earlier_ones_are_not_added_again(
     delayed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proven_rules, "FIRST_MICRO_BATCHES", delayed)
+    monkeypatch.setattr(auto_plan, "FIRST_MICRO_BATCHES", delayed)
     how: dict[str, Any] = {"states": "host", "batches": 4, "precision": "bf16-mixed", "module": UsesTwice}
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 50)]), accumulate=2, **how)
@@ -529,8 +529,8 @@ def test_any_allocation_may_fail_where_states_are_offloaded(
     run = None
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(proven_rules, "PROVEN", 2 * how["batches"])
-            patch.setattr(proven_rules, "FIRST_MICRO_BATCHES", 2 * how["batches"])
+            patch.setattr(auto_plan, "PROVEN", 2 * how["batches"])
+            patch.setattr(auto_plan, "FIRST_MICRO_BATCHES", 2 * how["batches"])
             patch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
             run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
     except torch.OutOfMemoryError as error:
@@ -542,7 +542,7 @@ def test_any_allocation_may_fail_where_states_are_offloaded(
 
 
 def test_a_backward_whose_gradients_were_stepped_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proven_rules, "FIRST_MICRO_BATCHES", 0)
+    monkeypatch.setattr(auto_plan, "FIRST_MICRO_BATCHES", 0)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 40)]), states="host", batches=3)
     assert any("could not be run again" in note and "offloaded parameters" in note for note in caught.value.__notes__)
@@ -938,7 +938,7 @@ def test_a_training_without_a_plan_prefetches_again_after_it_ran_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The measured micro-batches after the second attempt have no window, and later ones one that has room."""
-    monkeypatch.setattr("lightning_ssd.callbacks.obstacles.obstacle_to_planning", lambda *_: "several devices")
+    monkeypatch.setattr("lightning_ssd.autoplan.obstacles.obstacle_to_planning", lambda *_: "several devices")
     windows = Windows()
     run = train_by_default(SHORT, LimitedMemory(fails_at=[(2, 10)]), callbacks=[windows])
     assert run.failures == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.activations import config
-from lightning_ssd.callbacks import step_drift, storage_planner, swap_planner
+from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.planning import HardwareProfile
 
 MACHINE = Path(__file__).parents[2] / "configs/machines/h100.json"
@@ -39,7 +39,5 @@ class Meter:
 def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
     """Makes trainings on the CPU read `meter`, and plan for an H100 without a comparison of predicted times."""
     patch.setattr(config, "allocator_memory", lambda device: meter)
-    patch.setattr(swap_planner, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
-    patch.setattr(step_drift, "MEDIAN_STEPS", 10**6)
-    if type(meter) is Meter:  # whose peak does not count the storages that are kept
-        patch.setattr(storage_planner.StoragePlanner, "spare_bytes", lambda *_: 0.0)
+    patch.setattr(plan_cycle, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
+    patch.setattr(plan_cycle, "COMPARED_STEPS", 10**6)

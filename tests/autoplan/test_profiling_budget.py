@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_ssd.callbacks import profiling_budget
-from lightning_ssd.callbacks.profiling_budget import MAX_SECONDS, MAX_STEPS, ProfilingBudget
+from lightning_ssd.autoplan import profiling_budget
+from lightning_ssd.autoplan.profiling_budget import MAX_SECONDS, MAX_STEPS, ProfilingBudget
 
 
 class Clock:

@@ -1,9 +1,10 @@
 """Trainings whose operators can't be planned: those on several devices, and those with compiled code."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from lightning_ssd._lightning import pl
 from lightning_ssd.activations import (
     GuardHook,
     UnitDispatchMode,
@@ -11,12 +12,12 @@ from lightning_ssd.activations import (
     count_compiled,
     records_cuda_graphs,
 )
-from lightning_ssd.callbacks.offloader import offload_config
-from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.autoplan.batches import BatchShape
+from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.model_states import is_compiled
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["COMPILED", "CompiledCode", "Obstacles", "check_can_plan"]
+__all__ = ["COMPILED", "CompiledCode", "Obstacles", "obstacle_to_planning"]
 
 COMPILED = "`torch.compile` compiles a part of the training"
 """The obstacle to planning in trainings with compiled code."""
@@ -52,11 +53,15 @@ class CompiledCode(Uncopied):
         """Whether older torch ran such code uncompiled."""
         return UnitDispatchMode.num_not_compiled != self._not_compiled
 
-    def forget(self) -> None:
-        """Has all code of the process compiled anew, if some ran uncompiled: Dynamo skips such code for ever."""
+    def forget(self, inform: Callable[[str], None]) -> None:
+        """Has all code of the process compiled anew, if some ran uncompiled: Dynamo skips such code for ever.
+
+        Args:
+            inform: logs a line about it.
+        """
         if self._ran_eagerly:
             torch.compiler.reset()
-            pl.utilities.rank_zero_info(
+            inform(
                 "This version of torch ran code uncompiled in a step whose operators were recorded or planned. It is "
                 "compiled from now on, and so is all other compiled code of the process, anew."
             )
@@ -101,25 +106,25 @@ class Obstacles:
         if self.lasting in (None, COMPILED) and not self.compiled_backward and _has_compiled_nodes(loss):
             self.lasting, self.compiled_backward = COMPILED, True
 
-    def find(self, trainer: pl.Trainer, module: pl.LightningModule, shape: BatchShape | None) -> str | None:
+    def find(self, training: Training, shape: BatchShape | None) -> str | None:
         """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
         if self.lasting is None and self._ran_compiled:
             self.lasting = COMPILED
         if self.lasting is None and shape is None:
             return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
         if self.lasting is None:
-            self.lasting = obstacle_to_planning(trainer, module)
+            self.lasting = obstacle_to_planning(training)
         return self.lasting
 
-    def find_late(self) -> bool:
+    def find_late(self, inform: Callable[[str], None]) -> bool:
         """Returns whether compiled code ran under a plan of operators, which has to end then.
 
-        If older torch ran it uncompiled, all code of the process is compiled anew.
+        If older torch ran it uncompiled, all code of the process is compiled anew, and `inform` logs a line about it.
         """
         if self._code is None or not self._code.ran_under_mode:
             return False
         self.lasting = COMPILED
-        self._code.forget()
+        self._code.forget(inform)
         return True
 
     def end_first_steps(self) -> None:
@@ -138,31 +143,17 @@ class Obstacles:
         return self._code is not None and self._code.ran
 
 
-def obstacle_to_planning(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+def obstacle_to_planning(training: Training) -> str | None:
     """Returns why no plan can be applied to the training; `None`: one can."""
-    if trainer.world_size > 1:
+    if training.processes > 1:
         return "several devices train, and plans are for the training of one device"
-    for name, part in module.named_modules():
+    for name, part in training.module.named_modules():
         if is_compiled(part):
             return (
-                f"{name or type(module).__name__} is compiled, and single operations of compiled code can't be planned"
+                f"{name or type(training.module).__name__} is compiled, and single operations of compiled code can't "
+                "be planned"
             )
     return None
-
-
-def check_can_plan(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raises ValueError if `SwapPlanner` can't apply a plan to the training."""
-    config = offload_config(trainer)
-    if config.amount() != "auto":
-        raise ValueError(
-            "SwapPlanner decides which activations are offloaded, and "
-            f"`offload={config.offload!r}` decides about them, too. Set it to 'auto', or remove the callback."
-        )
-    obstacle = obstacle_to_planning(trainer, module)
-    if obstacle is not None:
-        remedy = "Set `devices=1`" if trainer.world_size > 1 else "Remove `torch.compile`"
-        rest = "" if trainer.world_size > 1 else ": the default plans compiled code where memory is short"
-        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback{rest}.")
 
 
 def _has_compiled_nodes(loss: Tensor) -> bool:

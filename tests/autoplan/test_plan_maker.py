@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.callbacks.plan_maker import PlanMaker
+from lightning_ssd.autoplan.plan_maker import PlanMaker
 from lightning_ssd.planning import FixedPlacement, make_plan, simulate
 from lightning_ssd.planning.holistic import min_memory_plan
 from tests.support.profiles import GB, H100, make_model

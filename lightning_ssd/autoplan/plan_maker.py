@@ -1,13 +1,11 @@
 """`PlanMaker`: the plans of a training, within the memory that it may use."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.callbacks.fragments import FRAGMENT_RESERVE_STEP, MAX_FRAGMENT_RESERVE
-from lightning_ssd.callbacks.plan_runner import PlanRunner
+from lightning_ssd.autoplan.plan_runner import PlanRunner
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
     FixedPlacement,
@@ -21,6 +19,12 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.profiling import limit_hardware
 from lightning_ssd.sizes import parse_bytes
+
+RESERVE_STEP = 0.04
+"""Share of the GPU limit by which the reserve grows each time."""
+
+MAX_RESERVE = 0.2
+"""Largest reserve / GPU limit."""
 
 MIN_PLAN_GAIN = 0.01
 """Share of a step, or of memory, that another plan must save to be applied."""
@@ -48,8 +52,8 @@ class PlanMaker:
         machine: the machine as measured, without the limits of this training.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day; `None`: no limit.
         device: the training device.
-        fragment_reserve: share of the GPU limit that plans reserve for fragments, besides the reserve of
-            `usable_gpu_memory`.
+        reserve: share of the GPU limit that plans leave unused, besides the reserve of `usable_gpu_memory`: steps have
+            run out of memory with less, or fragments need it.
     """
 
     planner: str
@@ -58,12 +62,7 @@ class PlanMaker:
     machine: HardwareProfile
     ssd_bytes_per_day: int | None
     device: torch.device
-    fragment_reserve: float = 0.0
-
-    @property
-    def settings(self) -> tuple[object, ...]:
-        """Those properties of plans that do not depend on a profile, for their key in the cache."""
-        return self.planner, self._least, self.ssd_bytes_per_day
+    reserve: float = 0.0
 
     @property
     def _least(self) -> bool:
@@ -82,26 +81,13 @@ class PlanMaker:
         gpu_bytes, per_day = self._gpu_bytes(), self.ssd_bytes_per_day
         return limit_hardware(machine, profile, placement, offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=per_day)
 
-    def reserve_for_fragments(self, runner: PlanRunner, most_seconds: float = math.inf) -> Plan | None:
-        """Reserves more GPU memory for fragments in the plans of a runner.
-
-        Args:
-            runner: runner with the profiles.
-            most_seconds: duration of a step up to which the plan for less memory is worth it.
-
-        Returns:
-            The plan for less memory. `None`: nothing is reserved, because steps would be longer, or that is impossible.
-        """
-        if self.user_plan is not None or self.fragment_reserve >= MAX_FRAGMENT_RESERVE:
-            return None
-        reserve, hardware = self.fragment_reserve, runner.hardware
-        self.fragment_reserve += FRAGMENT_RESERVE_STEP
-        runner.hardware = replace(hardware, gpu_bytes=self._gpu_bytes())
-        plan = self.make(runner)
-        if simulate(runner.profile, runner.hardware, plan).step_seconds > most_seconds:
-            self.fragment_reserve, runner.hardware = reserve, hardware
-            return None
-        return plan
+    def reserve_more(self, runner: PlanRunner) -> bool:
+        """Leaves more GPU memory unused in later plans of a runner; returns False if that is impossible."""
+        if self.user_plan is not None or self.reserve >= MAX_RESERVE:
+            return False
+        self.reserve += RESERVE_STEP
+        runner.hardware = replace(runner.hardware, gpu_bytes=self._gpu_bytes())
+        return True
 
     def _gpu_bytes(self) -> int:
         """Returns the bytes of the device that plans may use."""
@@ -109,12 +95,21 @@ class PlanMaker:
             most = parse_bytes(self.gpu_memory, "gpu_memory")
         else:
             most = usable_gpu_memory(self.device) if self.device.type == "cuda" else self.machine.host_bytes
-        return int((1 - self.fragment_reserve) * most)
+        return int((1 - self.reserve) * most)
 
     # ---- plans ----
 
-    def make(self, runner: PlanRunner) -> Plan:
+    @property
+    def has_rows(self) -> bool:
+        """Whether smaller micro-batches have plans of their own. The user's plan, for one, is for all."""
+        return self.user_plan is None and not self._least and self.planner == "holistic"
+
+    def make(self, runner: PlanRunner, size: float = 1.0) -> Plan:
         """Returns the plan for the profiles of a runner, with the present tiers of model states.
+
+        Args:
+            runner: runner with the profiles.
+            size: size of the micro-batches / that of the profile.
 
         Raises:
             ValueError: the user's plan does not match the model.
@@ -123,7 +118,7 @@ class PlanMaker:
             self.user_plan.check(runner.profile)
             return runner.placement.apply(runner.profile, self.user_plan)
         make = plan_for_least_memory if self._least else make_plan
-        return make(runner.profile, runner.hardware, self.planner, runner.placement)
+        return make(runner.profile.with_size(size), runner.hardware, self.planner, runner.placement)
 
     def make_better(self, runner: PlanRunner, *, explained: bool) -> Plan | None:
         """Returns the plan for corrected profiles, if it is better than the plan in force.

@@ -1,6 +1,5 @@
 """Memory of `offload="auto"` on a simulated allocator, from the first steps to plans and larger batches."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_ssd.activations.placement import OffloadExcess
 from lightning_ssd.activations.resident_limit import ResidentLimit
-from lightning_ssd.callbacks.memory_guard import MemoryGuard
-from lightning_ssd.callbacks.planned_shapes import PlannedShapes
-from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.autoplan.batches import BatchShape, BatchSizes, row_of, size_of_row
+from lightning_ssd.autoplan.known_memory import KnownMemory
+from lightning_ssd.autoplan.plan_cycle import GROWTH
 from tests.support.allocator import TRAININGS, Allocator, Training
 
 EVENTS = ["", "", "validation", "reset", "forward", "larger", "smaller", "thaw", "freeze", "leak"]
@@ -111,27 +110,26 @@ def least_memory(training: Training, micros: list[Micro]) -> int:
 def train_by_default(training: Training, memory: Allocator, micros: list[Micro], *, plannable: bool) -> list[int]:
     """Trains under the rules of `AutoPlanner`, and returns the peak of each micro-batch.
 
-    A plan keeps as many storages as have room in the step that is recorded, beside all gradients. Each shape has one.
+    A plan keeps as many storages as have room in the step that is recorded, beside all gradients. Micro-batches of
+    other sizes follow its rows; those that may need more memory keep none.
     """
     limit = ResidentLimit(memory)
-    placement, guard = OffloadExcess(("host",), limit), MemoryGuard(limit)
+    placement, known = OffloadExcess(("host",), limit), KnownMemory(limit)
     run = Run(training, memory)
     memory.change(training.weights)
-    peaks, expected, steps = [], 0, 0
-    plans: PlannedShapes[float] = PlannedShapes(memory)
-    planning, left, short, recorded, unplanned = False, 0.0, False, 0, 0
+    peaks, expected, steps, planning, short = [], 0, 0, False, False
+    sizes, recorded, fixed, scaled, level = BatchSizes(), None, 0.0, 0.0, 0
     for number, micro in enumerate(micros):
         run.happen(micro.event)
-        begins_step = number % training.accumulate == 0
-        shape, trained = BatchShape(((micro.scale, 8),), micro.scale), (micro.thawed,)
-        saved = micro.scale * sum(training.sizes)
+        shape, saved = BatchShape(((micro.scale, 8),), micro.scale, (micro.scale,)), micro.scale * sum(training.sizes)
+        trained = frozenset({0, 1} if micro.thawed else {1})
         if not planning:
             if micro.event == "forward":
                 placement.begin(expected)
             placement.begin(expected)
-            guard.begin(shape, trained)
-            short |= guard.short
-            if guard.fits and steps >= 2:
+            known.begin(shape, trained)
+            short |= known.short
+            if known.fits and steps >= 2:
                 peaks.append(run.micro_batch(micro, lambda nbytes: True))
                 limit.end(hooks=False)
             else:
@@ -140,28 +138,27 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
                 )
                 placement.end()
                 expected = saved
-            guard.end(shape)
+            known.end(shape, trained)
         else:
-            if begins_step:
-                plans.begin_step(compare_bytes=True)
-            found = plans.find(shape, trained)
-            unplanned += found is None
-            if found is None and begins_step and (recorded == 0 or unplanned >= 3):
-                planned = plans.make(shape, trained, 0.0)
-                peaks.append(run.micro_batch(micro, lambda nbytes: False))
-                needed = peaks[-1] + (sum(run.gradients(micro)) if training.accumulate > 1 else 0)
-                planned.state = max(0.0, memory.most - needed - plans.GROWTH * memory.most)
-                plans.add(planned)
-                recorded, unplanned = recorded + 1, 0
-            else:
-                left = 0.0 if found is None else found.state
+            left, before = 0.0, memory.level
+            records = recorded is None and number % training.accumulate == 0
+            bound, whole = sizes.bound(shape), None if recorded is None else sizes.bound(recorded[0])
+            grown = before > level + GROWTH * memory.most
+            if recorded is not None and bound and whole and trained <= recorded[1] and not grown:
+                size = size_of_row(row_of(bound / whole))
+                left = max(0.0, memory.most * (1 - GROWTH) - fixed - size * scaled)
 
-                def keep(nbytes: int) -> bool:
-                    nonlocal left
-                    left -= nbytes
-                    return left >= 0
+            def keep(nbytes: int) -> bool:
+                nonlocal left
+                left -= nbytes
+                return left >= 0
 
-                peaks.append(run.micro_batch(micro, keep))
+            peaks.append(run.micro_batch(micro, keep))
+            if records:
+                gradients = sum(run.gradients(micro)) if training.accumulate > 1 else 0
+                recorded, level = (shape, trained), before
+                fixed, scaled = before + sum(run.gradients(micro)) + gradients, peaks[-1] - before
+            sizes.add(shape, saved)
         if (number + 1) % training.accumulate == 0:
             run.step()
             steps += 1
@@ -212,7 +209,7 @@ def test_a_measured_small_batch_tells_nothing_of_an_earlier_larger_one() -> None
     assert max(train_by_default(training, memory, micros, plannable=False)[1:]) <= memory.most
 
 
-Trained = tuple[bool, ...]
+Trained = frozenset[int]
 
 
 def measured(order: Sequence[Trained], most: float) -> list[int]:
@@ -220,32 +217,24 @@ def measured(order: Sequence[Trained], most: float) -> list[int]:
     memory = Allocator()
     memory.most = most
     limit = ResidentLimit(memory)
-    placement, guard = OffloadExcess(("host",), limit), MemoryGuard(limit)
-    shape, sizes = BatchShape(((2, 8),), 64), [100] * 4
+    placement, known = OffloadExcess(("host",), limit), KnownMemory(limit)
+    shape, sizes = BatchShape(((2, 8),), 64, (64,)), [100] * 4
     memory.change(1000)
     found = []
     for number, trained in enumerate(order):
         placement.begin(sum(sizes))
-        guard.begin(shape, trained)
+        known.begin(shape, trained)
         placement.spread()
         found += [number] if limit.measuring else []
-        kept = [size for size in sizes if guard.fits or not placement.tiers_for(size)]
+        kept = [size for size in sizes if known.fits or not placement.tiers_for(size)]
         memory.change(sum(kept) + 50)
         memory.change(-sum(kept) - 50)
-        limit.end(hooks=not guard.fits)
-        guard.end(shape)
+        limit.end(hooks=not known.fits)
+        known.end(shape, trained)
     assert memory.highest_of_micro_batch <= most
     return found
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1e6, [1]), (1450.0, [1, 2])], ids=["ample", "short"])
-def test_each_set_of_trained_parameters_is_measured_once(most: float, expected: list[int]) -> None:
-    """With room, the peak of the first micro-batch is enough for the set that it trains."""
-    assert measured([(True, False), (False, True)] * 20, most) == expected
-
-
-def test_parameters_that_others_have_trained_are_not_measured_where_there_is_room() -> None:
-    """Each micro-batch trains other layers. From the third one on, all of them were trained before."""
-    sets = [one for one in itertools.product((False, True), repeat=6) if sum(one) == 3]
-    found = measured([sets[0], sets[-1], *sets], 1e6)
-    assert found == [1]
+@pytest.mark.parametrize("most", [1e6, 1450.0], ids=["ample", "short"])
+def test_each_set_of_trained_parameters_is_measured_once(most: float) -> None:
+    assert measured([frozenset({0}), frozenset({1})] * 20, most) == [1, 2]

@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
-from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
+from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
+from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import (
     Plan,
     find_what_ifs,
@@ -19,17 +19,17 @@ from lightning_ssd.sizes import format_bytes
 log = logging.getLogger(__name__)
 
 
-def report_comparison(comparison: Comparison) -> None:
+def report_comparison(training: Training, comparison: Comparison) -> None:
     """Logs the first comparison of a plan's prediction with measured steps."""
     predicted = comparison.predicted
     peak = f"predicted {format_bytes(predicted.gpu_peak_bytes)}"
     if comparison.gpu_peak_bytes:
         peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
     seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
-    pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
+    training.inform(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
 
 
-def log_metrics(trainer: pl.Trainer, runner: PlanRunner, comparison: Comparison) -> None:
+def log_metrics(training: Training, runner: PlanRunner, comparison: Comparison) -> None:
     """Gives each comparison to the Trainer's loggers."""
     predicted = comparison.predicted
     metrics = {
@@ -42,30 +42,27 @@ def log_metrics(trainer: pl.Trainer, runner: PlanRunner, comparison: Comparison)
     if comparison.gpu_peak_bytes:
         metrics["predicted_device_bytes"] = predicted.gpu_peak_bytes
         metrics["measured_device_bytes"] = comparison.gpu_peak_bytes
-    for logger in trainer.loggers:
-        logger.log_metrics(
-            {f"SwapPlanner/{name}": value for name, value in metrics.items()},
-            step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-        )
+    training.log_metrics({f"SwapPlanner/{name}": float(value) for name, value in metrics.items()})
 
 
-def report_move(runner: PlanRunner, plan: Plan) -> None:
+def report_move(training: Training, runner: PlanRunner, plan: Plan) -> None:
     """Logs that model states were moved to their tiers in `plan`."""
     seconds = simulate(runner.profile, runner.hardware, plan).step_seconds
     whole = [unit.states for unit in plan.units.values() if not unit.parts]
     divided = len(plan.units) - len(whole)
     also = f", and those of {divided} units, part by part, in several tiers" if divided else ""
-    pl.utilities.rank_zero_info(
+    training.inform(
         f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
         f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they were "
         "moved, and the training is profiled again."
     )
 
 
-def recommend_move(runner: PlanRunner, plan: Plan, planner: str, save: Path | None) -> None:
+def recommend_move(training: Training, runner: PlanRunner, plan: Plan, planner: str, save: Path | None) -> None:
     """Logs the step times of two placements of model states, which may not be moved: that of `plan`, and the present.
 
     Args:
+        training: the training.
         runner: runs steps under a plan with the present placement.
         plan: a plan with another placement, which is also written to a file if plans are.
         planner: name of the planner that has made it.
@@ -78,13 +75,13 @@ def recommend_move(runner: PlanRunner, plan: Plan, planner: str, save: Path | No
         path = save.with_suffix(".states.yaml")
         plan.save(path)
         how = f"To place them so, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
-    pl.utilities.rank_zero_info(
+    training.inform(
         f"SwapPlanner: with model states placed otherwise, as the planner {planner!r} chooses, a step should "
         f"take {other:.3f} s, and {present:.3f} s as they are placed now. {how}"
     )
 
 
-def report_last_plan(runner: PlanRunner, plan: Plan) -> None:
+def report_last_plan(training: Training, runner: PlanRunner, plan: Plan) -> None:
     """Logs a report on the plan in force at the end of a training, and hardware that would make steps faster."""
     # Only at the end, not between two steps: three further plans are made, and for a report many simulations.
     if log.isEnabledFor(logging.INFO):
@@ -94,4 +91,4 @@ def report_last_plan(runner: PlanRunner, plan: Plan) -> None:
     else:
         what_ifs = find_what_ifs(runner.profile, runner.hardware, plan, runner.placement)
     if what_ifs:
-        pl.utilities.rank_zero_info(f"SwapPlanner: steps would be {render_what_ifs(what_ifs)}.")
+        training.inform(f"SwapPlanner: steps would be {render_what_ifs(what_ifs)}.")

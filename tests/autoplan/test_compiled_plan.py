@@ -1,4 +1,4 @@
-"""`RegionPlanner`: trainings with compiled code are planned where memory is short, with plain numbers."""
+"""`CompiledPlan`: trainings with compiled code are planned where memory is short, with plain numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,15 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
-from lightning_ssd.callbacks import obstacles, recompilation, region_planner, region_progress, storage_planner
+from lightning_ssd.autoplan import compiled_plan, obstacles
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
+from tests.support.compiled_blocks import See, Ticks, compile_again, train
 from tests.support.meter import Meter, use
-from tests.support.plans import BOTH, quiet_trainer
-from tests.support.regions import Blocks, See, Ticks, keep_code, lower_budgets, train
+from tests.support.plans import BOTH
 from tests.support.slow_records import LONG, record_slowly
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,13 +34,12 @@ def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     plain, expected = train(backend, "auto", tmp_path, **how)
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
-    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9)  # the plan is applied, however fast it is
     numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
     assert counters == expected
     assert_same(numbers, plain)
-    assert see.outcome == "plan" and see.regions.decided
+    assert see.outcome == "plan" and see.compiled.decided
     assert see.placements[-1] is PlannedExcess and set(see.placements) == {OffloadExcess, PlannedExcess}
-    plan = see.regions.applied.plan
+    plan = see.compiled.plan
     assert 0 < plan.offloaded_bytes < sum(plan.sizes)
     assert see.stored[-1] - see.stored[-2] == plan.offloaded_bytes
     assert set(see.settings) == {1.0}
@@ -57,66 +55,30 @@ def test_epochs_that_are_shorter_than_an_accumulation_are_planned(
     use(Meter(1e6, 980_000), monkeypatch)
     numbers, _ = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
     assert_same(numbers, plain)
-    assert see.regions.decided and len(see.regions.trials) == 2
+    assert see.compiled.decided and see.compiled.plan is not None
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_validations_and_checkpoints_are_not_part_of_a_step(
-    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A validation follows each micro-batch, in steps and between them, and a checkpoint each step."""
-    clock, see = Ticks(), See()
-
-    class Validated(Blocks):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            clock.seconds += 1e6
-
-    class Checkpoint(pl.callbacks.Checkpoint):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if not trainer.fit_loop._should_accumulate():
-                clock.seconds += 1e6
-
-    use(Meter(1e6, 980_000), monkeypatch)
-    keep_code(monkeypatch)
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 1, "enable_checkpointing": True}
-    trainer = quiet_trainer(
-        tmp_path, strategy=SSDOffloadStrategy(**BOTH), max_steps=20, callbacks=[see, Checkpoint()], **how
-    )
-    data: Any = torch.randn(16 * 20 * accumulate, 32)
-    loader = DataLoader(data, batch_size=16)
-    trainer.fit(Validated("aot_eager"), loader, DataLoader(data[:16], batch_size=16))
-    assert see.regions.decided and len(see.regions.trials) == 2
-    assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
-
-
-def test_times_in_which_states_are_recorded_are_no_part_of_steps_and_timelines(
+def test_times_in_which_states_are_recorded_are_no_part_of_timelines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, see, timelines = Ticks(), See(), []
-    plan_storages = storage_planner.plan_storages
+    plan_storages = compiled_plan.plan_storages
 
     def plan(timeline: Any, *args: Any, **how: Any) -> Any:
         timelines.append(timeline)
         return plan_storages(timeline, *args, **how)
 
     use(Meter(1e6, 980_000), monkeypatch)
-    keep_code(monkeypatch)
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    monkeypatch.setattr(storage_planner, "plan_storages", plan)
+    monkeypatch.setattr(compiled_plan, "make_clock", lambda device: clock)
+    monkeypatch.setattr(compiled_plan, "plan_storages", plan)
     times = record_slowly(clock, monkeypatch)
     train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])
-    assert see.regions.decided and len(see.regions.trials) == 2 and len(times) > 16
-    assert all(0 < trial.seconds < LONG / 100 for trial in see.regions.trials)
+    assert see.compiled.decided and len(times) > 16
     assert timelines and all(0 < one.forward_seconds < LONG / 100 for one in timelines)
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_the_window_stays_that_of_the_fastest_trial(
-    planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a plan, too: the memory of a larger one was not measured, although backward waits for loads."""
+def test_the_window_stays_that_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a larger one was not measured, although backward waits for loads."""
     windows: list[int] = []
 
     class Windows(pl.Callback):
@@ -132,24 +94,19 @@ def test_the_window_stays_that_of_the_fastest_trial(
 
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
-    keep_code(monkeypatch)
-    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9 if planned else 1.0)
-    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 30, callbacks=[see, Windows(), Growing()])
-    assert see.regions.decided and (see.regions.applied.plan is not None) == planned
-    assert len(see.regions.trials) == 2
-    assert windows[13:] == [windows[12 if planned else 4]] * 17  # of the trial without a plan, or with one
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 24, callbacks=[see, Windows(), Growing()])
+    assert see.compiled.decided
+    assert windows[12:] == [see.compiled.followed.window_bytes] * 12
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_code_that_stalls_is_compiled_to_save_less(
+def test_code_that_stalls_is_compiled_once_to_save_less(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, _ = train(backend, "auto", tmp_path)
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
-    lower_budgets(monkeypatch)
-    compiled = torch._dynamo.utils.cumulative_time_spent_ns  # which each change of the budget clears
-    monkeypatch.setattr(recompilation, "compile_seconds", lambda: 100.0 if compiled else 0.0)
+    compile_again(monkeypatch)
     with caplog.at_level("INFO"):
         numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see])
     for mine, theirs in zip(numbers, plain, strict=True):
@@ -157,10 +114,10 @@ def test_code_that_stalls_is_compiled_to_save_less(
             assert torch.equal(mine, theirs)
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     assert "graph_break" not in counters
-    assert see.settings[0] == 1.0 and see.settings[-1] == see.regions.applied.memory_budget < 1.0
+    assert see.settings[0] == 1.0 and set(see.settings[see.settings.index(0.5) :]) == {0.5}
+    assert see.compiled.decided
     assert see.saved[-1] - see.saved[-2] < see.saved[2] - see.saved[1]
-    assert see.regions.recompilation.spent_seconds >= 100
-    assert f"activation_memory_budget={see.settings[-1]:g}, which may change the last digits" in caplog.text
+    assert caplog.text.count("code is compiled again with activation_memory_budget=0.5") == 1
     assert functorch.activation_memory_budget == 1.0
 
 
@@ -190,38 +147,38 @@ def test_code_is_not_compiled_again_where_it_may_not(
     compiled."""
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
-    lower_budgets(monkeypatch)
+    compile_again(monkeypatch)
     if reason == "deterministic":
         request.getfixturevalue("deterministic")
     elif reason == "no time":
-        monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 0.0)
+        monkeypatch.setattr(compiled_plan, "MAX_COMPILE_SECONDS", -1.0)
     backend = "eager" if reason == "eager" else "aot_eager"
     with functorch.patch(activation_memory_budget=0.5 if reason == "set" else 1.0):
         callbacks = [see, Refuse()] if reason == "stance" else [see]
         _, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=callbacks)
-    assert see.regions.decided and see.placements[-1] is PlannedExcess
+    assert see.compiled.decided and see.placements[-1] is PlannedExcess
     assert set(see.settings) == ({0.5} if reason == "set" else {1.0})
     assert counters["stats"]["unique_graphs"] == 2  # the input of the first block requires no gradient
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stance", ["fail_on_recompile", "eager_on_recompile", "force_eager"])
-def test_a_stance_that_is_set_while_budgets_are_tried_stays_in_force(
+def test_a_stance_that_is_set_after_code_was_compiled_again_stays_in_force(
     stance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No code is discarded from then on, also if an earlier value was faster, and at the end of training."""
+    """No code is discarded from then on, also not at the end of training."""
     stances: list[str] = []
 
-    class SetDuringTrials(See):
+    class SetLater(See):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
             if not stances and self.settings and self.settings[-1] < 1.0:
                 torch.compiler.set_stance(stance)
             if stances or torch._dynamo.eval_frame._stance.stance != "default":
                 stances.append(torch._dynamo.eval_frame._stance.stance)
 
-    see = SetDuringTrials()
+    see = SetLater()
     use(Meter(1e6, 980_000), monkeypatch)
-    lower_budgets(monkeypatch)
+    compile_again(monkeypatch)
     try:
         train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see])
         assert torch._dynamo.eval_frame._stance.stance == stance
@@ -239,7 +196,7 @@ def test_the_setting_is_restored_when_training_fails(tmp_path: Path, monkeypatch
                 raise KeyError("of the user")
 
     use(Meter(1e6, 980_000), monkeypatch)
-    lower_budgets(monkeypatch)
+    compile_again(monkeypatch)
     with pytest.raises(KeyError, match="of the user"):
         train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[Fails()])
     assert functorch.activation_memory_budget == 1.0
@@ -265,7 +222,7 @@ def test_the_setting_is_restored_when_a_hook_skips_the_rest_of_an_epoch(
                 self.settings.append(functorch.activation_memory_budget)
 
     use(Meter(1e6, 980_000), monkeypatch)
-    lower_budgets(monkeypatch)
+    compile_again(monkeypatch)
     skip = Skip()
     train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[skip])
     assert skip.settings[0] < 1.0 and skip.settings[1:] == [1.0]

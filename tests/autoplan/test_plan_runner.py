@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
-from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE, Comparison
-from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS
+from lightning_ssd.autoplan import COMPARED_STEPS, WARMUP_AFTER_CHANGE, Comparison
 from lightning_ssd.planning import Plan, simulate
 from tests.support.compare import assert_same
 from tests.support.parity import BATCHES, TinyGPT, train
@@ -97,9 +96,9 @@ def test_host_memory_of_profiled_steps_is_freed_and_not_counted_under_a_plan() -
         return replace(plan, units=units)
 
     host, first = HostBytes(), planner(tolerance=1e9)
-    sweep = Sweep(first, keep_all, steps=MEDIAN_STEPS, count=1)
+    sweep = Sweep(first, keep_all, steps=COMPARED_STEPS, count=1)
     strategy = SSDOffloadStrategy(states="gpu", tier="host", min_bytes=1, host_memory="64MiB")
-    train(strategy, callbacks=[first, sweep, host], model=TinyGPT, steps=FIRST + MEDIAN_STEPS + 8)
+    train(strategy, callbacks=[first, sweep, host], model=TinyGPT, steps=FIRST + COMPARED_STEPS + 8)
     assert sweep.measured[0].host_peak_bytes == 0 == host.slabs[-1] < max(host.slabs)
 
 

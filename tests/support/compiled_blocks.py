@@ -1,7 +1,6 @@
 """Trainings with compiled blocks, whose saved tensors are planned where memory is short."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd.callbacks import AutoPlanner, recompilation, region_planner, region_progress
+from lightning_ssd.autoplan import compiled_plan
+from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
-from lightning_ssd.callbacks.step_timer import StepTimer
 from tests.support.compiled import counted
 from tests.support.plans import quiet_trainer
 
@@ -72,7 +71,7 @@ class See(pl.Callback):
         self.stored.append(offloader.stats().stored)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.regions = self.auto.regions
+        self.compiled = self.auto.compiled
         self.outcome = self.auto.outcome
 
 
@@ -112,21 +111,6 @@ class Ticks:
         return end - start
 
 
-def tick(monkeypatch: pytest.MonkeyPatch) -> Ticks:
-    """Makes a clock for regions by which each step takes a second: recorded states exclude none of it."""
-    clock = Ticks()
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    monkeypatch.setattr(StepTimer, "excluded", lambda timer: nullcontext())
-    return clock
-
-
-def keep_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has no code compiled again, however long transfers stall the training: a plan is the last trial."""
-    monkeypatch.setattr(recompilation, "MAX_BUDGETS", 0)
-
-
-def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has each plan stall, and the last trial be the fastest."""
-    monkeypatch.setattr(recompilation, "TOLERATED_STALL", -1.0)
-    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9)
-    monkeypatch.setattr(recompilation, "MAX_COMPILE_SECONDS", 1e9)
+def compile_again(monkeypatch: pytest.MonkeyPatch, value: float = 0.5) -> None:
+    """Has the plan of recorded storages ask for code that saves less."""
+    monkeypatch.setattr(compiled_plan, "smaller_budget", lambda *_: value)

@@ -1,4 +1,4 @@
-"""Batches of several shapes in trainings with compiled code: a plan for each, and no more memory than there is."""
+"""Batches of several shapes in trainings with compiled code: one plan, and no more memory than there is."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
-from lightning_ssd.callbacks import AutoPlanner, planned_shapes, region_planner, region_progress, region_recording
+from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
-from lightning_ssd.callbacks.region_progress import Trial
-from lightning_ssd.profiling import SavedTimelineRecorder
+from lightning_ssd.planning import StoragePlan
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
+from tests.support.compiled_blocks import See, train
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH
 from tests.support.products import thorough
-from tests.support.regions import See, Ticks, keep_code, train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +41,7 @@ class Memory(Meter, pl.Callback):
         self._shape = torch.Size()
         self.needed: list[int] = []
         """Peak of each micro-batch."""
-        self.followed: list[Trial | None] = []
+        self.followed: list[StoragePlan | None] = []
 
     def reset_peak(self) -> None:
         self.highest = self.level
@@ -58,7 +57,7 @@ class Memory(Meter, pl.Callback):
         kept = offloader.resident_bytes() if offloader.policy.hooks_enabled else SAVED * rows
         self.needed.append(self._transient(self._shape) + kept)
         self.highest = max(self.highest, self.needed[-1])
-        self.followed.append(None if auto.regions is None else auto.regions.followed)
+        self.followed.append(None if auto.compiled is None else auto.compiled.followed)
 
 
 def fit(
@@ -66,7 +65,6 @@ def fit(
 ) -> tuple[list[Tensor], See]:
     see = See()
     use(memory, monkeypatch)
-    monkeypatch.setattr(region_progress, "MIN_GAIN", -1e9)  # plans are applied, however fast they are
     callbacks = [memory, see, PrefetchScheduler(window_bytes=0), *how.pop("callbacks", [])]
     how = {"backend": "aot_eager", "callbacks": callbacks} | how
     numbers, _ = train(strategy=SSDOffloadStrategy(**BOTH), path=path, shapes=shapes, **how)
@@ -87,22 +85,19 @@ SMALL, LARGE = (16,), (32,)
 @pytest.mark.thorough
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_alternating_shapes_have_a_plan_each(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shapes = [LARGE, SMALL] * 28
+def test_alternating_shapes_have_a_row_each(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch is recorded. Those of half its size have room for more of their tensors."""
+    shapes = [LARGE, SMALL] * 14
     memory = Memory(by_rows(torch.Size([*LARGE, 32])) + 30_000, by_rows)
-    monkeypatch.setattr(planned_shapes, "LOOSELY_PLANNED", 1)
     plain, _ = train(backend, "auto", tmp_path, shapes=shapes)
-    with caplog.at_level("INFO"):
-        numbers, see = fit(memory, shapes, tmp_path, monkeypatch, backend=backend)
+    numbers, see = fit(memory, shapes, tmp_path, monkeypatch, backend=backend)
     assert_same(numbers, plain)
-    assert see.regions.decided and max(memory.needed[1:]) <= memory.most
-    assert len([line for line in caplog.messages if "planning for them, too" in line]) == 1
+    assert see.compiled.decided and max(memory.needed[1:]) <= memory.most
     last = memory.followed[-8:]
     assert last[::2] == [last[0]] * 4 and last[1::2] == [last[1]] * 4
-    sizes = [trial.plan.sizes for trial in last[:2] if trial is not None and trial.plan is not None]
-    assert sum(sizes[0]) == 2 * sum(sizes[1])
+    assert last[0] is not None and last[1] is not None
+    assert sum(last[0].sizes) == pytest.approx(2 * sum(last[1].sizes), rel=0.01)
+    assert last[1].offloaded_bytes < last[0].offloaded_bytes / 2
 
 
 def random_shapes(seed: int, choices: Sequence[Shape]) -> list[Shape]:
@@ -143,7 +138,7 @@ def test_a_batch_of_another_shape_never_needs_more_memory_than_there_is(
 ) -> None:
     """Larger, or longer with as many bytes, before the plan and after it."""
     memory = fit_short(transient, shapes, tmp_path, monkeypatch)
-    assert any(trial is not None and trial.plan is not None for trial in memory.followed)
+    assert any(plan is not None for plan in memory.followed)
 
 
 @pytest.mark.thorough
@@ -161,52 +156,3 @@ def test_random_shapes_never_need_more_memory_than_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit_short(transient, random_shapes(seed, choices), tmp_path, monkeypatch)
-
-
-@pytest.mark.thorough
-def test_steps_of_other_shapes_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Ticks()
-
-    class Slow(pl.Callback):
-        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-            clock.seconds += 1e6 if pl_module.rows == SMALL[0] else 0
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
-            pl_module.rows = len(batch)
-
-    keep_code(monkeypatch)
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    memory = Memory(by_rows(torch.Size([*LARGE, 32])) + 30_000, by_rows)
-    how: dict[str, Any] = {"accumulate_grad_batches": 3, "callbacks": [Slow()]}
-    _, see = fit(memory, [*[LARGE] * 6, SMALL, *[LARGE] * 5] * 8, tmp_path, monkeypatch, **how)
-    assert see.regions.decided and len(see.regions.trials) == 2
-    assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
-
-
-@pytest.mark.thorough
-def test_steps_of_a_shape_that_was_recorded_in_vain_are_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its steps are much shorter than those of the shape that is recorded after it, and planned."""
-    clock, rows, in_vain = Ticks(), [0], [0]
-
-    class FailsOnce(SavedTimelineRecorder):
-        def end(self) -> None:
-            if in_vain[0]:
-                super().end()
-            in_vain[0] = in_vain[0] or rows[0]
-
-    class Slow(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
-            rows[0] = len(batch)
-
-        def on_before_backward(self, *_: Any) -> None:
-            clock.seconds += 0 if rows[0] == in_vain[0] else 1e6
-
-    keep_code(monkeypatch)
-    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
-    monkeypatch.setattr(region_recording, "SavedTimelineRecorder", FailsOnce)
-    memory = Memory(by_rows(torch.Size([40, 32])) + 30_000, by_rows)
-    _, see = fit(memory, [(40,), (39,)] * 20, tmp_path, monkeypatch, callbacks=[Slow()])
-    assert see.regions.decided and len(see.regions.trials) == 2 and in_vain[0]
-    assert all(1e6 < trial.seconds < 2e6 for trial in see.regions.trials)

@@ -1,5 +1,6 @@
-"""Batches of several shapes: a plan for each, all saved tensors of new ones offloaded, plain Lightning's numbers."""
+"""Batches of several shapes: one plan with a row for each size, all tensors of larger ones offloaded, equal numbers."""
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
-from lightning_ssd.callbacks import AutoPlanner, plan_cache, plan_runner, planned_shapes
+from lightning_ssd.autoplan import plan_runner
+from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
-from lightning_ssd.callbacks.planned_shapes import PlannedShapes
-from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.planning import Plan
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
@@ -49,11 +50,11 @@ class Layers(pl.LightningModule):
 
 
 class See(pl.Callback):
-    """Records the dispatch mode of each micro-batch, and the plan in force."""
+    """Records the dispatch mode of each micro-batch, and the plan of its row."""
 
     def __init__(self) -> None:
         self.modes: list[str] = []
-        self.plans: list[int] = []
+        self.rows: list[Plan | None] = []
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         offloader = find_offloader(trainer)
@@ -61,7 +62,8 @@ class See(pl.Callback):
         auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
         swaps = auto.planner
         self.modes.append(type(offloader.policy.mode).__name__)
-        self.plans.append(0 if swaps is None or swaps.plan is None or swaps.measuring else id(swaps.plan))
+        row = None if swaps is None or swaps.runner is None else swaps.runner.row
+        self.rows.append(None if row is None or swaps is None or swaps.measuring else row.plan)
 
 
 def fit(strategy: Any, shapes: Sequence[Shape], callbacks: Sequence[pl.Callback] = (), **how: Any) -> dict[str, Tensor]:
@@ -73,37 +75,45 @@ def fit(strategy: Any, shapes: Sequence[Shape], callbacks: Sequence[pl.Callback]
     return dict(module.state_dict())
 
 
-def fit_short(shapes: Sequence[Shape], monkeypatch: pytest.MonkeyPatch, **how: Any) -> See:
+def fit_short(shapes: Sequence[Shape], monkeypatch: pytest.MonkeyPatch, most: float = 2e4, **how: Any) -> See:
     """Trains where saved tensors do not fit, and compares the weights with plain Lightning's."""
     see = See()
-    use(Meter(2e4, 19_000), monkeypatch)
+    use(Meter(most, int(0.95 * most)), monkeypatch)
     assert_same(fit("auto", shapes, **how), fit(SSDOffloadStrategy(**BOTH), shapes, [see], **how))
     return see
 
 
-def test_alternating_shapes_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither shape is within the other. Each is recorded once; then both follow their plans for good."""
-    see = fit_short([WIDE, TALL] * 28, monkeypatch)
-    assert see.modes.count("TraceMode") == 2
-    last = see.plans[-8:]
-    assert 0 not in last and len(set(last)) == 2
+def offloaded(plan: Plan | None) -> int:
+    """Returns the number of operators whose saved tensors a plan offloads or recomputes."""
+    assert plan is not None
+    return sum(choice != "keep" for unit in plan.units.values() for choice in unit.operators.values())
+
+
+def test_shapes_of_which_none_is_within_the_other_follow_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one offloads all saved tensors until its saved bytes are known. Neither is profiled again."""
+    see = fit_short([WIDE, TALL] * 18, monkeypatch)
+    assert see.modes.count("TraceMode") == 1
     assert see.modes[-8:] == ["PlanMode"] * 8
 
 
-@pytest.mark.thorough
-def test_a_larger_last_batch_of_an_epoch_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_shapes, "MAX_UNPLANNED", 2)
-    see = fit_short([*[SMALL] * 20, *([LARGE, *[SMALL] * 3] * 8)], monkeypatch, accumulate_grad_batches=1)
-    assert see.modes.count("TraceMode") == 2
-    assert set(see.modes[-8:]) == {"PlanMode"} and len(set(see.plans[-8:])) == 2
+def test_smaller_batches_offload_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are drawn anew for each batch. All follow the rows of one plan, which is made for the longest ones."""
+    lengths = [32, 32, 32, *(random.Random(0).choices([8, 16, 24, 31, 32], k=40))]
+    see = fit_short([(16, length) for length in lengths], monkeypatch, most=120_000)
+    assert see.modes.count("TraceMode") == 1
+    rows = dict(zip(lengths[20:], see.rows[20:], strict=True))
+    assert offloaded(rows[8]) < offloaded(rows[24]) <= offloaded(rows[32]) == offloaded(rows[31])
 
 
-@pytest.mark.thorough
-def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_shapes, "LOOSELY_PLANNED", 2)
-    see = fit_short([*[LARGE] * 16, *[SMALL] * 22, LARGE, SMALL], monkeypatch)
-    assert see.modes[16:24] == ["PlanMode"] * 8 and len(set(see.plans[15:24])) == 1
-    assert see.modes.count("TraceMode") == 2 and len(set(see.plans[-2:])) == 2
+def test_larger_batches_have_a_row_once_they_recur(monkeypatch: pytest.MonkeyPatch) -> None:
+    see = fit_short([*[SMALL] * 20, *([LARGE, SMALL] * 8)], monkeypatch, most=2e5)
+    assert see.modes.count("TraceMode") == 1
+    assert see.rows[20] is None and None not in see.rows[-8:]
+
+
+def test_larger_batches_for_which_no_plan_has_room_offload_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    see = fit_short([*[SMALL] * 20, *([LARGE, SMALL] * 8)], monkeypatch, most=1e4)
+    assert see.rows[-2] is None and see.rows[-1] is not None
 
 
 def fit_and_freeze(frozen: Callable[[AutoPlanner, int], bool], monkeypatch: pytest.MonkeyPatch) -> See:
@@ -129,11 +139,12 @@ def fit_and_freeze(frozen: Callable[[AutoPlanner, int], bool], monkeypatch: pyte
     return see
 
 
-def test_alternating_trained_parameters_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_with_other_trained_parameters_offload_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that alternate are not profiled again and again."""
     see = fit_and_freeze(lambda auto, batch_idx: batch_idx % 2 == 0, monkeypatch)
-    assert see.modes.count("TraceMode") == 2
-    last = see.plans[-8:]
-    assert 0 not in last and len(set(last)) == 2
+    assert see.modes.count("TraceMode") == 1
+    last = see.rows[-8:]
+    assert (None in last) == (last[0] is None or last[1] is None) and len({row is None for row in last[::2]}) == 1
 
 
 def test_parameters_that_are_unfrozen_under_a_calibration_plan_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +156,7 @@ def test_parameters_that_are_unfrozen_under_a_calibration_plan_have_a_plan(monke
         return not calibrated
 
     see = fit_and_freeze(frozen, monkeypatch)
-    assert calibrated and see.modes.count("TraceMode") == 2 and 0 not in see.plans[-8:]
+    assert calibrated and see.modes.count("TraceMode") == 2 and None not in see.rows[-8:]
 
 
 class BatchClock:
@@ -199,27 +210,6 @@ def test_times_in_which_states_are_recorded_are_no_part_of_steps(monkeypatch: py
     assert len(times) > 16 and len(steps) > 10 and set(steps) == {1.0}
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=40))
-def test_the_plan_of_a_micro_batch_was_made_for_one_that_needs_as_much_memory(
-    events: list[tuple[int, int, bool, int]],
-) -> None:
-    meter = Meter(100, 0)
-    plans: PlannedShapes[tuple[BatchShape, tuple[bool, ...], int]] = PlannedShapes(meter)
-    for rows, length, trained, meter.level in events:
-        plans.begin_step(compare_bytes=True)
-        shape = BatchShape(((rows, length),), 4 * rows * length)
-        found = plans.find(shape, (trained,))
-        if found is None:
-            planned = plans.make(shape, (trained,), (shape, (trained,), meter.level))
-            assert plans.find(shape, (trained,)) is None
-            assert len(plans.add(planned)) <= 1 and plans.find(shape, (trained,)) is planned
-        else:
-            recorded, of, level = found.state
-            assert shape.is_within(recorded) and of == (trained,) and meter.level <= level + 1
-    assert len(plans.clear()) <= PlannedShapes.COUNT
-
-
 def least_memory(shapes: Sequence[Shape], **how: Any) -> int:
     memory = LimitedMemory()
     with memory:
@@ -233,9 +223,7 @@ def check_never_out_of_memory(pool: Sequence[Shape], order: Sequence[int], share
     how: dict[str, Any] = {"accumulate_grad_batches": accumulate}
     shapes = [pool[index % len(pool)] for index in order]
     memory = LimitedMemory(share * least_memory(shapes, **how))
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as root:
-        patch.setattr(plan_cache, "plans_directory", lambda: Path(root) / "plans")
-        patch.setattr(planned_shapes, "MAX_UNPLANNED", 2)
+    with pytest.MonkeyPatch.context() as patch:
         use(memory, patch)
         with memory:
             found = fit(SSDOffloadStrategy(**BOTH), shapes, [memory.counting], **how)

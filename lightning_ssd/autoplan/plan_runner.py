@@ -1,4 +1,8 @@
-"""`PlanRunner`: runs training steps under a plan, measures them, and corrects the profiles that plans are made from."""
+"""`PlanRunner`: runs training steps under a plan, measures them, and corrects the profiles that plans are made from.
+
+A plan has rows: the one for the recorded micro-batch, and others for smaller ones, which need less memory and offload
+less, and for larger ones. All rows have the operators of the recorded micro-batch, whose choices depend on no shape.
+"""
 
 import logging
 import math
@@ -6,23 +10,20 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import count
 
 from lightning_ssd.activations import (
     ActivationOffloader,
     OffloadAll,
     OffloadOnPressure,
-    OffloadPolicy,
+    OpSchedule,
     PlacementPolicy,
     PlanMode,
-    UnitDispatchMode,
+    ResidentLimit,
     make_schedule,
 )
-from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
-from lightning_ssd.callbacks.step_drift import MEDIAN_STEPS
-from lightning_ssd.callbacks.step_timer import StepTimer
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.autoplan.step_timer import StepTimer
 from lightning_ssd.device import WorkCounter, allocator_memory, make_clock, process_gpu_memory
-from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -37,19 +38,20 @@ from lightning_ssd.profiling import Profiler
 
 log = logging.getLogger(__name__)
 
+COMPARED_STEPS = 4
+"""Number of steps whose median duration is compared with a prediction, and with that of another plan."""
+
 WARMUP_AFTER_CHANGE = 2
 """Steps after a change of plan that are not measured: the allocator moves memory in them."""
+
+EXPLAINED = 0.1
+"""Relative error of a step's duration under corrected profiles, up to which they explain it."""
 
 HISTORY = 64
 """Number of last steps whose durations are stored."""
 
 PRESSURE_AT = 0.8
 """Share of the GPU limit above which a plan that keeps everything offloads; the rest is for backward."""
-
-HOOKS_OFF_BELOW = 0.5
-"""Share of the GPU limit: hooks may be disabled when a plan that keeps everything is predicted to peak below it."""
-
-_NUMBERS = count(1)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,25 @@ class Comparison:
     alloc_retries: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class PlanRow:
+    """A plan for micro-batches of up to a size.
+
+    Attributes:
+        plan: the plan.
+        prediction: prediction for it.
+        placement: decides about saved tensors for which the plan has no choice.
+        schedule: choices for the operators of a forward; `None`: the plan keeps all, and needs no mode.
+        keeps_all_safely: whether the plan keeps all, and leaves enough memory for hooks to be disabled.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    placement: PlacementPolicy
+    schedule: OpSchedule | None
+    keeps_all_safely: bool
+
+
 class PlanRunner:
     """Runs the steps of one training under plans for one profile.
 
@@ -81,67 +102,67 @@ class PlanRunner:
     None waits for the device, but `begin_step` once under each plan, when pinned memory is freed.
 
     Args:
+        training: the training.
         profiler: profiler with the recorded forward.
-        offloader: activation offloader, to which plans are applied.
-        states: offloaded model states; `None`: all of them are on the GPU.
-        schedulers: callbacks that set the prefetch window; plans override it.
         profile: profile of the model.
         hardware: profile of the machine, with the bytes that this training may use.
         placement: tiers of model states, which plans do not change.
-        slowdown: forward time of the profile / forward time that `profiler` has recorded.
 
     Attributes:
         profiler: profiler with the recorded forward.
         profile: profile of the model, corrected by `calibrate`.
         hardware: profile of the machine, corrected by `calibrate`.
         placement: tiers of model states.
-        plan: the plan in force.
-        prediction: prediction for the plan in force.
-        number: number of the plan in force, another one for each `apply` in this process.
-        hooks_skippable: whether the plan keeps everything and needs little memory, so that hooks may be disabled.
+        main: the row of micro-batches of the recorded size, whose steps are measured; `None`: there is no plan.
+        rows: rows of micro-batches of other sizes under the same plan, by their number (see `row_of`).
+        row: the row that the present micro-batch follows; `None`: all saved tensors are offloaded.
     """
 
     def __init__(
         self,
+        training: Training,
         profiler: Profiler,
-        offloader: ActivationOffloader,
-        states: ModelStates | None,
-        schedulers: Sequence[PrefetchScheduler],
         profile: ModelProfile,
         hardware: HardwareProfile,
         placement: FixedPlacement,
-        slowdown: float = 1.0,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
         self.placement = placement
-        self.plan: Plan | None = None
-        self.prediction: Prediction | None = None
-        self.number = 0
-        self.hooks_skippable = False
-        self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
         self.profiler = profiler
-        self._offloader = offloader
-        self._states = states
-        self._schedulers = schedulers
-        self._timer = StepTimer(make_clock(offloader.device), HISTORY)
-        device = offloader.device
+        self.row: PlanRow | None = None
+        self.main: PlanRow | None = None
+        self.rows: dict[int, PlanRow] = {}
+        self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
+        self._training = training
+        self._offloader = training.offloader
+        self._states = training.states
+        self._timer = StepTimer(make_clock(self._offloader.device), HISTORY)
+        device = self._offloader.device
         self._memory = allocator_memory(device)
         self._retries = 0  # retried allocations before the measured steps
         available = process_gpu_memory(device) if device.type == "cuda" else math.inf
         self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
-        self._policy: OffloadPolicy | None = None
-        """The policy of the plan in force."""
-        self._slowdown = slowdown  # current forward time / recorded forward time
+        self._slowdown = 1.0  # current forward time / recorded forward time
         self._warm_up = 0
         self._trimmed = False  # whether pinned memory that the plan does not need was freed
-        self._peak_bytes = 0  # peak of measured steps before the last validation
+        self._peak_bytes = 0  # peak of measured steps before the last validation, or other row
         self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan in force, for micro-batches of the recorded size."""
+        return None if self.main is None else self.main.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for the plan in force."""
+        return None if self.main is None else self.main.prediction
+
+    @property
     def num_steps(self) -> int:
-        """Number of steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`."""
+        """Number of measured steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`."""
         return self._timer.num_steps
 
     def apply(self, plan: Plan) -> None:
@@ -153,25 +174,58 @@ class PlanRunner:
         Raises:
             ValueError: the plan does not match the model.
         """
-        self.prediction = simulate(self.profile, self.hardware, plan)
-        self.plan = plan
-        self.number = next(_NUMBERS)
+        self.main, self.rows = self.make_row(plan), {}
         self._place_steps(plan)
-        if plan.keeps_all:
-            self.close()
-            self._set_placement(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
-            # Hooks are needed for offloaded weights, and for batches that need more memory than the recorded one.
-            ample = self.prediction.gpu_peak_bytes <= HOOKS_OFF_BELOW * self._gpu_limit
-            self.hooks_skippable = ample and set(self.placement.weights) == {"gpu"}
-        else:
-            self._set_placement(OffloadAll(tuple(self._offloader.tiers)), self._plan_mode(plan))
-            self.hooks_skippable = False
-        self._policy = self._offloader.policy
-        self._set_window(plan.window_bytes)
+        self.follow(self.main)
+        self._training.set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
         self._trimmed = False
         self._offloader.reset_pinned_peak()
         self._timer.reset()
+
+    def make_row(self, plan: Plan, size: float = 1.0) -> PlanRow:
+        """Returns the row of a plan for micro-batches of up to a size: of saved bytes / those of the profile."""
+        prediction = simulate(self.profile.with_size(size), self.hardware, plan)
+        tiers = tuple(self._offloader.tiers)
+        if plan.keeps_all:
+            # Hooks are needed for offloaded weights, and for batches that need more memory than expected.
+            ample = ResidentLimit.SPARE * prediction.gpu_peak_bytes <= self._gpu_limit
+            on_pressure = OffloadOnPressure(tiers, lambda: self._is_short(prediction))
+            return PlanRow(plan, prediction, on_pressure, None, ample and set(self.placement.weights) == {"gpu"})
+        return PlanRow(plan, prediction, OffloadAll(tiers), self._schedule(plan), False)
+
+    def follow(self, row: PlanRow | None, *, known: bool = False) -> None:
+        """Applies a row to the present micro-batch, which has saved nothing yet; `None`: offloads all saved tensors.
+
+        Args:
+            row: the row.
+            known: whether the micro-batch surely needs no more memory than the row has, so that a row that keeps all
+                needs no hooks.
+        """
+        if row is not self.row:
+            if row is self.main:
+                self._reset_peak()
+            elif self.row is self.main:
+                self._peak_bytes = self._gpu_peak()
+        self.row = row
+        if row is None:
+            offload_all(self._offloader)
+            return
+        mode = None
+        if row.schedule is not None:
+            mode = self._mode = self._mode or PlanMode([unit.modules for unit in self.profiler.units], self._offloader)
+            mode.schedule, mode.slowdown = row.schedule, self._slowdown
+        policy = replace(
+            self._offloader.policy,
+            placement=row.placement,
+            mode=mode,
+            hooks_enabled=not (known and row.keeps_all_safely),
+        )
+        if not self._training.fixed_window:
+            policy = replace(policy, window_bytes=row.plan.window_bytes)
+        if policy != self._offloader.policy:
+            self._offloader.run(policy)
+        row.placement.begin(0)
 
     def _place_steps(self, plan: Plan) -> None:
         """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does.
@@ -198,26 +252,10 @@ class PlanRunner:
                 len(parts),
             )
 
-    def deactivate(self, *, in_step: bool) -> None:
-        """Called before steps under another rule; `in_step`: the present step has begun, and is not measured."""
-        if in_step:
-            self._timer.skip()
-        else:
-            self._timer.end()
-        self._peak_bytes = self._gpu_peak()
-
-    def reactivate(self) -> None:
-        """Puts the plan in force again, after `deactivate`. Its measured steps still count."""
-        assert self.plan is not None and self._policy is not None
-        self._offloader.run(self._policy)
-        self._set_window(self.plan.window_bytes)
-        self._reset_peak()
-
     def stop(self) -> None:
         """Offloads all saved tensors from the next step on, as before the first plan."""
-        self.hooks_skippable = False
-        offload_all(self._offloader)
-        self._set_window(None)
+        self.follow(None)
+        self._training.set_window(None)
         self._timer.reset()
 
     def close(self) -> None:
@@ -227,11 +265,6 @@ class PlanRunner:
             mode.close()
 
     # ---- steps ----
-
-    def enable_hooks(self, enabled: bool) -> None:
-        """Enables or disables saved-tensor hooks for the next forward; see `hooks_skippable`."""
-        if self._offloader.policy.hooks_enabled != enabled:
-            self._offloader.run(replace(self._offloader.policy, hooks_enabled=enabled))
 
     def begin_step(self) -> None:
         """Called when a step begins, which ends the step before."""
@@ -246,7 +279,7 @@ class PlanRunner:
                     self._stepped = self._states.stepped()
             return
         self._timer.end()
-        if not self._trimmed and self.num_steps >= MEDIAN_STEPS:  # calibration plans have fewer steps
+        if not self._trimmed and self.num_steps >= COMPARED_STEPS:  # calibration plans have fewer steps
             self._offloader.trim_pinned()  # profiled steps may have offloaded more
             self._trimmed = True
         self._timer.begin()
@@ -270,7 +303,7 @@ class PlanRunner:
         return self._timer.excluded()
 
     def measured(
-        self, steps: int = MEDIAN_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
+        self, steps: int = COMPARED_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
     ) -> Comparison | None:
         """Returns the prediction and the last measured steps under the plan.
 
@@ -288,7 +321,7 @@ class PlanRunner:
         retries = 0 if self._memory is None else self._memory.retries() - self._retries
         return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)
 
-    def calibrate(self, comparison: Comparison, tolerance: float) -> bool:
+    def calibrate(self, comparison: Comparison) -> bool:
         """Corrects the profiles by measured steps of the plan in force, and predicts them again.
 
         Reasons for a difference: a GPU that waits for transfers is cooler, and faster, than one that never does; drives
@@ -296,13 +329,13 @@ class PlanRunner:
         rate of the CPU optimizer is measured; the rest of the difference is inferred from the step's duration.
 
         Args:
-            comparison: measured steps of the plan in force.
-            tolerance: relative error of the step's duration that needs no correction.
+            comparison: measured steps of the plan in force, with micro-batches of the profile's size.
 
         Returns:
             Whether the corrections explain the step's duration.
         """
-        assert self.plan is not None
+        assert self.main is not None
+        plan = self.main.plan
         predicted, measured = comparison.predicted, comparison.step_seconds
         if comparison.gpu_peak_bytes:
             unseen = self.profile.other_gpu_bytes + comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
@@ -313,23 +346,19 @@ class PlanRunner:
         stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds
-            self.hardware = calibrate_step_rate(self.profile, self.hardware, self.plan, rate, measured)
-        corrected = calibrate(self.profile, self.hardware, self.plan, measured)
+            self.hardware = calibrate_step_rate(self.profile, self.hardware, plan, rate, measured)
+        corrected = calibrate(self.profile, self.hardware, plan, measured)
         if corrected is not None:
             self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
-            if self._mode is not None:
-                self._mode.slowdown = self._slowdown
             self.profile, self.hardware = corrected
-        self.prediction = simulate(self.profile, self.hardware, self.plan)
-        return corrected is not None or abs(measured / self.prediction.step_seconds - 1) <= tolerance
+        before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
+        self.row = self.main if self.row is before else self.row
+        return corrected is not None or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
 
     # ---- implementation ----
 
-    def _set_placement(self, placement: PlacementPolicy, mode: UnitDispatchMode | None) -> None:
-        self._offloader.run(replace(self._offloader.policy, placement=placement, mode=mode, hooks_enabled=True))
-
-    def _plan_mode(self, plan: Plan) -> PlanMode:
-        """Returns the dispatch mode that applies `plan` to forwards."""
+    def _schedule(self, plan: Plan) -> OpSchedule:
+        """Returns the choices of `plan` for the operators of a forward."""
         profiler = self.profiler
         choices, recompute_ops = {}, {}
         for item in profiler.saved:
@@ -337,12 +366,8 @@ class PlanRunner:
             choices[item.buffer] = unit.input if item.is_unit_input else unit.operators[item.name]
             if choices[item.buffer] == "recompute":
                 recompute_ops[item.buffer] = item.recompute_ops
-        if self._mode is None:
-            modules = [unit.modules for unit in profiler.units]
-            self._mode = PlanMode(modules, self._offloader)
-        self._mode.slowdown = self._slowdown
         checkpointed = (one for one in profiler.graph.unit_calls() if plan.units[profiler.name_of(one)].checkpoint)
-        self._mode.schedule = make_schedule(
+        return make_schedule(
             profiler.graph,
             choices,
             recompute_ops,
@@ -350,18 +375,12 @@ class PlanRunner:
             save_weights=plan.offloads_states,
             checkpointed=frozenset(checkpointed),
         )
-        return self._mode
 
-    def _set_window(self, window_bytes: int | None) -> None:
-        for scheduler in self._schedulers:
-            scheduler.override_window(window_bytes)
-
-    def _is_short(self) -> bool:
+    def _is_short(self, prediction: Prediction) -> bool:
         """Returns whether a forward that differs from the recorded one leaves too little GPU memory."""
         if self._memory is None:
             return False
-        assert self.prediction is not None
-        return self._memory.allocated() > max(self.prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
+        return self._memory.allocated() > max(prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
 
     def _gpu_peak(self) -> int:
         """Returns the peak of allocated GPU memory in measured steps, without validations (CUDA; else 0)."""

@@ -1,0 +1,530 @@
+"""`AutoPlan`: decides for `offload="auto"`, from measured memory, whether tensors are kept, planned or offloaded.
+
+A training has these phases. All methods are called on the training thread.
+
+1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`).
+2. decide, at the end of each step until there is a plan (`_decide`).
+3. plan: a `PlanCycle`, or for compiled code a `CompiledPlan`, to which the events of the training are passed.
+
+A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_ssd.activations import (
+    KeepAll,
+    OffloadAll,
+    OffloadExcess,
+    OffloadPolicy,
+    ResidentLimit,
+    make_auto_placement,
+)
+from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
+from lightning_ssd.autoplan.compiled_plan import CompiledPlan
+from lightning_ssd.autoplan.known_memory import KnownMemory
+from lightning_ssd.autoplan.obstacles import COMPILED, Obstacles
+from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
+from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.uncopied import Uncopied
+
+__all__ = ["AutoPlan", "Outcome"]
+
+Outcome = Literal["measuring", "keep", "plan", "offload"]
+
+FIRST_STEPS = 2
+"""Steps before the decision: the first one allocates optimizer states, the second one shows their memory."""
+
+SHORT_STEPS_AFTER_KEEP = 2
+"""Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With
+another outcome one such step is enough."""
+
+MAX_FAILED_PROFILES = 3
+"""Profiles that micro-batches without enough memory have ended, after which the training is not planned any more."""
+
+PROVEN = 16
+"""Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rule."""
+
+FIRST_MICRO_BATCHES = 2
+"""Micro-batches under a rule whose optimizer steps begin after backward. Most of those that run out of memory are among
+them; in later ones the delay would cost more time than a failure."""
+
+
+class AutoPlan(Uncopied):
+    """Decides about the saved tensors of one training, and places its model states if they may be moved.
+
+    Args:
+        training: the training.
+
+    Attributes:
+        outcome: the decision; `"measuring"` before there is one.
+        cycle: the plan of operators and its life; `None`: there is none.
+        compiled: the plan of compiled code; `None`: there is none.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.outcome: Outcome = "measuring"
+        self.cycle: PlanCycle | None = None
+        self.compiled: CompiledPlan | None = None
+        self._training = training
+        self._obstacles = Obstacles()
+        self._parameters = tuple(training.module.parameters())
+        self._profiling_budget = ProfilingBudget()
+        self._batches = SeenBatches()
+        """Batches of the whole training."""
+        self._failed_profiles = 0
+        self._states_placed = False
+        """Whether model states of a training with compiled code are in their final tiers."""
+        self._begin()
+        if self._known is not None:
+            self._obstacles.begin()
+
+    def _begin(self) -> None:
+        """Begins to decide for the steps with the present offloader."""
+        self.outcome = "measuring"
+        self.cycle = self.compiled = None
+        self._known: KnownMemory | None = None
+        """Compares micro-batches with measured ones; `None`: nothing is decided."""
+        self._shape: BatchShape | None = None
+        """Shape of the present batch."""
+        self._trained: frozenset[int] = frozenset()
+        """Indices of the parameters that it trains."""
+        self._limited = False
+        """Whether the present micro-batch is compared with measured ones, as it follows no plan of operators."""
+        self._at_boundary = True
+        """Whether the next micro-batch is the first of a step."""
+        self._begins_step = True
+        self._steps = 0
+        """Steps that have ended under these rules."""
+        self._short = False
+        """Whether saved tensors of a micro-batch of the present step had no room."""
+        self._short_steps = 0
+        """Steps in a row in which that was true."""
+        self._logged: set[Outcome] = set()
+        self._policy: OffloadPolicy | None = None
+        """The policy in force before a second attempt at the present micro-batch."""
+        self._rule: object = None
+        """Rule of the present micro-batch."""
+        self._proven: Counter[object] = Counter()
+        """Micro-batches under each rule that had enough memory, since one ran out of it."""
+        self._ran_out = False
+        """Whether a micro-batch of the present step has run out of memory."""
+        self._runs_again = False
+        """Whether the present micro-batch has."""
+        offloader = self._training.offloader
+        # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
+        placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
+        offloader.run(OffloadPolicy(placement))
+        if not isinstance(placement, OffloadExcess):  # nothing is ever offloaded
+            self.outcome = "keep"
+            self._enable_hooks(False)
+            return
+        self._known = KnownMemory(placement.limit)
+
+    @property
+    def decides(self) -> bool:
+        """Whether there is something to decide: the device has a limit of memory."""
+        return self._known is not None
+
+    # ---- questions of the strategy: see `MicroBatchPlanner` ----
+
+    @property
+    def may_run_out(self) -> bool:
+        """Whether the present micro-batch may run out of memory, so that it has to be able to run again."""
+        return self._known is not None and self._proven[self._rule] < PROVEN
+
+    @property
+    def begins_rule(self) -> bool:
+        """Whether the present micro-batch is one of the very first under its rule: most that run out of memory are."""
+        return self._known is not None and self._proven[self._rule] < FIRST_MICRO_BATCHES
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether the present micro-batch is the first one of a step."""
+        return self._begins_step
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Excludes the time in the context, before the forward of a micro-batch, from measured times.
+
+        The steps by which plans are made and corrected would otherwise include the time in which the first
+        micro-batches record their state, and later steps don't.
+        """
+        with contextlib.ExitStack() as stack:
+            for timed in (self.cycle, self.compiled):
+                if timed is not None:
+                    stack.enter_context(timed.excluded())
+            yield
+
+    # ---- events of the training ----
+
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Called when a micro-batch begins, after the offloader has begun it."""
+        if self._known is None:
+            return
+        self._restore()  # a hook of the module may have skipped the last batch
+        self._runs_again = False
+        if self._at_boundary:
+            self._short = False
+            if self.cycle is None:  # which counts its own steps
+                self._profiling_budget.begin_step()
+        self._shape = BatchShape.of(batch)
+        self._trained = frozenset(index for index, one in enumerate(self._parameters) if one.requires_grad)
+        larger = not self._batches.covers(self._shape)
+        if self._shape is not None:
+            self._batches.add(self._shape)
+        self._begins_step, self._at_boundary = self._at_boundary, False
+        self._limited = self.cycle is None
+        if self.cycle is None:
+            self._apply_limit(self._known)
+        else:
+            self.cycle.begin_micro_batch(batch)
+            if self.cycle.offloads_all:
+                self._training.offloader.limit_window(self._known.limit.fitting_window)
+        plans = (None if one is None else one.rule for one in (self.cycle, self.compiled))
+        self._rule = (self.outcome, *plans)
+        if larger:
+            self._proven[self._rule] = 0
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Called before each backward."""
+        if self._known is not None and self._steps == 0:
+            self._obstacles.see_first_step(loss, self._training.offloader.device)
+        if self.outcome in ("measuring", "keep") and (self._short or self._states_are_movable()):
+            self._obstacles.see_backward(loss)
+        if self.cycle is not None:
+            self.cycle.begin_backward()
+
+    def after_backward(self) -> None:
+        """Called after each backward."""
+        if self.compiled is not None:
+            self.compiled.end_backward()
+        if self.cycle is not None:
+            self.cycle.end_backward()
+        if self._training.automatic:  # with manual optimization more backwards may follow
+            self._end_backward()
+
+    def before_optimizer_step(self) -> None:
+        """Called before each optimizer step."""
+        if self.cycle is not None:
+            self.cycle.begin_optimizer()
+
+    def end_micro_batch(self, *, ends_step: bool, short: bool) -> None:
+        """Called when a micro-batch has ended.
+
+        Args:
+            ends_step: whether it was the last one of its step.
+            short: whether that step had fewer micro-batches than others.
+        """
+        known = self._known
+        if known is None:
+            return
+        if not self._training.automatic:
+            self._end_backward()
+        if self.compiled is not None:
+            self.compiled.end_micro_batch(ran_out=self._runs_again)
+        self._restore()
+        self._proven[self._rule] += 1
+        if self._limited:
+            known.end(self._shape, self._trained)
+        if self.cycle is not None:
+            self.cycle.end_micro_batch(ends_step=ends_step, short=short)
+        if not ends_step:
+            return
+        self._at_boundary = True
+        self._steps += 1
+        if self._steps == FIRST_STEPS:
+            self._obstacles.end_first_steps()
+        if self._obstacles.cuda_graphs and self._steps == 1:
+            self._keep_for_cuda_graphs()
+        else:
+            self._end_step(known)
+
+    def _end_step(self, known: KnownMemory) -> None:
+        """Decides for the steps after one that has ended, or passes its end to the plan."""
+        ran_out, self._ran_out = self._ran_out, False
+        if self.cycle is not None:
+            if self._obstacles.find_late(self._training.inform):
+                self._plan_late_code()
+            elif ran_out:
+                self._plan_smaller(known, self.cycle)
+            return
+        self._profiling_budget.end_step()
+        if self.compiled is None:
+            self._decide(known)
+        else:
+            self.compiled.end_step()
+
+    def pause(self) -> None:
+        """Called when a validation begins."""
+        if self.cycle is not None:
+            self.cycle.pause()
+        else:
+            self._profiling_budget.pause()
+
+    def resume(self) -> None:
+        """Called when a validation has ended."""
+        if self.cycle is not None:
+            self.cycle.resume()
+        else:
+            self._profiling_budget.resume()
+
+    def end_epoch(self) -> None:
+        """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
+        if self.cycle is not None:
+            self.cycle.end_epoch()
+        if self.compiled is not None:
+            self.compiled.end_micro_batch(ran_out=True)
+
+    def report(self) -> None:
+        """Called when training ends: logs a report on the plan of operators, if there is one."""
+        if self.cycle is not None and self.cycle.planned:
+            self.cycle.report()
+
+    def close_cycle(self) -> None:
+        """Ends the plan of operators: no hooks and modes are left. What was measured can still be read."""
+        if self.cycle is not None:
+            self.cycle.close()
+
+    def close(self) -> None:
+        """Ends all decisions."""
+        self._known = None
+        self._obstacles.close()
+        self._close_plans()
+
+    # ---- before there is a plan of operators ----
+
+    def _apply_limit(self, known: KnownMemory) -> None:
+        """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
+        known.begin(self._shape, self._trained)
+        if (self._states_placed or self.compiled is not None) and not known.limit.known:
+            known.limit.measure()  # model states that were moved, or compiled code, may have left no room
+        self._short |= known.short
+        if self.compiled is not None:
+            self.compiled.begin_micro_batch(self._shape, begins_step=self._begins_step)
+        decided = self._steps >= FIRST_STEPS
+        self._training.offloader.limit_window()
+        if self.compiled is not None:
+            self.compiled.follow()
+        recording = self.compiled is not None and self.compiled.recording
+        self._enable_hooks(recording or not (decided and known.fits))
+        if decided and known.limit.fits and self.outcome != "keep" and self.compiled is None:
+            self.outcome = "keep"
+            peak, most = format_bytes(known.limit.needed_bytes), format_bytes(known.limit.meter.limit())
+            self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
+
+    def _end_backward(self) -> None:
+        """Passes the peak of a micro-batch without hooks to the limit, because the offloader did not follow it."""
+        if self._known is not None and not self._training.offloader.policy.hooks_enabled:
+            self._known.limit.end(hooks=False)
+
+    def _decide(self, known: KnownMemory) -> None:
+        """Plans the training if saved tensors have no room, or if model states may be moved."""
+        movable = self._states_are_movable()
+        self._short_steps = self._short_steps + 1 if self._short else 0
+        if self._steps < FIRST_STEPS or known.limit.measuring:
+            return
+        if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
+            return
+        obstacle = self._obstacles.find(self._training, self._shape)
+        if obstacle is None:
+            self._plan_operators(known)
+        elif obstacle == COMPILED and self._training.processes == 1 and self._training.automatic:
+            if self._short:
+                self._plan_compiled(known)
+            elif movable and not self._states_placed:
+                self._place_states(known.limit)
+        elif self._short:
+            self._offload_excess(obstacle)
+
+    def _plan_operators(self, known: KnownMemory) -> None:
+        self.outcome = "plan"
+        reason = "not all of them have room" if self._short else "offloaded model states may be moved"
+        self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
+        owner = self._training.owner
+        if owner is not None and owner.states_need_most_memory():
+            with contextlib.suppress(ValueError):
+                owner.make_states_movable()  # plans can move them then, if they take most of the device
+        meter = known.limit.meter
+        options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
+        # The user has added no planner, and expects no metrics of one.
+        self.cycle = PlanCycle(self._training, options, meter, self._profiling_budget, logs_metrics=False)
+        self.cycle.profiled.recordable = self._batches
+
+    def _plan_compiled(self, known: KnownMemory) -> None:
+        """Plans saved tensors of a training with compiled code, whose operators are not visible."""
+        self.outcome = "plan"
+        self._log("plans which saved tensors of compiled code are kept and offloaded: not all of them have room")
+        recompiles = self._obstacles.compiled_backward
+        self.compiled = CompiledPlan(self._training, known, self._batches, recompiles=recompiles)
+
+    def _place_states(self, limit: ResidentLimit) -> None:
+        """Moves offloaded states of a training with compiled code to the memory that saved tensors leave, once.
+
+        A strategy offloads states before the first step, when the memory of activations is not known, if they take most
+        of the device's memory. Compiled code has no profile from which a plan for them could be made.
+        """
+        if not limit.known:
+            return
+        self._states_placed = True
+        owner = self._training.owner
+        assert owner is not None
+        saved = limit.expected_bytes
+        # Weights that were prefetched before the micro-batch began are part of the measured memory of everything else.
+        # Before a measurement, that includes saved tensors.
+        room = limit.room_bytes + limit.growth_bytes + (0 if limit.measured else saved)
+        free = int(room - ResidentLimit.SPARE * saved)  # with less, saved tensors would have no room
+        tiers = owner.present_tiers(max(0, free))
+        if tiers == owner.present_tiers():
+            return
+        try:
+            owner.move_states_to(tiers)
+        except ValueError as error:  # nothing was moved
+            self._training.inform(f"offload='auto': {error}.")
+            return
+        self._training.inform(
+            "offload='auto': model states of the first units are kept on the device, in the "
+            f"{format_bytes(free)} that saved tensors leave."
+        )
+        self._begin()
+
+    def _keep_for_cuda_graphs(self) -> None:
+        """Keeps all saved tensors from the second step on, which records the CUDA graphs. The first one warms them up.
+
+        A graph writes its saved tensors to memory of its own in each step. They can't be offloaded, and a recorded
+        graph expects that they stay alive as long as they did when it was recorded.
+        """
+        self.outcome = "keep"
+        self._log(
+            f"keeps all saved tensors on the {self._device}: compiled code records CUDA graphs "
+            "(`mode='reduce-overhead'`), whose saved tensors can't be offloaded. Where memory is short, compile "
+            "without that mode"
+        )
+        self._known = None
+        offloader = self._training.offloader
+        offloader.run(replace(offloader.policy, placement=KeepAll()))
+        self._enable_hooks(False)
+
+    def _plan_late_code(self) -> None:
+        """Ends the plan of operators, as compiled code runs under it."""
+        self._training.inform(
+            "offload='auto': compiled code of this training was called late, in a step whose operators were recorded "
+            "or planned. Saved tensors of all its code are planned from now on, and no operators are recomputed."
+        )
+        self._close_plans()
+        self._begin()
+
+    def _close_plans(self) -> None:
+        for plan in (self.cycle, self.compiled):
+            if plan is not None:
+                plan.close()
+                self._training.set_window(None)
+        self.cycle = self.compiled = None
+
+    # ---- a micro-batch that ran out of memory ----
+
+    def save_memory(self, part: str, note: str) -> None:
+        """Prepares the second attempt of a micro-batch: all saved tensors are offloaded, one at a time.
+
+        Args:
+            part: forward or backward, which has failed.
+            note: a sentence for the log about state that is not restored.
+        """
+        offloader, known = self._training.offloader, self._known
+        assert known is not None
+        self._training.inform(
+            f"offload='auto': the {self._device} has run out of memory in the {part} of a micro-batch, which is "
+            f"run again with all saved tensors offloaded. {note}"
+        )
+        self._proven.clear()
+        self._ran_out = self._runs_again = self._short = True
+        if self.cycle is not None:
+            self._failed_profiles += self.cycle.measuring
+            self.cycle.discard()
+            self._policy = offloader.policy
+        offloader.begin_micro_batch()
+        offloader.free_discarded()
+        policy = replace(offloader.policy, window_bytes=0, hooks_enabled=True, mode=None)
+        if self.cycle is not None:
+            offloader.run(replace(policy, placement=OffloadAll(tuple(offloader.tiers))))
+            return
+        known.limit.lower()
+        known.limit.measure()
+        offloader.run(policy)
+
+    def restart_after_offload(self, part: str) -> None:
+        """Prepares the third attempt of a micro-batch, for which all model states were offloaded.
+
+        Args:
+            part: forward or backward, which has failed.
+        """
+        shape, trained, begins_step = self._shape, self._trained, self._begins_step
+        self._close_plans()
+        self._begin()
+        offloader = self._training.offloader
+        self._training.inform(
+            f"offload='auto': the {self._device} has run out of memory again in the {part} of a micro-batch, which "
+            "is run again with its model states offloaded, "
+            + ("too." if offloader.tiers else "which leave no room to offload saved tensors: all are kept.")
+        )
+        offloader.begin_micro_batch()
+        if self._known is None:  # nothing more can be offloaded
+            return
+        self._shape, self._trained, self._begins_step = shape, trained, begins_step
+        self._limited, self._at_boundary, self._ran_out, self._runs_again = True, False, True, True
+        self._apply_limit(self._known)
+        self._known.limit.measure()
+        offloader.run(replace(offloader.policy, window_bytes=0))
+
+    def _restore(self) -> None:
+        """Puts the policy in force again that a second attempt has replaced."""
+        policy, self._policy = self._policy, None
+        if policy is not None:
+            self._training.offloader.run(policy)
+
+    def _plan_smaller(self, known: KnownMemory, cycle: PlanCycle) -> None:
+        """Has steps after one that ran out of memory need less."""
+        if self._failed_profiles < MAX_FAILED_PROFILES:
+            cycle.plan_smaller()
+            return
+        self._close_plans()
+        self._obstacles.lasting = "profiling needs more memory than there is"
+        self._offload_excess(self._obstacles.lasting)
+        offloader = self._training.offloader
+        placement = OffloadExcess(tuple(offloader.tiers), known.limit)
+        offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
+
+    # ---- helpers ----
+
+    @property
+    def _device(self) -> str:
+        kind = self._training.offloader.device.type
+        return "GPU" if kind == "cuda" else kind.upper()
+
+    def _states_are_movable(self) -> bool:
+        """Returns whether model states are offloaded, and may be moved to other tiers."""
+        owner = self._training.owner
+        return owner is not None and self._training.states is not None and owner.can_move_states()
+
+    def _enable_hooks(self, enabled: bool) -> None:
+        states, offloader = self._training.states, self._training.offloader
+        enabled |= states is not None and bool(states.stores)  # offloaded weights need hooks
+        if offloader.policy.hooks_enabled != enabled:
+            offloader.run(replace(offloader.policy, hooks_enabled=enabled))
+
+    def _offload_excess(self, obstacle: str) -> None:
+        """Decides that no plan is made, because of an obstacle."""
+        self.outcome = "offload"
+        self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
+
+    def _log(self, text: str) -> None:
+        if self.outcome not in self._logged:
+            self._logged.add(self.outcome)
+            self._training.inform(f"offload='auto': {text}.")

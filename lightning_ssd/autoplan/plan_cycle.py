@@ -1,0 +1,567 @@
+"""`PlanCycle`: the life of a plan of operators: measure, plan, apply, correct once.
+
+A training has these phases, in the order of the methods. All of them are called on the training thread.
+
+1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps.
+2. calibrate: steps under the calibration plan correct the profile (`_calibrate`).
+3. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
+4. correct: measured steps correct the profile once, which may give another plan, and that one is replaced by the first
+   one if its steps are slower (`_compare`). Then the plan is final.
+
+A micro-batch follows the row of the plan for its size (`_follow`). One that may need more memory than all before, as
+its batch is larger, or as it trains other parameters, offloads all saved tensors.
+"""
+
+import logging
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_ssd.activations import AllocatorMeter
+from lightning_ssd.autoplan.batches import ROWS, BatchShape, BatchSizes, row_of, size_of_row
+from lightning_ssd.autoplan.plan_maker import MIN_PLAN_GAIN, PlanMaker
+from lightning_ssd.autoplan.plan_report import (
+    log_metrics,
+    recommend_move,
+    report_comparison,
+    report_last_plan,
+    report_move,
+)
+from lightning_ssd.autoplan.plan_runner import (
+    COMPARED_STEPS,
+    HISTORY,
+    WARMUP_AFTER_CHANGE,
+    Comparison,
+    PlanRow,
+    PlanRunner,
+    offload_all,
+)
+from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
+from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.planning import (
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    exceeds_no_more,
+    plan_with_coefficient,
+    render_summary,
+    simulate,
+)
+from lightning_ssd.profiling import (
+    add_unseen_memory,
+    current_placement,
+    measure_training_machine,
+    with_measured_step_rate,
+)
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.uncopied import Uncopied
+
+__all__ = ["TOLERANCE", "PlanCycle", "PlanOptions"]
+
+TOLERANCE = 0.02
+"""Relative error of the predicted duration of a step, up to which a plan is not corrected."""
+
+MAX_UNCORRECTED = 12
+"""Steps under a plan after which it is final, although few of them could be compared with its prediction."""
+
+RECURRING = 2
+"""Micro-batches that are larger than the recorded one before there are rows for their size."""
+
+LASTING = 4
+"""Steps in a row with more allocated memory, or with other trained parameters, after which the plan is made anew."""
+
+GROWTH = 0.01
+"""Largest growth of allocated bytes / limit of memory, with which the plan still applies."""
+
+MAX_RETRIES = 2
+"""Allocations that find no memory among fragments, in the steps that correct a plan, above which it leaves more memory
+unused. Each frees all cached memory and maps it anew, for 12 ms (Llama of 1.21B in 24 GiB, results/bounds.md)."""
+
+log = logging.getLogger(__name__)
+
+Stage = Literal["profile", "calibrate", "correct", "confirm", "final"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Arguments of `SwapPlanner`; see there."""
+
+    planner: str = "holistic"
+    plan: Plan | None = None
+    gpu_memory: int | str = "auto"
+    machine: HardwareProfile | None = None
+    save: Path | None = None
+    ssd_bytes_per_day: int | None = None
+    warm_up: int = 3
+    steps: int = 3
+    tolerance: float = TOLERANCE
+
+
+class PlanCycle(Uncopied):
+    """Makes, applies and corrects the plan of one training.
+
+    Args:
+        training: the training.
+        options: the user's arguments.
+        meter: the device's allocator; `None`: its memory is not limited.
+        budget: steps and seconds that profiling may take, a part of which may be spent.
+        logs_metrics: whether comparisons are passed to the user's loggers.
+
+    Attributes:
+        training: the training.
+        profiled: profiles it.
+        runner: runs the steps under plans, once the training was profiled; also readable after the training.
+        stage: phase of the plan; the plan in force is a calibration plan in "calibrate".
+        comparison: the last comparison of a plan's prediction with measured steps.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        options: PlanOptions,
+        meter: AllocatorMeter | None,
+        budget: ProfilingBudget,
+        *,
+        logs_metrics: bool,
+    ) -> None:
+        self.training = training
+        self.runner: PlanRunner | None = None
+        self.stage: Stage = "profile"
+        self.comparison: Comparison | None = None
+        self._parameters = tuple(training.module.parameters())
+        self._options = options
+        self._meter = meter
+        self._logs_metrics = logs_metrics
+        with budget.counted():
+            machine = options.machine or measure_training_machine(training.offloader)
+        device = training.offloader.device
+        self._maker = PlanMaker(
+            options.planner, options.plan, options.gpu_memory, machine, options.ssd_bytes_per_day, device
+        )
+        calibration = 0 if options.plan is not None else WARMUP_AFTER_CHANGE + options.steps
+        self.profiled = ProfiledSteps(training, "SwapPlanner", options.warm_up, options.steps, budget, calibration)
+        offload_all(training.offloader)
+        self._states_moved = False
+        """Whether model states were moved in this training, which happens at most once."""
+        self._at_boundary = True
+        """Whether the next micro-batch is the first of a step."""
+        self._sizes = BatchSizes()
+        self._most = ROWS
+        """Number of the row for the largest micro-batches that do not offload all saved tensors."""
+        self._seen_rows: set[int] = set()
+        """Numbers of the rows for which there were micro-batches."""
+        self._recorded_trained: frozenset[int] = frozenset()
+        """Indices of the parameters that it has trained."""
+        self._recorded_shape: BatchShape | None = None
+        """Shape of its batch; `None`: unknown."""
+        self._allocated = 0
+        """Bytes that were allocated before the recorded step, plus later growth that plans allow for."""
+        self._level = 0
+        """Bytes that were allocated before the present step."""
+        self._num_differing = 0
+        """Steps in a row whose micro-batches don't follow the plan, though their batches are no larger."""
+        self._num_steps = self._num_compared = 0
+        """Steps under the plan in force, and those that were measured up to the last comparison."""
+        self._compared_plan: Plan | None = None
+        """The plan that these numbers are of."""
+        self._num_larger = 0
+        """Micro-batches for which the largest row was too small."""
+        self._observed: tuple[BatchShape | None, int] | None = None
+        """Shape of the present micro-batch, whose saved bytes are all seen, and the bytes saved before it."""
+        self._replaced: Comparison | None = None
+        """Measured steps of the plan that the one in force has replaced."""
+        self._last: tuple[PlanRunner, Plan] | None = None
+        """The last plan that was applied and reported, and its runner."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return None if self.runner is None else self.runner.plan
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for the plan in force."""
+        return None if self.runner is None else self.runner.prediction
+
+    @property
+    def planned(self) -> bool:
+        """Whether a plan was applied and reported, be it in force or not."""
+        return self._last is not None
+
+    @property
+    def calibrating(self) -> bool:
+        """True while the calibration plan is in force."""
+        return self.stage == "calibrate"
+
+    @property
+    def measuring(self) -> bool:
+        """True while the training is being profiled."""
+        return self.profiled.active
+
+    @property
+    def offloads_all(self) -> bool:
+        """Whether the present micro-batch offloads all saved tensors."""
+        return self.measuring or self.runner is None or self.runner.row is None
+
+    @property
+    def rule(self) -> object:
+        """Compares equal for micro-batches that follow one row of a plan, or are profiled, or offload all."""
+        row = None if self.runner is None else self.runner.row
+        return self.profiled.phase, None if row is None else row.placement
+
+    # ---- events of the training ----
+
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Called when a micro-batch begins, after its parameters were frozen or thawed for it."""
+        begins, self._at_boundary = self._at_boundary, False
+        shape = BatchShape.of(batch)
+        self._observed = shape, self.training.offloader.stats().saved
+        if begins and self._meter is not None and self.training.states is None:
+            self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
+        if self.profiled.phase == "waiting":
+            offload_all(self.training.offloader)
+        self.profiled.begin_micro_batch(batch)
+        if self.profiled.phase == "recording":
+            self._recorded_trained, self._allocated, self._sizes = self._trained(), self._level, BatchSizes()
+        if self.runner is None or self.measuring:
+            return
+        if begins:
+            self._begin_step(self.runner)
+        if self.measuring:  # the training is profiled anew
+            return
+        self._follow(self.runner, shape, begins=begins)
+
+    def discard(self) -> None:
+        """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
+        self._observed = None
+        self.profiled.discard()
+
+    def begin_backward(self) -> None:
+        """Called before each backward."""
+        self.profiled.begin_backward()
+
+    def end_backward(self) -> None:
+        """Called after each backward."""
+        self.profiled.end_backward()
+
+    def begin_optimizer(self) -> None:
+        """Called before each optimizer step."""
+        self.profiled.begin_optimizer()
+
+    def end_micro_batch(self, *, ends_step: bool, short: bool = False) -> None:
+        """Called when a micro-batch has ended.
+
+        Args:
+            ends_step: whether it was the last one of its step.
+            short: whether that step had fewer micro-batches than others.
+        """
+        profile = self.profiled.end_micro_batch(ends_step=ends_step)
+        self._observe_size()
+        self._at_boundary = ends_step
+        if short and self.runner is not None:
+            self.runner.skip_step()
+        if profile is not None:
+            self._plan_profile(profile)
+
+    def end_epoch(self) -> None:
+        """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
+        self.profiled.end_epoch()
+
+    def pause(self) -> None:
+        """Called when a validation begins."""
+        self.profiled.pause()
+        if self.runner is not None:
+            self.runner.pause()
+
+    def resume(self) -> None:
+        """Called when a validation has ended."""
+        self.profiled.resume()
+        if self.runner is not None:
+            self.runner.resume()
+
+    def excluded(self) -> AbstractContextManager[None]:
+        """Returns a context whose time is not part of the present step's, if that is measured."""
+        return nullcontext() if self.runner is None else self.runner.excluded()
+
+    def report(self) -> None:
+        """Called when training ends: logs a report on the last plan, or that there was none."""
+        if self._last is not None:
+            report_last_plan(self.training, *self._last)
+            return
+        # Warm-up with a recorded step, timed steps, those of the calibration plan, and one that ends the last of them;
+        # again after a move of model states, with one step of warm-up.
+        options = self._options
+        measured = options.steps + WARMUP_AFTER_CHANGE + options.steps + 1
+        most = options.warm_up + measured + (1 + measured if self._states_moved else 0)
+        log.warning(
+            "SwapPlanner: training ended before it was profiled, which takes up to %d steps: there was no plan. Train "
+            "more steps, or give a saved plan by `plan`",
+            most,
+        )
+
+    def close(self) -> None:
+        """Ends the life of the plan: no hooks and modes are left. What was measured can still be read."""
+        self.profiled.close()
+        if self.runner is not None:
+            self.runner.close()
+
+    # ---- profile and calibrate ----
+
+    def _plan_profile(self, profile: ModelProfile) -> None:
+        """Makes the runner of a new profile, and applies the calibration plan, or the first plan."""
+        training, profiler, maker = self.training, self.profiled.profiler, self._maker
+        offloader = training.offloader
+        placement = current_placement(profiler, offloader)
+        hardware = maker.limit(maker.machine, profile, placement, offloader)
+        hardware = with_measured_step_rate(profile, hardware, placement, profiler, offloader)
+        profile = add_unseen_memory(
+            profile, hardware, placement, profiler, offloader, automatic_optimization=training.automatic
+        )
+        if self.runner is not None:
+            self.runner.close()
+        self.runner = runner = PlanRunner(training, profiler, profile, hardware, placement)
+        self._recorded_shape, self._most, self._replaced = self.profiled.shape, ROWS, None
+        calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
+        fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
+        if self._options.plan is None and fits:
+            if self._has_time(WARMUP_AFTER_CHANGE + 1):
+                self.stage = "calibrate"
+                runner.apply(calibration)
+                return
+            self._skip_calibration()
+        self._decide(runner)
+
+    def _has_time(self, steps: int) -> bool:
+        return self.profiled.budget is None or self.profiled.budget.allows(steps)
+
+    def _skip_calibration(self) -> None:
+        assert self.profiled.budget is not None
+        self.training.inform(
+            "SwapPlanner: the plan is made without a measured step of recomputation: "
+            f"{self.profiled.budget.describe()}."
+        )
+
+    def _begin_step(self, runner: PlanRunner) -> None:
+        """Ends the step before, corrects plans by it if it was measured, and begins a step."""
+        runner.begin_step()
+        if self.calibrating:
+            self._calibrate(runner)
+        else:
+            self._compare(runner)
+
+    def _calibrate(self, runner: PlanRunner) -> None:
+        """Corrects the profile by steps under the calibration plan, once there are enough, and makes the first plan."""
+        # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
+        count = self._options.steps if self._has_time(1) else 1
+        comparison = runner.measured(min(count, HISTORY), min)
+        if comparison is not None:
+            runner.calibrate(comparison)
+        elif runner.num_steps or self._has_time(1):
+            return
+        else:  # batches of the recorded size are rare
+            self._skip_calibration()
+        self._decide(runner)
+
+    # ---- plan ----
+
+    def _decide(self, runner: PlanRunner) -> None:
+        """Makes a plan and applies it, or moves model states and has the training profiled again."""
+        plan = self._maker.make(runner)
+        elsewhere = None
+        if self.training.states is not None:
+            elsewhere = self._maker.make_elsewhere(runner, plan, moved=self._states_moved)
+        if elsewhere is not None and self._move_states(runner, elsewhere):
+            return
+        self.stage = "correct"
+        self._apply(runner, plan)
+        if elsewhere is not None:
+            recommend_move(self.training, runner, elsewhere, self._options.planner, self._options.save)
+
+    def _apply(self, runner: PlanRunner, plan: Plan) -> None:
+        """Puts a plan in force, with rows for smaller micro-batches of all sizes that there were until now."""
+        runner.apply(plan)
+        for number in self._seen_rows:
+            self._row(runner, number)
+        self._last = runner, plan
+        if self._options.save is not None:
+            plan.save(self._options.save)
+        log.info("plan:\n%s", plan.describe())
+        assert runner.prediction is not None
+        summary = render_summary(runner.profile, runner.hardware, plan, runner.prediction)
+        self.training.inform(f"SwapPlanner: {summary}")
+
+    def _move_states(self, runner: PlanRunner, plan: Plan) -> bool:
+        """Moves model states to their tiers in `plan` and restarts profiling; returns False if that is not allowed."""
+        owner = self.training.owner
+        if owner is None or self._states_moved or not owner.can_move_states():
+            return False
+        self._states_moved = True
+        self.close()
+        self.runner = None
+        try:
+            owner.move_states(plan)
+        except ValueError as error:
+            log.warning("%s", error)
+        else:
+            report_move(self.training, runner, plan)
+        self.stage = "profile"
+        self.profiled.begin(1)
+        offload_all(self.training.offloader)
+        return True
+
+    # ---- correct once ----
+
+    def _compare(self, runner: PlanRunner) -> None:
+        """Compares measured steps with the prediction, each time that there are enough new ones."""
+        if runner.plan is not self._compared_plan:  # other callers of the runner may have applied it
+            self._compared_plan, self._num_steps, self._num_compared = runner.plan, 0, 0
+        self._num_steps += 1
+        due = runner.num_steps >= self._num_compared + COMPARED_STEPS
+        comparison = runner.measured() if due else None
+        if comparison is None:
+            if self._num_steps > MAX_UNCORRECTED:
+                self.stage, self._replaced = "final", None
+            return
+        first = not self._num_compared
+        self._num_compared = runner.num_steps
+        self.comparison = comparison
+        if self._logs_metrics:
+            log_metrics(self.training, runner, comparison)
+        if first:
+            report_comparison(self.training, comparison)
+        if self.stage == "correct":
+            self._correct(runner, comparison)
+        elif self.stage == "confirm":
+            self._confirm(runner, comparison)
+
+    def _correct(self, runner: PlanRunner, comparison: Comparison) -> None:
+        """Corrects the profile by the first steps under the plan, and makes another plan if that is better."""
+        error = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1)
+        self.stage = "final"
+        before = runner.prediction
+        explained = runner.calibrate(comparison)
+        fragmented = comparison.alloc_retries > MAX_RETRIES and self._maker.reserve_more(runner)
+        plan = self._maker.make(runner) if fragmented else None
+        if plan is None and error > self._options.tolerance:
+            plan = self._maker.make_better(runner, explained=explained)
+        if plan is None or plan == runner.plan:
+            return
+        self._apply(runner, plan)
+        assert before is not None and runner.prediction is not None
+        if not fragmented and exceeds_no_more(before, runner.prediction, runner.hardware):
+            self._replaced, self.stage = comparison, "confirm"
+
+    def _confirm(self, runner: PlanRunner, comparison: Comparison) -> None:
+        """Applies the replaced plan again if steps under its successor are slower, which profiles don't explain."""
+        replaced, self._replaced = self._replaced, None
+        self.stage = "final"
+        assert replaced is not None
+        if comparison.step_seconds <= (1 + MIN_PLAN_GAIN) * replaced.step_seconds:
+            return
+        self.training.inform(
+            f"SwapPlanner: a step took {replaced.step_seconds:.3f} s under the plan before, and takes "
+            f"{comparison.step_seconds:.3f} s under this one: the plan before is applied again."
+        )
+        self._apply(runner, replaced.plan)
+
+    def plan_smaller(self) -> None:
+        """Plans with less GPU memory, if there is a plan, because a step has run out of memory."""
+        runner = self.runner
+        if runner is None or self.measuring or not self._maker.reserve_more(runner):
+            return
+        limit = format_bytes(runner.hardware.gpu_bytes)
+        self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
+        self._plan_again(runner)  # no plan before is applied again, which may need more memory than is left
+
+    # ---- the size of a micro-batch ----
+
+    def _follow(self, runner: PlanRunner, shape: BatchShape | None, *, begins: bool) -> None:
+        """Applies the row for the size of the present micro-batch, or offloads all saved tensors."""
+        grown = self._level > self._allocated + GROWTH * (math.inf if self._meter is None else self._meter.limit())
+        differs = grown or not self._trained() <= self._recorded_trained
+        if begins:
+            self._num_differing = self._num_differing + 1 if differs else 0
+            if self._num_differing == LASTING:
+                self._adapt(runner, grown=grown)
+                if self.measuring:
+                    return
+                differs = not self._trained() <= self._recorded_trained
+        size = None if differs else self._size(shape)
+        number = math.inf if size is None else row_of(size)
+        if size is not None and number > self._most:
+            self._num_larger += 1
+            if self._num_larger > RECURRING and not self.calibrating:
+                self._most = row_of(size)
+        if number <= self._most:
+            self._seen_rows.add(int(number))
+            runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded_shape is not None)
+        else:
+            runner.follow(None)
+        alike = shape is None or self._recorded_shape is None or shape.is_like(self._recorded_shape)
+        if number != ROWS or not alike:
+            runner.skip_step()
+
+    def _size(self, shape: BatchShape | None) -> float | None:
+        """Returns the most bytes that a batch of a shape saves / those of the recorded one; `None`: not known."""
+        if self._recorded_shape is None:
+            return 1.0
+        return self._sizes.size(shape, self._recorded_shape)
+
+    def _row(self, runner: PlanRunner, number: int) -> PlanRow | None:
+        """Returns a row of the plan in force, which is made with the first micro-batch of its size.
+
+        `None`: no plan for larger micro-batches than the recorded one has room, so that they offload all.
+        """
+        main = runner.main
+        assert main is not None
+        smaller = number < ROWS and (main.plan.keeps_all or self.calibrating or not self._maker.has_rows)
+        if number == ROWS or smaller:
+            return main
+        if number not in runner.rows:
+            size = size_of_row(number)
+            runner.rows[number] = runner.make_row(self._maker.make(runner, size), size)
+        row = runner.rows[number]
+        exceeds = number > ROWS and row.prediction.gpu_peak_bytes > runner.hardware.gpu_bytes
+        return None if exceeds else row
+
+    def _observe_size(self) -> None:
+        """Adds the saved bytes of the micro-batch that has ended, if all of them were counted."""
+        observed, self._observed = self._observed, None
+        if observed is None or not self.offloads_all or not self._trained() <= self._recorded_trained:
+            return
+        shape, before = observed
+        saved = self.training.offloader.stats().saved - before
+        if shape is not None:
+            self._sizes.add(shape, saved)
+
+    def _adapt(self, runner: PlanRunner, *, grown: bool) -> None:
+        """Makes the plan anew, for more allocated memory, or profiles the training with the parameters of now."""
+        if grown:
+            growth = self._level - self._allocated
+            self._allocated = self._level
+            runner.profile = replace(runner.profile, other_gpu_bytes=runner.profile.other_gpu_bytes + growth)
+            self.training.inform(
+                f"SwapPlanner: {format_bytes(growth)} more than before are allocated on the GPU: planning again."
+            )
+            self._plan_again(runner)
+            return
+        self.training.inform("SwapPlanner: other parameters are trained than before: the training is profiled again.")
+        runner.stop()
+        self.stage, self.profiled.recordable = "profile", None
+        if self.profiled.budget is not None:
+            self.profiled.budget = ProfilingBudget()
+            self.profiled.budget.begin_step()
+        self.profiled.begin(1)
+
+    def _plan_again(self, runner: PlanRunner) -> None:
+        """Applies a plan for changed profiles or sizes, which is final."""
+        self.stage, self._replaced = "final", None
+        self._apply(runner, self._maker.make(runner))
+
+    def _trained(self) -> frozenset[int]:
+        """Returns the indices of the parameters that require gradients now."""
+        return frozenset(index for index, one in enumerate(self._parameters) if one.requires_grad)

@@ -1,0 +1,228 @@
+"""`ProfiledSteps`: profiles a few steps of a training, from a warm-up to a profile."""
+
+from typing import Any, Literal
+
+from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
+from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.planning import ModelProfile
+from lightning_ssd.profiling import Profiler, count_samples
+from lightning_ssd.uncopied import Uncopied
+
+__all__ = ["ProfiledSteps"]
+
+Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
+
+
+class ProfiledSteps(Uncopied):
+    """Warms up, records a micro-batch of the last warm-up step, times more steps, and makes a profile.
+
+    In the micro-batch after the recorded one, recomputed tensors are compared with saved ones. All methods are called
+    on the training thread, for each event of the training, whether or not it is being profiled.
+
+    Args:
+        training: the training.
+        name: name in log lines.
+        warm_up: steps up to and including the step of the recorded micro-batch.
+        steps: timed steps, fewer if the budget does not allow all.
+        budget: steps and seconds that profiling may take; `None`: all steps are profiled.
+        later_steps: steps after the timed ones that count for the budget, too.
+
+    Attributes:
+        phase: purpose of the present micro-batch, or of the last one.
+        profiler: measures the training. A move of model states replaces it.
+        budget: the argument.
+        recordable: batches of which a large one may be recorded; `None`: any batch.
+        shape: shape of the recorded batch; `None`: unknown.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        name: str,
+        warm_up: int,
+        steps: int,
+        budget: ProfilingBudget | None = None,
+        later_steps: int = 0,
+    ) -> None:
+        self.budget = budget
+        self.recordable: SeenBatches | None = None
+        self.shape: BatchShape | None = None
+        self._training = training
+        self._name = name
+        self._num_timed = steps
+        self._later_steps = later_steps
+        self._step = 0
+        """Number of ended steps."""
+        self._timed_from = 0
+        """Number of the first timed step."""
+        self._at_boundary = True
+        """True if the next micro-batch is the first of a step."""
+        self._had_backward = False
+        """Whether a backward of the present micro-batch has begun."""
+        self._samples = self._tokens = 1
+        self.begin(warm_up)
+
+    def begin(self, warm_up: int) -> None:
+        """Profiles the training as it is set up now, after `warm_up` steps, at least one."""
+        training = self._training
+        # Manual optimization may step between a forward and its backward.
+        self.profiler = Profiler(
+            training.units(),
+            training.offloader,
+            training.states,
+            training.optimizers,
+            allow_recompute=training.automatic,
+        )
+        self.schedule(warm_up)
+
+    def schedule(self, warm_up: int) -> None:
+        """Profiles the training after `warm_up` more steps, at least one."""
+        self._due = self._step + warm_up - 1
+        self.phase: Phase = "waiting"
+
+    def discard(self) -> None:
+        """Discards the present profile: the next step is profiled instead."""
+        if self.active:
+            self.profiler.close()
+            self.schedule(1)
+
+    @property
+    def active(self) -> bool:
+        """True from the begin of the warm-up to the end of the last timed step."""
+        return self.phase != "idle"
+
+    # ---- events of the training ----
+
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Called when a micro-batch begins."""
+        at_boundary, self._at_boundary = self._at_boundary, False
+        self._had_backward = False
+        if at_boundary and self.budget is not None:
+            self.budget.begin_step()
+        if self.phase == "waiting" and at_boundary and (self._is_due(batch) or self._must_end_warm_up()):
+            self.phase = "recording"
+            self.shape = BatchShape.of(batch)
+            self.profiler.begin_recording()
+        elif self.phase == "recording":
+            self.phase = "checking"
+            self.profiler.begin_checking()
+        elif self.phase == "checking" and at_boundary:
+            self.phase = "timing"
+            self._timed_from = self._step
+            self.profiler.begin_timing()
+        if self.phase in ("checking", "timing"):
+            self._samples, self._tokens = count_samples(batch)
+        if self.phase == "timing":
+            self.profiler.begin_forward(of_step=at_boundary)
+
+    def begin_backward(self) -> None:
+        """Called before each backward."""
+        self._had_backward = True
+        self.profiler.begin_backward()
+
+    def end_backward(self) -> None:
+        """Called after each backward."""
+        self.profiler.end_recording()
+        if self._training.automatic:  # with manual optimization, more of the forward may follow
+            self._end_timed_backward()
+
+    def begin_optimizer(self) -> None:
+        """Called before each optimizer step."""
+        self.profiler.begin_optimizer()
+
+    def end_micro_batch(self, *, ends_step: bool) -> ModelProfile | None:
+        """Called when a micro-batch has ended; `ends_step` says that it was the last one of its step.
+
+        Returns:
+            The profile, at the end of the last timed step.
+        """
+        self.profiler.end_recording()  # the batch may have had no backward
+        # With manual optimization, a backward without `manual_backward` is not seen.
+        skipped = self._training.automatic and not self._had_backward
+        if self.phase == "recording" and (skipped or not self.profiler.graph.operations):
+            self.discard()  # `training_step` skipped the batch, before its forward or after it
+        self.profiler.end_optimizer()
+        if not self._training.automatic:
+            self._end_timed_backward()
+        self.profiler.end_checking()
+        if not ends_step:
+            return None
+        self._step += 1
+        self._at_boundary = True
+        if self.budget is None:
+            return self._end_timing()
+        self.budget.end_step()
+        with self.budget.counted():
+            return self._end_timing()
+
+    def end_epoch(self) -> None:
+        """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
+        if self.phase == "recording" and not self._at_boundary:
+            self.discard()
+            self._at_boundary = True
+
+    def pause(self) -> None:
+        """Called when a validation begins."""
+        if self.budget is not None:
+            self.budget.pause()
+        if self.phase == "timing":
+            self.profiler.pause()
+
+    def resume(self) -> None:
+        """Called when a validation has ended."""
+        if self.budget is not None:
+            self.budget.resume()
+        if self.phase == "timing":
+            self.profiler.resume()
+
+    def close(self) -> None:
+        """Ends profiling: no hooks and modes are left."""
+        self.phase = "idle"
+        self.profiler.close()
+
+    # ---- implementation ----
+
+    def _is_due(self, batch: Any) -> bool:
+        """Returns whether the warm-up has ended and `batch` may be recorded."""
+        large = self.recordable is None or self.recordable.is_large(BatchShape.of(batch))
+        return self._step >= self._due and large
+
+    def _must_end_warm_up(self) -> bool:
+        """Returns whether there is no time for the rest of the warm-up."""
+        rest = max(0, self._due - self._step)
+        if self._has_time(rest + 2 + self._num_timed):  # one step is recorded, one is checked
+            return False
+        if rest:
+            self._inform_shortened(f"warm-up ends {rest} step{'s' if rest > 1 else ''} early")
+        return True
+
+    def _has_time(self, steps: int) -> bool:
+        return self.budget is None or self.budget.allows(steps + self._later_steps)
+
+    def _end_timing(self) -> ModelProfile | None:
+        """Returns the profile if enough steps were timed, or if there is no time for more of them."""
+        timed = self._step - self._timed_from
+        if self.phase != "timing" or (timed < self._num_timed and self._has_time(self._num_timed - timed)):
+            return None
+        if timed < self._num_timed:
+            self._inform_shortened(f"{timed} of {self._num_timed} steps were timed")
+        self.phase = "idle"
+        self.profiler.end_timing()
+        training = self._training
+        return self.profiler.profile(
+            type(training.module).__name__,
+            steps=timed,
+            micro_batches=training.micro_batches,
+            samples=self._samples,
+            tokens=self._tokens,
+            clip_norm=training.scales_gradients,
+        )
+
+    def _inform_shortened(self, change: str) -> None:
+        if self.budget is not None:
+            self._training.inform(f"{self._name}: {change}: {self.budget.describe()}.")
+
+    def _end_timed_backward(self) -> None:
+        if self.phase == "timing":
+            self.profiler.end_backward()

@@ -1,0 +1,155 @@
+"""The meeting of a training, its strategy and its planner: three protocols, typed on all sides.
+
+`Training` is the training as the planner sees it; `callbacks/training.py` implements it for a Trainer. `StatesOwner` is
+the part of a strategy that places model states; `SSDOffloadStrategy` implements it. `MicroBatchPlanner` answers the
+strategy, for each micro-batch; `AutoPlan` implements it.
+
+Note:
+    With several processes, some decisions are local to a process, and others must be the same in all of them.
+
+    Local, as no other process can see them: whether a saved tensor is kept, offloaded or recomputed, and whether a unit
+    is checkpointed; the window of transfers; the row of a plan that a micro-batch follows; `activation_memory_budget`
+    of compiled code, as its results may differ in the last digits only (and never where deterministic algorithms are
+    asked for).
+
+    The same in all processes, as collectives or shared memory depend on them: tiers of model states (`move_states`,
+    `move_states_to`), the processor of an optimizer step, whether gradients stay on the GPU, and the step between which
+    and the next one states are moved; a second attempt at a micro-batch (`save_memory`) if its backward has begun
+    collectives. These are the methods below that say "agreed".
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.model_states import ModelStates, PlanTiers, Unit
+from lightning_ssd.planning import Plan
+
+__all__ = ["MicroBatchPlanner", "StatesOwner", "Training"]
+
+
+class StatesOwner(Protocol):
+    """Owns the model states of a training, and moves them between two steps. Called on the training thread."""
+
+    user_plan: Plan | None
+    """Plan of the user, which a callback sets before the strategy's `setup`: it places model states from the start."""
+    planner: "MicroBatchPlanner | None"
+    """Answers for the micro-batches of the present training, which a callback sets when training starts."""
+    planned_by: str | None
+    """Name of the user's callback that plans saved tensors, for log lines; `None`: there is none."""
+
+    def can_move_states(self) -> bool:
+        """Returns whether states are offloaded, and the user chose no tiers."""
+
+    def states_need_most_memory(self) -> bool:
+        """Returns whether states are on the device, take most of its memory, and can be offloaded."""
+
+    def make_states_movable(self) -> None:
+        """Lets `move_states` move states that are on the device, where they stay for now. Agreed.
+
+        Raises:
+            ValueError: the states can't be offloaded. Training may continue.
+        """
+
+    def move_states(self, plan: Plan) -> None:
+        """Moves states to their tiers in `plan`, which replaces the training's offloader. Agreed.
+
+        Raises:
+            ValueError: nothing was moved.
+        """
+
+    def present_tiers(self, resident_bytes: int = 0) -> PlanTiers:
+        """Returns the tiers of states, with those of the first units on the device as far as these bytes go."""
+
+    def move_states_to(self, tiers: PlanTiers) -> None:
+        """Moves states as `move_states` does. Agreed."""
+
+
+class MicroBatchPlanner(Protocol):
+    """Answers the strategy's questions about the present micro-batch. Called on the training thread."""
+
+    @property
+    def may_run_out(self) -> bool:
+        """Whether the micro-batch may run out of memory, so that it has to be able to run again."""
+
+    @property
+    def begins_rule(self) -> bool:
+        """Whether it is one of the very first under its rule: most micro-batches that run out of memory are."""
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether it is the first micro-batch of a step."""
+
+    def excluded(self) -> AbstractContextManager[None]:
+        """Returns a context whose time, before the forward, is no part of measured times."""
+
+    def save_memory(self, part: str, note: str) -> None:
+        """Prepares the second attempt: all saved tensors are offloaded, one at a time. Agreed if backward has begun.
+
+        Args:
+            part: "forward" or "backward", which has failed.
+            note: a sentence for the log about state that is not restored.
+        """
+
+    def restart_after_offload(self, part: str) -> None:
+        """Prepares the third attempt, for which all model states were offloaded. Agreed; `part` as above."""
+
+
+class Training(Protocol):
+    """A training, as its planner sees it. Attributes are read when they are needed, as moves of states change them."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def offloader(self) -> ActivationOffloader:
+        """Its activation offloader. A move of model states replaces it."""
+
+    @property
+    def states(self) -> ModelStates | None:
+        """Its offloaded model states; `None`: all are on the device."""
+
+    @property
+    def owner(self) -> StatesOwner | None:
+        """The strategy, if it can offload model states."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Its optimizers."""
+
+    @property
+    def automatic(self) -> bool:
+        """Whether optimization is automatic: a forward, its backward, and after the last micro-batch the step."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that train the model."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in a step."""
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether gradients are clipped by their norm, or a step is skipped if they are not finite."""
+
+    @property
+    def fixed_window(self) -> bool:
+        """Whether the user has fixed the window of transfers."""
+
+    def units(self) -> list[Unit]:
+        """Returns the units of the model, in the order of the forward."""
+
+    def set_window(self, window_bytes: int | None) -> None:
+        """Sets the window of transfers from the next micro-batch on; `None`: it adapts to the training."""
+
+    def inform(self, text: str) -> None:
+        """Logs a line for the user, in one of the processes."""
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Passes metrics to the user's loggers."""

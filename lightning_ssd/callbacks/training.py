@@ -1,0 +1,93 @@
+"""`LightningTraining`: a Trainer's training, as `autoplan` sees it."""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.autoplan import StatesOwner
+from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
+from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
+from lightning_ssd.model_states import ModelStates, StatesConfig, Unit, find_units
+from lightning_ssd.uncopied import Uncopied
+
+__all__ = ["LightningTraining", "states_owner"]
+
+
+class LightningTraining(Uncopied):
+    """The training of a Trainer and its module; implements `autoplan.Training`, see there.
+
+    Args:
+        trainer: the Trainer.
+        module: its module.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def offloader(self) -> ActivationOffloader:
+        return get_offloader(self._trainer)
+
+    @property
+    def states(self) -> ModelStates | None:
+        return find_model_states(self._trainer)
+
+    @property
+    def owner(self) -> StatesOwner | None:
+        return states_owner(self._trainer)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._trainer.optimizers
+
+    @property
+    def automatic(self) -> bool:
+        return self._module.automatic_optimization
+
+    @property
+    def processes(self) -> int:
+        return self._trainer.world_size
+
+    @property
+    def micro_batches(self) -> int:
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def scales_gradients(self) -> bool:
+        trainer = self._trainer
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        return clips or trainer.precision == "16-mixed"
+
+    @property
+    def fixed_window(self) -> bool:
+        return any(one.is_fixed for one in find_schedulers(self._trainer))
+
+    def units(self) -> list[Unit]:
+        config: StatesConfig | None = getattr(self._trainer.strategy, "states_config", None)
+        return list(find_units(self._module, None if config is None else config.units))
+
+    def set_window(self, window_bytes: int | None) -> None:
+        for scheduler in find_schedulers(self._trainer):
+            scheduler.override_window(window_bytes)
+
+    def inform(self, text: str) -> None:
+        pl.utilities.rank_zero_info(text)
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in self._trainer.loggers:
+            logger.log_metrics(dict(metrics), step=step)
+
+
+def states_owner(trainer: pl.Trainer) -> StatesOwner | None:
+    """Returns the strategy if it is one that can offload model states: it has the attribute `planner`."""
+    return cast("StatesOwner", trainer.strategy) if hasattr(trainer.strategy, "planner") else None
