@@ -1,7 +1,7 @@
 """The room of torch's private interfaces: no other file uses one.
 
-None is looked up when the package is imported, except for the base class `TorchDispatchMode`, and for three that have a
-replacement. There are three groups:
+None is looked up when the package is imported, except for the base class `TorchDispatchMode`, and for two that have a
+replacement ("at import" below). There are three groups:
 
 - A name of `_INTERFACES` is an attribute of this module, found at its first use, so that later uses cost a read of a
   module's attribute and no call between. Other files read it as `internals.NAME` and don't import the name itself,
@@ -58,7 +58,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from torch._C import DispatchKey as DispatchKey
     from torch._ops import OperatorBase as OperatorBase
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses import fake_tensor as fake_tensor
@@ -135,15 +134,12 @@ _INTERFACES = {
     # Operators
     "OpOverload": ("torch._ops.OpOverload", "recognize operators in dispatch modes"),
     "OperatorBase": ("torch._ops.OperatorBase", "name the operator that has run out of memory"),
-    "DispatchKey": ("torch._C.DispatchKey", "name kernels"),
     "has_kernel": ("torch._C._dispatch_has_kernel", "recognize operators that call others"),
     "has_kernel_for": (
         "torch._C._dispatch_has_kernel_for_dispatch_key",
         "recognize operators that call others",
     ),
     "foreach_norm": ("torch._foreach_norm", "compute norms as `clip_grad_norm_` does, bit for bit"),
-    "foreach_mul_": ("torch._foreach_mul_", "clip many gradients with one kernel"),
-    "foreach_copy_": ("torch._foreach_copy_", "round many master weights with one kernel"),
     "check_finite_": (
         "torch._amp_foreach_non_finite_check_and_unscale_",
         "check gradients without a temporary of their size",
@@ -180,14 +176,7 @@ is_transformed: Callable[[Tensor], bool]
 untransformed: Callable[[Tensor], Tensor]
 is_wrapper: Callable[[Any], bool]
 has_storage: Callable[[Tensor], bool]
-storage_is_zero_tensor: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
-"""Returns whether a tensor of zeros has no memory, as autograd makes them."""
-fix_weakref: Callable[[Tensor], None] = methodcaller("_fix_weakref")
-"""Restores the Python object of a tensor that a weak reference has found and C++ alone owns."""
-indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
-values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
-"""Return the parts of a sparse tensor, also one that is not coalesced."""
-use_count: Callable[[int], int]
+storage_use_count: Callable[[int], int]
 may_overlap: Callable[[Tensor], int]
 swap_tensor: Callable[[Tensor, Tensor], None]
 refuse_data_pointer: Callable[[Tensor], None]
@@ -198,8 +187,6 @@ Convolution: type[torch.nn.Module]
 has_kernel: Callable[[str], bool]
 has_kernel_for: Callable[[str, str], bool]
 foreach_norm: Callable[[list[Tensor]], list[Tensor]]
-foreach_mul_: Callable[[list[Tensor], Tensor], None]
-foreach_copy_: Callable[[list[Tensor], list[Tensor]], None]
 check_finite_: Callable[[list[Tensor], Tensor, Tensor], None]
 tree_leaves: Callable[[Any], list[Any]]
 tree_map_only: Callable[[Any, Callable[[Any], Any], Any], Any]

@@ -169,10 +169,11 @@ class SavedStorage(RefCountedBytes):
     def is_shared(self) -> bool:
         """Returns whether anything but the storage's records references it. The record must be `RESIDENT`."""
         assert self.data is not None
-        if internals.storage_use_count(self._storage) > _USE_COUNT_OF_ONE_OWNER:
+        use_count, references = _counts_of_one_owner()
+        if internals.storage_use_count(self._storage) > use_count:
             return True
         # References of user code to the Python storage object are not in the use count.
-        return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
+        return sys.getrefcount(self.data.untyped_storage()) > references
 
     def offload(self, copy: StoredCopy, tier: OffloadTierName) -> None:
         """Called when a tier has begun to store the bytes. The device's bytes are held until `evict`."""
@@ -361,12 +362,12 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
 
+@functools.cache
 def _counts_of_one_owner() -> tuple[int, int]:
     """Returns the use count and the reference count of a storage with one owner, which depend on torch's version."""
-    owner = torch.empty(1, dtype=torch.uint8, device="cpu")
+    # The first call may be within modes of user code, which could keep the tensor or replace it.
+    with torch.inference_mode(False), internals.without_any_torch_function(), internals.without_dispatch():
+        owner = torch.empty(1, dtype=torch.uint8, device="cpu")
     attach_saved_storage(owner.untyped_storage(), None)
     count = internals.storage_use_count(internals.storage_key(owner.untyped_storage()))
     return count, sys.getrefcount(owner.untyped_storage())
-
-
-_USE_COUNT_OF_ONE_OWNER, _REFERENCES_OF_ONE_OWNER = _counts_of_one_owner()

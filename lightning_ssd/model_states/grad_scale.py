@@ -199,7 +199,7 @@ class GradScaleDecision:
         total = torch.linalg.vector_norm(torch.stack([every[index] for index in _grouped(dtypes, device)]))
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)  # fp64 if a gradient is
         if grads:
-            internals.foreach_mul_(grads, coefficient)
+            torch.nn.utils.clip_grads_with_norm_(resident, limit, total)
         return coefficient.float().view(1)
 
     def cancel(self) -> None:

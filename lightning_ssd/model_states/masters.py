@@ -229,11 +229,8 @@ class MasterWeights:
         return [self._parameter_of[master] for master in stepped if master in self._parameter_of]
 
     def _round(self, parameters: list[nn.Parameter]) -> None:
-        if parameters:
-            internals.foreach_copy_(
-                list(map(_data, parameters)), [self.by_param[parameter].data for parameter in parameters]
-            )
         for parameter in parameters:
+            _data(parameter).copy_(self.by_param[parameter].data)
             self._note_versions(parameter)
 
     def _note_versions(self, parameter: nn.Parameter) -> None:
