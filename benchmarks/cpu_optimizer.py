@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_ssd.model_states.adam import STORE_TRIAL
+from lightning_ssd.model_states.optimizers.adam import STORE_TRIAL
 from lightning_ssd.profiling import adam_step
 
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.recipes.data.spans import span_lengths
+from lightning_ssd.recipes.data.span_corruption import span_lengths
 
 VOCABULARY = 32000
 PATCH, CLASSES = 14, 1000

@@ -13,7 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_ssd.recipes.data.spans import span_lengths
+from lightning_ssd.recipes.data.span_corruption import span_lengths
 
 TOKENS = 1024
 MODELS = ("gpt", "t5", "llama")

@@ -65,7 +65,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
-    from lightning_ssd.model_states import adam
+    from lightning_ssd.model_states.optimizers import adam
     from lightning_ssd.recipes.models.gpt import GPT
 
     cap_gpu_memory(case["gpu"])

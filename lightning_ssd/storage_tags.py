@@ -18,7 +18,7 @@ dictionary would: packing a saved tensor reads several of them.
 | `TRANSIENT` | (owner, number) of its allocation in a `TransientMemory` | `activations/transient_memory.py` |
 | `BUFFER` | (graph, number) of its buffer in a traced graph | `profiling/trace_mode.py` |
 | `LIFETIME` | (recorder, number) of its lifetime in a profiled step | `profiling/lifetimes.py` |
-| `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/shared_memory.py` |
+| `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/units/shared_memory.py` |
 """
 
 SAVED = "_lightning_ssd_saved"

@@ -44,12 +44,11 @@ from lightning_ssd.garbage import ShortCollections
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
 from lightning_ssd.model_states import (
-    Ending,
     LoadedValues,
     MetaTensors,
     ModelStates,
     PlanTiers,
-    Settings,
+    RunFingerprint,
     Setup,
     StatesConfig,
     UnitTiers,
@@ -81,6 +80,7 @@ from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_exactly, scales_only
 from lightning_ssd.recover import Recovery, training_settings
 from lightning_ssd.retry import UNRECORDED, MicroBatchRetry, explain_out_of_memory
+from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
@@ -558,11 +558,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             scales_exactly=exact,
             whole=whole,
             sums_gradients=fitting and _accumulates(trainer),
-            settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
+            settings=self._settings(trainer) if fitting and config.recover else RunFingerprint.none(),
             start_over=self._starts_from_checkpoint,
         )
 
-    def _settings(self, trainer: pl.Trainer) -> Settings:
+    def _settings(self, trainer: pl.Trainer) -> RunFingerprint:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
         config, states = self.config, self.states_config
         own = {
@@ -574,7 +574,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         }
         return training_settings(trainer, self._record_path(trainer), own)
 
-    def _begin_recovery(self, trainer: pl.Trainer, states: ModelStates, settings: Settings) -> None:
+    def _begin_recovery(self, trainer: pl.Trainer, states: ModelStates, settings: RunFingerprint) -> None:
         """Begins to record the training, and resumes from the record of a killed run, if there is one."""
         self._recovery = Recovery(trainer, states, self._record_path(trainer))
         if (record := states.recovered) is not None:
@@ -1076,7 +1076,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     @uninterrupted
     def teardown(self) -> None:
-        ending = Ending(self._failure)
+        shutdown = Shutdown(self._failure)
         offloader, states, recovery, undo = self.offloader, self.model_states, self._recovery, self._undo
         segments, collections, default_callbacks = self._segments, self._collections, self._default_callbacks
         if self._user_precision is not None:
@@ -1084,20 +1084,20 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._loaded.clear()
         self._reset()  # also if a step of the shutdown fails
         if states is not None:
-            ending.run(states.close, ending.failure)
-            ending.run(self._update_wrappers)
+            shutdown.run(states.close, shutdown.failure)
+            shutdown.run(self._update_wrappers)
         if offloader is not None:
-            ending.run(offloader.close)
+            shutdown.run(offloader.close)
         for restore in reversed(undo):
-            ending.run(restore)
+            shutdown.run(restore)
         if (trainer := self._find_trainer()) is not None:
-            ending.run(remove_default_callbacks, trainer, default_callbacks)
-        ending.run(super().teardown)
+            shutdown.run(remove_default_callbacks, trainer, default_callbacks)
+        shutdown.run(super().teardown)
         for settings in (segments, collections):
             if settings is not None:
-                ending.run(settings.end)
-        ending.raise_failure()
-        if recovery is not None and ending.failure is None:
+                shutdown.run(settings.end)
+        shutdown.raise_failure()
+        if recovery is not None and shutdown.failure is None:
             recovery.end()
 
 

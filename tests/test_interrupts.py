@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.interrupts import uninterrupted
-from lightning_ssd.model_states.gradient_offload import GradientOffloader
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.retry.step_state import StepState
 from tests.support.states import offloading
 from tests.support.trainings import WIDTH, SmallModel, batches, make_trainer, nothing_left, small_model  # noqa: F401

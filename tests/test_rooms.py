@@ -1,7 +1,7 @@
 """Folders of the package import in one direction only, and test modules import no other test module."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 LEAVES = {
     "types", "sizes", "spans", "shared_gradients", "storage_tags",
-    "uncopied", "interrupts", "garbage", "forks", "extras",
+    "uncopied", "interrupts", "garbage", "forks", "extras", "shutdown",
     "torch_internals",
 }  # fmt: skip
 """Modules that import nothing of the package but torch's private interfaces."""
@@ -48,6 +48,17 @@ ROOMS["cli"] = set(ROOMS)
 ROOMS["__main__"] = {"cli"}
 ROOMS["__init__"] = {"_autoload", "callbacks", "locations", "model_states", "strategy"}
 """Of each folder, and each module beside them: what it may import."""
+
+SUBJECTS = [
+    "units", "stores", "optimizers", "weights", "gradients", "access", "forwards", "journal", "checkpoints",
+    "placement", "steps",
+]  # fmt: skip
+"""The folders of `model_states`, each of which may import those before it."""
+
+OPEN_CIRCLES = {
+    "activations.micro_batch", "activations.record", "callbacks", "strategy",
+}  # fmt: skip
+"""Modules and folders that are still in import circles: none may be added."""
 
 
 def modules_imported(file: Path) -> set[str]:
@@ -90,6 +101,67 @@ def test_folders_are_entered_by_their_init() -> None:
                 ), f"{file}:{node.lineno} imports {node.module}, not the folder {folder}"
 
 
+def test_folders_of_model_states_import_those_before_them_only() -> None:
+    states = PACKAGE / "model_states"
+    assert {path.parent.name for path in states.glob("*/__init__.py")} == set(SUBJECTS)
+    for file in states.rglob("*.py"):
+        own = file.relative_to(states).parts[0]  # its folder, or the module beside the folders
+        below = SUBJECTS[: SUBJECTS.index(own)] if own in SUBJECTS else SUBJECTS
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("lightning_ssd.model_states."):
+                folder, *inside = (node.module or "").split(".")[2:] or [""]
+                allowed = inside if folder == own else not inside and (folder in below or own not in SUBJECTS)
+                assert allowed, f"{file}:{node.lineno} imports {node.module}"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports in functions are deferred, and are not counted; those for types only are."""
+    modules = {_module_name(file): file for file in PACKAGE.rglob("*.py")}
+    del modules[PACKAGE.name]  # names for users, which it imports when they are first used
+    imports = {name: _imported_at_once(file, modules) for name, file in modules.items()}
+    reached = {name: _reached(imports, name) for name in modules}
+    circles = {name: [other for other in reached[name] if name in reached[other]] for name in modules}
+    new = {name: circle for name, circle in circles.items() if circle and not _in_open_circle(name)}
+    assert not new
+
+
+def _in_open_circle(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{PACKAGE.name}.{name}.") for name in OPEN_CIRCLES)
+
+
+def _module_name(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported_at_once(file: Path, modules: Collection[str]) -> set[str]:
+    """Returns those of `modules` that `file` imports when it is imported, for types only too."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(file.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in modules else node.module for name in inside}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        nodes += ast.iter_child_nodes(node)
+    return names & set(modules)
+
+
+def _reached(imports: Mapping[str, set[str]], start: str) -> set[str]:
+    """Returns the modules that `start` imports, directly or by others."""
+    reached: set[str] = set()
+    nodes = [start]
+    while nodes:
+        for name in imports.get(nodes.pop(), set()) - reached:
+            reached.add(name)
+            nodes.append(name)
+    return reached
+
+
 def test_test_modules_import_no_test_module() -> None:
     """Shared helpers are in `tests/support`, so that a test module can be changed without breaking another."""
     for file in (ROOT / "tests").rglob("*.py"):
@@ -110,14 +182,15 @@ def test_package_and_benchmarks_import_no_tests() -> None:
 def test_large_folders_list_their_modules() -> None:
     """Each by its name in the docstring of the folder, beside the others of its subject."""
     listed = []
-    for init in PACKAGE.glob("*/__init__.py"):
+    for init in PACKAGE.rglob("__init__.py"):
         docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
-        if "The modules, by subject" in docstring:
+        if "The modules, " in docstring:
             listed.append(init.parent.name)
-            modules = {file.stem for file in init.parent.glob("*.py")} - {"__init__"}
+            inside = {*init.parent.glob("*.py"), *(folder.parent for folder in init.parent.glob("*/__init__.py"))}
+            modules = {file.stem for file in inside} - {"__init__"}
             missing = {name for name in modules if f"`{name}`" not in docstring}
             assert not missing, f"{init} does not list {missing}"
-    assert {"activations", "autoplan", "callbacks", "model_states", "planning"} <= set(listed)
+    assert {"activations", "autoplan", "callbacks", "model_states", "planning", *SUBJECTS} <= set(listed)
 
 
 PRIVATE_ATTRIBUTES = {

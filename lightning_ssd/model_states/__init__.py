@@ -1,38 +1,50 @@
 """Model states off the device: weights, gradients, master weights, optimizer states. Imports torch, not Lightning.
 
-The modules, by subject, in the order in which they are best read:
+The modules, by subject: a folder imports only folders above it in this list, through their `__init__`, and no module
+beside the folders.
 
-- events of a training: `model_states`, a facade over the others; `config` (settings), `build` (construction), `move`
-  with `unit_mover` (changes between two steps), `restorer` and `ending` (the end).
-- choice and grouping of offloaded parameters: `units`, `residency` (parameters that are kept on the device),
-  `grouping`, `flat` (flat parameters), `offloaded`, `materialize` and `loaded` (initial values), `masters` (master
-  weights of resident parameters).
-- stores of values: `layout` (arrays in memory), `split` (a format), `state_store`, `buffers`, `state_storage`,
-  `budget` (which tier), `staged` (values on the host for user code), `locations` (the location table).
-- weights for a forward: `unit_hooks`, `prefetcher`; `regions` (compiled modules) and `compile` (calls of them).
-- gradients: `gradient_offload`, `gradient`, `waiting_gradient` (on the device until a step), `grad_dtype`, `grad_scale`
-  (clipping and loss scales).
-- optimizer steps: `step_scheduler` (when), `group_options`, `step` (one flat parameter), `step_work`, `step_history`
-  (roll-back), `weights_first`; `optimizers`, `adam` and `adam_c` (kernels of the CPU); `device_steps`,
-  `device_stepper`, `piece_transfers` and `adam_cuda` (steps of the GPU).
-- the user's optimizers: `user_optimizers`, `optimizer_hooks`, `optimizer_state`, `whole_step`.
-- operators of user code on offloaded tensors: `access`, `parameter`, `torch_functions`, `autograd_forwards` (calls of
-  autograd functions), `operands`, `references` (that autograd saves), `sources`, `gradient_access`, `shared_memory`,
-  `summoned` (whole weights).
-- checkpoints: `state_dicts`, `values` (in nested containers), `lazy`, `sharded`, `replace` (of files).
-- `recover=True`: `journal`, `settings`, `plain_data`.
+- `units`: units of a model, parts, flat parameters, initial values.
+- `stores`: compute weights, master weights and optimizer states in host memory or on SSDs.
+- `optimizers`: the user's optimizers, and their arithmetic on flat parameters.
+- `weights`: weights on the device, prefetched ones and resident ones with master weights.
+- `gradients`: gradients, offloaded, summed, clipped and scaled.
+- `access`: reads and writes of offloaded tensors by user code.
+- `forwards`: hooks that keep the weights of modules on the device while their code runs.
+- `journal`: the last committed step, from which `recover=True` resumes.
+- `checkpoints`: state dicts, checkpoint files, the model after the end of training.
+- `placement`: which parameters are offloaded, their flat parameters and tiers, moves between tiers.
+- `steps`: optimizer steps on the CPU and on the device.
+
+Beside the folders: `model_states`, a facade that passes the events of a training on; `build` (construction), `move`
+(changes between two steps) and `location_table` (tier and address of every tensor).
 """
 
 from lightning_ssd.model_states.build import make_model_states
-from lightning_ssd.model_states.config import GPU_MEMORY, GPU_SHARE, MOVABLE_GPU_SHARE, Setup, StatesConfig
-from lightning_ssd.model_states.ending import Ending
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grad_scale import is_power_of_two
-from lightning_ssd.model_states.journal import CommitRecord
-from lightning_ssd.model_states.layout import Layout, StagedState
-from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, note_unread, save
-from lightning_ssd.model_states.loaded import Loaded, LoadedValues, exact_value, loading_to_meta
-from lightning_ssd.model_states.locations import (
+from lightning_ssd.model_states.checkpoints import (
+    LazyTensor,
+    find_replaced,
+    is_sharded,
+    load_lazy,
+    load_sharded,
+    note_unread,
+    replace_values,
+    save,
+    save_sharded,
+)
+from lightning_ssd.model_states.gradients import is_power_of_two
+from lightning_ssd.model_states.journal import (
+    CommitRecord,
+    NotPlainError,
+    PlainData,
+    RunFingerprint,
+    describe,
+    differences,
+    encode,
+    model_settings,
+    show,
+    type_name,
+)
+from lightning_ssd.model_states.location_table import (
     StateClass,
     TensorLocation,
     count_stored_bytes,
@@ -40,18 +52,12 @@ from lightning_ssd.model_states.locations import (
     state_tensors,
     states_in_memory,
 )
-from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, present_tiers, regroup_model_states
-from lightning_ssd.model_states.optimizers import AdamOptimizer, StepHalf, StepInput
-from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
-from lightning_ssd.model_states.regions import compiled_regions, is_compiled
-from lightning_ssd.model_states.replace import find_replaced
-from lightning_ssd.model_states.residency import PlanTiers, UnitTiers, bytes_on_device, offloaded_parameters
-from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
-from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
-from lightning_ssd.model_states.units import Unit, UnitPart, check_unit_classes, find_blocks, find_units
-from lightning_ssd.model_states.user_optimizers import (
+from lightning_ssd.model_states.optimizers import (
+    AdamOptimizer,
+    StepHalf,
+    StepInput,
     parameters_of,
     register_optimizer,
     runs_within_step,
@@ -60,7 +66,35 @@ from lightning_ssd.model_states.user_optimizers import (
     unscales_itself,
     zeroes_otherwise,
 )
-from lightning_ssd.model_states.values import replace_values
+from lightning_ssd.model_states.placement import (
+    GPU_MEMORY,
+    GPU_SHARE,
+    MOVABLE_GPU_SHARE,
+    PlanTiers,
+    Setup,
+    StatesConfig,
+    UnitTiers,
+    bytes_on_device,
+    offloaded_parameters,
+)
+from lightning_ssd.model_states.stores import Layout, StagedState
+from lightning_ssd.model_states.units import (
+    FlatParameter,
+    Loaded,
+    LoadedValues,
+    MetaTensors,
+    Unit,
+    UnitPart,
+    check_unit_classes,
+    compiled_regions,
+    exact_value,
+    find_blocks,
+    find_units,
+    is_compiled,
+    loading_to_meta,
+    materialize_on,
+    meta_to_placeholder,
+)
 
 __all__ = [
     "GPU_MEMORY",
@@ -68,7 +102,6 @@ __all__ = [
     "MOVABLE_GPU_SHARE",
     "AdamOptimizer",
     "CommitRecord",
-    "Ending",
     "FlatParameter",
     "Layout",
     "LazyTensor",
@@ -79,7 +112,7 @@ __all__ = [
     "NotPlainError",
     "PlainData",
     "PlanTiers",
-    "Settings",
+    "RunFingerprint",
     "Setup",
     "StagedState",
     "StateClass",

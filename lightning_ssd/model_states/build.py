@@ -15,40 +15,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.device import CopyEngine, Worker, make_copy_engine
-from lightning_ssd.model_states.budget import MemoryPlan, plan_memory
-from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
-from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.gradient import GradientPool
-from lightning_ssd.model_states.grouping import (
+from lightning_ssd.model_states.gradients import GradientPool
+from lightning_ssd.model_states.journal import CommitRecord, Journal
+from lightning_ssd.model_states.model_states import ModelStates, StateBytes
+from lightning_ssd.model_states.optimizers import Groups, check_steps_not_compiled, do_together, groups_of
+from lightning_ssd.model_states.placement import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
     FlatSpec,
+    KilledRun,
+    MemoryPlan,
+    PlanTiers,
+    Setup,
     compute_dtypes,
     flat_groups,
     flats_of,
     make_flat_params,
     make_spec,
-)
-from lightning_ssd.model_states.journal import CommitRecord, Journal
-from lightning_ssd.model_states.loaded import Loaded, exact_value
-from lightning_ssd.model_states.masters import MasterWeights
-from lightning_ssd.model_states.materialize import MetaTensors, init_groups, materialize, materialize_buffers
-from lightning_ssd.model_states.model_states import ModelStates, StateBytes
-from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.residency import (
-    PlanTiers,
+    make_staging,
+    make_store,
     needs_master,
     off_device,
+    plan_memory,
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.shared_memory import check_apart
-from lightning_ssd.model_states.state_storage import KilledRun, make_staging, make_store
-from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.model_states.step_work import do_together
-from lightning_ssd.model_states.units import Unit, find_units
-from lightning_ssd.model_states.user_optimizers import Groups, check_steps_not_compiled, groups_of
+from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore
+from lightning_ssd.model_states.units import (
+    FlatParameter,
+    Loaded,
+    MetaTensors,
+    Unit,
+    check_apart,
+    exact_value,
+    find_units,
+    init_groups,
+    materialize,
+    materialize_buffers,
+)
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
 

@@ -11,6 +11,26 @@ A step, as FSDP names its phases:
 The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 
+A gradient, from its hook to the stepped weight, call by call:
+
+1. `ModelStates._post_accumulate_grad`, on the thread that runs backward: autograd has accumulated the gradient. It is
+   removed from the parameter, and `GradientOffloader.receive` allocates its host memory.
+2. `GradientOffloader.measure`: its norm, on the device, if the scale decision needs it.
+3. `GradientOffloader.offload`: the copy to the host. `Gradient.mark` is the mark of the flat parameter's last copy. The
+   offloader keeps the device memory alive until the marks of its copies are reached, 256 MiB at most.
+4. `ParamPrefetcher.retire_for_step` and `StepScheduler.submit`, if all gradients of the flat parameter are complete and
+   no user code may read them before the step; otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at
+   `optimizer.step`, submits the step.
+5. `GradientOffloader.hand_over` in `submit`: the gradient belongs to the step from now on. Where steps accumulate, the
+   worker sums it in fp32 first.
+6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
+   chooses. `StateStore.stage` reads the values from SSDs meanwhile.
+7. `GradScaleDecision`, at the end of backward: decides the scale, for whose future the step waits. None skips the step.
+8. `OptimizerStep._make`, on the worker's thread: `FlatOptimizer` computes the new values.
+9. `OptimizerStep._commit_or_redo` and `_end`: `StateStore.commit` makes the new values the present ones, and
+   `Gradient.end_step` returns the gradient to its owner.
+10. `ParamPrefetcher.pre_forward` in the next forward of the unit waits for the future of the new compute weights.
+
 Each event of Lightning, of modules and of the user's optimizers has a method of `ModelStates`, which calls the pieces
 in the right order. The state and the decisions are in the pieces.
 """
@@ -31,37 +51,25 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
-from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.compile import renew_guards
-from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.device_steps import DeviceSteps
-from lightning_ssd.model_states.ending import Ending
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grad_dtype import GradDtype
-from lightning_ssd.model_states.grad_scale import GradScaleDecision, add_check
-from lightning_ssd.model_states.gradient import Gradient, GradientPool
-from lightning_ssd.model_states.gradient_access import GradientAccess
-from lightning_ssd.model_states.gradient_offload import GradientOffloader
-from lightning_ssd.model_states.journal import CommitRecord, Journal
-from lightning_ssd.model_states.masters import MasterWeights
-from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad, keep_last
-from lightning_ssd.model_states.optimizer_state import check_state, guard_state
-from lightning_ssd.model_states.optimizers import GenericOptimizer
-from lightning_ssd.model_states.parameter import hook_gradient
-from lightning_ssd.model_states.plain_data import PlainData
-from lightning_ssd.model_states.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.regions import is_region
-from lightning_ssd.model_states.restorer import ModelRestorer
-from lightning_ssd.model_states.sources import end_aliases
-from lightning_ssd.model_states.staged import StagedFlats
-from lightning_ssd.model_states.state_dicts import StateDicts
-from lightning_ssd.model_states.step_scheduler import StepScheduler
-from lightning_ssd.model_states.summoned import summon
-from lightning_ssd.model_states.unit_hooks import UnitHooks
-from lightning_ssd.model_states.user_optimizers import parameters_of, unscales_itself
-from lightning_ssd.model_states.whole_step import WholeStep
+from lightning_ssd.model_states.access import Access, GradDtype, GradientAccess, end_aliases
+from lightning_ssd.model_states.checkpoints import ModelRestorer, StateDicts
+from lightning_ssd.model_states.forwards import UnitHooks, renew_guards
+from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientPool, GradScaleDecision, add_check
+from lightning_ssd.model_states.journal import CommitRecord, Journal, PlainData
+from lightning_ssd.model_states.optimizers import (
+    GenericOptimizer,
+    WholeStep,
+    check_state,
+    guard_state,
+    parameters_of,
+    unscales_itself,
+)
+from lightning_ssd.model_states.placement import Setup
+from lightning_ssd.model_states.steps import DeviceSteps, StepScheduler, hook_step, hook_zero_grad, keep_last
+from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
+from lightning_ssd.model_states.units import FlatParameter, hook_gradient, is_region
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
+from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied
@@ -331,6 +339,7 @@ class ModelStates(Uncopied):
         )
         self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
+            self._staged.unstage()  # the step reads what user code has written in the forward
             self._prefetcher.retire_for_step(flat)
         if flat in self._device_steps.kept_gradients and self._keeps_gradient(flat):
             self._gradients.keep(flat, index, grad)
@@ -795,13 +804,13 @@ class ModelStates(Uncopied):
         """
         if self._closed:
             return
-        ending = Ending(failure)
+        shutdown = Shutdown(failure)
         if failure is None:
-            ending.run(self._staged.pull_all)
-            ending.run(self.finish)
-        ending.run(self._end)
-        self._restore_model(ending)
-        ending.raise_failure()
+            shutdown.run(self._staged.pull_all)
+            shutdown.run(self.finish)
+        shutdown.run(self._end)
+        self._restore_model(shutdown)
+        shutdown.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
         """Ends threads and hooks, and returns the offloaded model, whose parameters are still views of flat parameters.
@@ -821,11 +830,11 @@ class ModelStates(Uncopied):
         for store in self.stores.values():
             store.drop_second()
         masters = {parameter: master.data for parameter, master in self._masters.by_param.items()}
-        ending = Ending()
-        ending.run(self._end)
-        if ending.failure is not None:
-            self._restore_model(ending)
-        ending.raise_failure()
+        shutdown = Shutdown()
+        shutdown.run(self._end)
+        if shutdown.failure is not None:
+            self._restore_model(shutdown)
+        shutdown.raise_failure()
         return self.offloaded, masters
 
     def _end(self) -> None:
@@ -835,39 +844,39 @@ class ModelStates(Uncopied):
             Exception: the first error; all has ended.
         """
         self._closed = True
-        ending = Ending()
-        ending.run(self.state_dicts.remove)
+        shutdown = Shutdown()
+        shutdown.run(self.state_dicts.remove)
         for handle in self._handles:
             handle.remove()
         for flat in self.stores:
             flat.unshard = flat.refuse_unshard
         for undo in reversed(self._undo):  # some wrap the same attribute
-            ending.run(undo)  # before parameters are ordinary ones, as interrupted calls of modules end now
+            shutdown.run(undo)  # before parameters are ordinary ones, as interrupted calls of modules end now
         self._access.close()
-        ending.run(self._decision.fail)
-        ending.run(self._copies.drain)
-        ending.run(self._steps.close_journal)
-        ending.run(self._steps.close)
+        shutdown.run(self._decision.fail)
+        shutdown.run(self._copies.drain)
+        shutdown.run(self._steps.close_journal)
+        shutdown.run(self._steps.close)
         for flat in self.stores:
-            ending.run(self._prefetcher.evict, flat)
-        ending.run(self._gradients.free)  # before the whole weights need room
+            shutdown.run(self._prefetcher.evict, flat)
+        shutdown.run(self._gradients.free)  # before the whole weights need room
         if self._pool is not None:
-            ending.run(self._pool.close)
-        ending.run(self._masters.close)
-        ending.run(self._decision.close)
-        ending.raise_failure()
+            shutdown.run(self._pool.close)
+        shutdown.run(self._masters.close)
+        shutdown.run(self._decision.close)
+        shutdown.raise_failure()
 
-    def _restore_model(self, ending: Ending) -> None:
+    def _restore_model(self, shutdown: Shutdown) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
-            ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
+            shutdown, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
         )
         for parameter in self._flat_of:
-            ending.run(end_aliases, parameter)
-        kept = self.recorded and self._steps.end_record(ending)
+            shutdown.run(end_aliases, parameter)
+        kept = self.recorded and self._steps.end_record(shutdown)
         if self.recorded:
             self._restorer.hand_over(kept=kept)
-        ending.run(self._copies.close)
+        shutdown.run(self._copies.close)
         if self.staging is not None:
-            ending.run(self._restorer.close_scratch, self.staging, kept=kept)
+            shutdown.run(self._restorer.close_scratch, self.staging, kept=kept)

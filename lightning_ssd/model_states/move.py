@@ -16,27 +16,33 @@ from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import usable_memory
-from lightning_ssd.model_states.budget import MemoryPlan, plan_memory
+from lightning_ssd.model_states.access import end_aliases
 from lightning_ssd.model_states.build import assemble, check_flats_apart
-from lightning_ssd.model_states.config import Setup
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, flats_of, make_flat_params, make_spec
 from lightning_ssd.model_states.model_states import ModelStates
-from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.residency import (
+from lightning_ssd.model_states.optimizers import Groups, groups_of
+from lightning_ssd.model_states.placement import (
+    STAGED_FLAT_ELEMENTS,
+    FlatSpec,
+    MemoryPlan,
     PlanTiers,
+    Setup,
+    TieredSpec,
+    UnitMover,
     UnitTiers,
+    flats_of,
+    make_flat_params,
+    make_spec,
+    make_staging,
     needs_master,
     off_device,
+    plan_memory,
     planned_residents,
+    present_spec,
     residents_within,
     state_bytes,
 )
-from lightning_ssd.model_states.sources import end_aliases
-from lightning_ssd.model_states.state_storage import make_staging
-from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
-from lightning_ssd.model_states.units import Unit, UnitPart
-from lightning_ssd.model_states.user_optimizers import Groups, groups_of
+from lightning_ssd.model_states.units import FlatParameter, Unit, UnitPart
+from lightning_ssd.model_states.weights import OffloadedModel
 from lightning_ssd.types import TIERS, Tier
 
 

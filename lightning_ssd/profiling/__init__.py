@@ -11,8 +11,8 @@ from lightning_ssd.profiling.limits import (
     with_measured_step_rate,
 )
 from lightning_ssd.profiling.machine import adam_step, measure_machine
-from lightning_ssd.profiling.model import Profiler, count_samples
-from lightning_ssd.profiling.saved_timeline import SavedTimelineRecorder
+from lightning_ssd.profiling.profiler import Profiler, count_samples
+from lightning_ssd.profiling.saved_timeline_recorder import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_bytes, trace
 from lightning_ssd.profiling.unit_profiles import unit_profiles

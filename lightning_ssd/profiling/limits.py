@@ -16,7 +16,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.profiling.machine import measure_machine, mixed_bandwidth
-from lightning_ssd.profiling.model import Profiler
+from lightning_ssd.profiling.profiler import Profiler
 from lightning_ssd.types import InputChoice, OffloadTierName
 
 HOST_FILL = 0.85

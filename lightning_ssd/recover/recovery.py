@@ -30,7 +30,7 @@ from lightning_ssd.model_states import (
     ModelStates,
     NotPlainError,
     PlainData,
-    Settings,
+    RunFingerprint,
     describe,
     differences,
     encode,
@@ -68,7 +68,7 @@ _ended: Counter[Path] = Counter()
 record. Used on the training thread only."""
 
 
-def training_settings(trainer: pl.Trainer, path: Path, own: Mapping[str, object]) -> Settings:
+def training_settings(trainer: pl.Trainer, path: Path, own: Mapping[str, object]) -> RunFingerprint:
     """Returns the settings of a training whose optimizers are set up and have not stepped.
 
     Args:
@@ -94,7 +94,7 @@ def training_settings(trainer: pl.Trainer, path: Path, own: Mapping[str, object]
     noted["the seed"] = os.environ.get("PL_GLOBAL_SEED", "not set")
     noted["the device"] = _device_name(strategy.root_device)
     noted["the version of torch"], noted["the version of Lightning"] = str(torch.__version__), str(pl.__version__)
-    return Settings(fixed, noted)
+    return RunFingerprint(fixed, noted)
 
 
 def _device_name(device: torch.device) -> str:
@@ -133,7 +133,7 @@ class Recovery(Uncopied):
         self._recorded_step: int | None = None
         """`global_step` of the last record, or of the first batch."""
 
-    def resume(self, record: CommitRecord, settings: Settings) -> None:
+    def resume(self, record: CommitRecord, settings: RunFingerprint) -> None:
         """Makes the Trainer restore a record, as if it were a checkpoint.
 
         Args:

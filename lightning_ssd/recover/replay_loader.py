@@ -3,16 +3,13 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_ssd._lightning import fabric
 from lightning_ssd.model_states import show
 from lightning_ssd.retry import random_states, set_random_states
-
-if TYPE_CHECKING:
-    from lightning_ssd.recover.recovery import Recovery
 
 _GENERATORS = "lightning_ssd.generators"
 
@@ -39,16 +36,27 @@ class DataPosition:
     settings: dict[str, str]
 
 
+class ResumedRun(Protocol):
+    """What loaders use of the `Recovery` of a training."""
+
+    @property
+    def random(self) -> dict[str, Any] | None:
+        """States of random number generators to restore when the resumed training continues."""
+
+    def before_batch(self) -> None:
+        """Called before a loader is asked for the next batch."""
+
+
 class ReplayLoader:
     """A dataloader whose position is restored after a kill by reading it again up to this position.
 
     Args:
         dataloader: the user's dataloader.
         resume: position to restore; None: begin anew.
-        recovery: its `before_batch` is called before each batch.
+        recovery: the recovery of the training.
     """
 
-    def __init__(self, dataloader: Any, resume: DataPosition | None, recovery: "Recovery") -> None:
+    def __init__(self, dataloader: Any, resume: DataPosition | None, recovery: ResumedRun) -> None:
         self._dataloader = dataloader
         self._resume = resume
         self._recovery = recovery

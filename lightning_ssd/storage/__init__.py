@@ -6,7 +6,6 @@ Other folders use `BlobStore` for the SSDs, `PinnedPool` for host memory, and th
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.bench import bench_io, format_table
 from lightning_ssd.storage.blob import Blob, FileRange, Piece
-from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError, from_os_error
@@ -21,6 +20,7 @@ from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
 from lightning_ssd.storage.smart import read_wear
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
+from lightning_ssd.storage.timed_transfers import Calibration
 from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume
 

@@ -22,7 +22,6 @@ import torch
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.blob import Blob, FileRange, Piece
-from lightning_ssd.storage.calibration import Calibration, calibrate
 from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.cleanup import clean_up
@@ -34,6 +33,7 @@ from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
+from lightning_ssd.storage.timed_transfers import Calibration, calibrate
 from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume
 from lightning_ssd.types import BackendName

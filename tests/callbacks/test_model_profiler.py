@@ -14,7 +14,7 @@ from lightning_ssd import ModelProfiler, SSDOffloadStrategy, SwapPlanner, cli, t
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
-from lightning_ssd.profiling import model as profiler
+from lightning_ssd.profiling import profiler
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.states import train

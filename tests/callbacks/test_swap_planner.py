@@ -23,9 +23,12 @@ from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.autoplan import plan_maker, plan_report, plan_runner, profiling_budget
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import find_units, step, step_work, units
-from lightning_ssd.model_states.device_stepper import DeviceStepper
-from lightning_ssd.model_states.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states import find_units
+from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.optimizers import step_work
+from lightning_ssd.model_states.steps import step
+from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
+from lightning_ssd.model_states.units import units
 from lightning_ssd.planning import (
     HardwareProfile,
     HostOverhead,
@@ -39,7 +42,7 @@ from lightning_ssd.planning import (
     simulate,
     swap_coefficient,
 )
-from lightning_ssd.profiling import model as profiler
+from lightning_ssd.profiling import profiler
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, train

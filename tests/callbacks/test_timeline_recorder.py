@@ -16,7 +16,7 @@ from torch._C._profiler import _ExperimentalConfig
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
-from lightning_ssd.planning import recorded_traffic
+from lightning_ssd.replay import recorded_traffic
 from lightning_ssd.timeline import COLORS, Timeline
 from lightning_ssd.timeline.timeline_profile import read_timeline
 from tests.support.compare import assert_same
@@ -164,7 +164,7 @@ def test_annotations_are_on_the_threads_that_do_the_work(tmp_path: Path) -> None
     assert annotated.of("ssd read", trace) == annotated.of("ssd write", trace) == {"lightning_ssd-io"}
     assert annotated.of("step ", trace) == {"lightning_ssd-cpu-optimizer"}
     assert annotated.of("copy out", trace) == {main}
-    assert annotated.of("wait for weights", trace) == {main}
+    assert annotated.of("wait for the weights", trace) == {main}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

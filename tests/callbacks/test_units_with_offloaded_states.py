@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import PlanMode
 from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.torch_functions import Kind
+from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.planning import ModelProfile, Plan
 from tests.support.compare import assert_same
 from tests.support.plans import BOTH, KEEP_CHECKPOINT_OFFLOAD, in_turn, pinned, planner

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.device import available_cores, kernel_threads
-from lightning_ssd.model_states.adam import CHECKED_OPTIONS, settings_of
+from lightning_ssd.model_states.optimizers.adam import CHECKED_OPTIONS, settings_of
 from tests.support.files import write_files
 
 
@@ -65,7 +65,7 @@ def test_a_kernel_leaves_a_core_for_launches(cores: int, most: int, expected: in
 
 
 def test_the_cpu_optimizer_leaves_a_core_for_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ssd.model_states.adam.available_cores", lambda: 16)
+    monkeypatch.setattr("lightning_ssd.model_states.optimizers.adam.available_cores", lambda: 16)
     monkeypatch.setattr("torch.get_num_threads", lambda: 16)
     settings = settings_of(CHECKED_OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
     assert settings is not None and settings.threads == 15

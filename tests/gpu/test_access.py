@@ -9,7 +9,7 @@ import torch
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import build
-from lightning_ssd.model_states.parameter import OffloadedParameter
+from lightning_ssd.model_states.access.parameter import OffloadedParameter
 from tests.support import trainings
 from tests.support.access import ACTIONS, Toy, _graph, _prune, loader
 from tests.support.compare import assert_same

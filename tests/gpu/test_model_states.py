@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import build, layout
-from lightning_ssd.model_states.adam import any_kernel
-from lightning_ssd.model_states.adam_cuda import cuda_kernel
-from lightning_ssd.model_states.buffers import SSDBuffer, SSDStep
-from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.optimizers.adam import any_kernel
+from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
+from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
+from lightning_ssd.model_states.stores import layout
+from lightning_ssd.model_states.stores.buffers import SSDBuffer, SSDStep
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend, SlowCopies
 from tests.support.device_steps import Shared

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy, shared_gradients
-from lightning_ssd.model_states import build, state_storage, units
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.placement import state_storage
+from lightning_ssd.model_states.units import units
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
 from tests.support.faults import FailingAtBackend, FaultyBackend

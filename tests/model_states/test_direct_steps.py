@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
-from lightning_ssd.model_states.buffers import StateStaging
-from lightning_ssd.model_states.device_stepper import DeviceStepper
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.journal import identity_of
-from lightning_ssd.model_states.layout import PAGED_ELEMENTS, WEIGHT, Layout
-from lightning_ssd.model_states.piece_transfers import CUT, pieces
-from lightning_ssd.model_states.state_storage import make_store
-from lightning_ssd.model_states.step_work import do_together
+from lightning_ssd.model_states.journal.journal import identity_of
+from lightning_ssd.model_states.optimizers.step_work import do_together
+from lightning_ssd.model_states.placement.state_storage import make_store
+from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
+from lightning_ssd.model_states.steps.piece_transfers import CUT, pieces
+from lightning_ssd.model_states.stores.buffers import StateStaging
+from lightning_ssd.model_states.stores.layout import PAGED_ELEMENTS, WEIGHT, Layout
+from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.storage import PAGE, Backend, BlobStore, PinnedPool, Slab, StorageError, Urgency
 from tests.support.device_steps import SMALL_PIECE
 from tests.support.direct import DirectBackend
@@ -193,7 +193,7 @@ def test_a_record_of_arrays_at_other_offsets_is_not_adopted(monkeypatch: pytest.
     theirs = Layout(make_flat(shapes), False, STATES, steps=True, versions=2)
     assert identity_of([ours]) == identity_of([theirs])
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_ssd.model_states.layout.PAGED_ELEMENTS", 2**40)
+        patch.setattr("lightning_ssd.model_states.stores.layout.PAGED_ELEMENTS", 2**40)
         theirs = Layout(make_flat(shapes), False, STATES, steps=True, versions=2)
         assert identity_of([ours]) != identity_of([theirs])
 

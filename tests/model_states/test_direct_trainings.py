@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.model_states import build, layout
-from lightning_ssd.model_states.buffers import SSDBuffer, SSDStep
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.stores import layout
+from lightning_ssd.model_states.stores.buffers import SSDBuffer, SSDStep
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend
 from tests.support.device_steps import Shared

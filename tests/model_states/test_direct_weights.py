@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, CPUCopyEngine, Mark
 from lightning_ssd.model_states import build
-from lightning_ssd.model_states.buffers import StateStaging
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout
-from lightning_ssd.model_states.state_storage import make_store
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.placement.state_storage import make_store
+from lightning_ssd.model_states.stores.buffers import StateStaging
+from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.storage import Backend, BlobStore, StorageError, Urgency
 from tests.support.compare import assert_same
 from tests.support.direct import DirectBackend

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states import layout
-from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.stores import layout
 from lightning_ssd.storage import StorageError
 from tests.support.device_steps import Shared
 from tests.support.faults import FailingAtBackend

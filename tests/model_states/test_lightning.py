@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import load_sharded
-from lightning_ssd.model_states.lazy import LazyTensor
+from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same, same
 from tests.support.faults import FaultyBackend

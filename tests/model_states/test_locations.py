@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy, tensor_locations
-from lightning_ssd.model_states import TensorLocation, units
-from lightning_ssd.model_states.split import split
+from lightning_ssd.model_states import TensorLocation
+from lightning_ssd.model_states.stores.split import split
+from lightning_ssd.model_states.units import units
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import BlobStore
 from tests.support.models import Block, Model, ToyModel

@@ -9,8 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_ssd.model_states.gradient import GradientPool
-from lightning_ssd.model_states.step_scheduler import StepScheduler
+from lightning_ssd.model_states.gradients.gradient import GradientPool
+from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
 from tests.support.models import Model
 from tests.support.states import Large, loader, memory, offloading, ssd, train
 

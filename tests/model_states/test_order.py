@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ssd.model_states.plain_data import decode, from_bytes
+from lightning_ssd.model_states.journal.plain_data import decode, from_bytes
 from lightning_ssd.storage import Backend, PosixBackend
 from tests.support.endings import WIDTH, Toy, offload
 from tests.support.faults import Move, Operation, WrappingBackend

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.activations import offloaded_weights
-from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.units.flat import FlatParameter
 from tests.support.state_stores import CPU
 
 

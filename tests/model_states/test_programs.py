@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import config
-from lightning_ssd.model_states import StatesConfig, build, units
-from lightning_ssd.model_states.units import PART_ELEMENTS
+from lightning_ssd.model_states import StatesConfig, build
+from lightning_ssd.model_states.units import units
+from lightning_ssd.model_states.units.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile
 from tests.support import trainings
 from tests.support.access import Toy, fit, loader

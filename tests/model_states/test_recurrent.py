@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.parameter import OffloadedParameter
+from lightning_ssd.model_states.access.parameter import OffloadedParameter
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.states import host, ssd, train

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lightning_ssd import waits
 from lightning_ssd.device import CPUCopyEngine, Worker
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout
-from lightning_ssd.model_states.staged import StagedFlats
-from lightning_ssd.model_states.state_storage import make_store
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.placement.state_storage import make_store
+from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.stores.staged import StagedFlats
+from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.units.flat import FlatParameter
 from tests.support.compare import assert_same
 from tests.support.faults import GatedBackend
 from tests.support.models import ToyModel

@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import layout
-from lightning_ssd.model_states.plain_data import DamagedError, from_bytes
+from lightning_ssd.model_states.journal.plain_data import DamagedError, from_bytes
+from lightning_ssd.model_states.stores import layout
 from lightning_ssd.recipes.data.loader import ResumableDataLoader
 from lightning_ssd.storage import StorageError, Volume
 from tests.support.device_steps import Shared
 from tests.support.direct import DirectBackend
 from tests.support.faults import FaultyBackend
-from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
+from tests.support.killed import KEPT, FailAt, Failure, Model, apart, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
 
 
@@ -92,7 +92,7 @@ def test_a_script_that_is_repeated_in_one_process_is_refused(tmp_path: Path) -> 
 )
 def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None:
     plain = {name: value for name, value in arguments.items() if name not in ("strategy", "batches")}
-    expected = fit(recovering(tmp_path, **arguments.get("strategy", {})), **plain)
+    expected = fit(recovering(apart(tmp_path), **arguments.get("strategy", {})), **plain)
     assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
     assert_nothing_is_left(tmp_path)
 
@@ -186,7 +186,7 @@ def generator() -> Any:
 )
 def test_data_resumes_at_its_position(tmp_path: Path, train: Any) -> None:
     arguments: dict[str, Any] = dict(check_val_every_n_epoch=1, val_check_interval=1.0)
-    expected = fit(recovering(tmp_path), train=train, **arguments)
+    expected = fit(recovering(apart(tmp_path)), train=train, **arguments)
     assert same(outcome(fit_with_failures(tmp_path, (5, 12, 13, 24), train=train, **arguments)), outcome(expected))
 
 
@@ -200,7 +200,7 @@ def test_several_loaders_of_different_lengths(tmp_path: Path) -> None:
         long, short = (DataLoader(TensorDataset(torch.randn(rows, 64)), 4, shuffle=True) for rows in (44, 20))
         return CombinedLoader({"long": long, "short": short}, "max_size_cycle")
 
-    expected = fit(recovering(tmp_path), TwoLoaders, train=train)
+    expected = fit(recovering(apart(tmp_path)), TwoLoaders, train=train)
     found = fit_with_failures(tmp_path, model=TwoLoaders, train=train)
     assert same(outcome(found), outcome(expected))
 
@@ -227,7 +227,7 @@ def test_several_loaders_that_are_prefetched(tmp_path: Path, mode: Any) -> None:
         return CombinedLoader([DataLoader(RandomStream(), batch_size=4) for _ in range(2)], mode)
 
     arguments: dict[str, Any] = dict(model=SameLength, train=train, val_check_interval=None)
-    expected = fit(recovering(tmp_path), **arguments)
+    expected = fit(recovering(apart(tmp_path)), **arguments)
     assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
 
 
@@ -322,7 +322,7 @@ class Watching(Model):
 
 
 def test_hooks_that_read_gradients(tmp_path: Path) -> None:
-    expected = fit(recovering(tmp_path), Watching)
+    expected = fit(recovering(apart(tmp_path)), Watching)
     assert same(outcome(fit_with_failures(tmp_path, model=Watching)), outcome(expected))
 
 
@@ -334,7 +334,7 @@ def test_callbacks_resume_with_their_state(tmp_path: Path) -> None:
         return [checkpoint, pl.callbacks.EarlyStopping("loss", patience=3)]
 
     options = dict(enable_checkpointing=True)
-    expected = fit(recovering(tmp_path), callbacks=callbacks(), **options)
+    expected = fit(recovering(apart(tmp_path)), callbacks=callbacks(), **options)
     best = {path.name for path in (tmp_path / "saved").iterdir()}
     for path in (tmp_path / "saved").iterdir():
         path.unlink()
@@ -348,7 +348,7 @@ def test_callbacks_resume_with_their_state(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_given_checkpoint_has_priority_over_the_record(tmp_path: Path) -> None:
     saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
-    expected = fit(recovering(tmp_path), callbacks=[saved], enable_checkpointing=True)
+    expected = fit(recovering(apart(tmp_path)), callbacks=[saved], enable_checkpointing=True)
     (checkpoint,) = (tmp_path / "saved").glob("*step=4.ckpt")
     with pytest.raises(Failure):
         fit(recovering(tmp_path), callbacks=[FailAt(20)])
@@ -372,7 +372,7 @@ def test_a_record_that_is_being_written_counts(tmp_path: Path, monkeypatch: pyte
         assert failed.wait(60)
         flush(file)
 
-    expected = fit(recovering(tmp_path))
+    expected = fit(recovering(apart(tmp_path)))
     with monkeypatch.context() as patch, pytest.raises(Failure):
         patch.setattr(os, "fdatasync", flush_then)
         fit(recovering(tmp_path), callbacks=[FailFirst(2)])
@@ -394,7 +394,7 @@ class Wider(Model):
 
 
 def test_states_of_another_model_are_neither_resumed_nor_lost(tmp_path: Path) -> None:
-    expected = fit(recovering(tmp_path))
+    expected = fit(recovering(apart(tmp_path)))
     with pytest.raises(Failure):
         fit(recovering(tmp_path), callbacks=[FailAt(20)])
     with pytest.raises(StorageError, match="of another model or with other settings.* or remove .*kept"):
@@ -451,7 +451,7 @@ def test_two_at_once_need_two_paths(tmp_path: Path) -> None:
                         fit(recovering(tmp_path), model)
                 torch.set_rng_state(random)
 
-    expected = fit(recovering(tmp_path))
+    expected = fit(recovering(apart(tmp_path)))
     assert same(outcome(fit(recovering(tmp_path), callbacks=[Meanwhile()])), outcome(expected))
     assert_nothing_is_left(tmp_path)
 
@@ -469,7 +469,7 @@ def test_a_kill_while_files_are_removed_after_training(tmp_path: Path, monkeypat
     def keep(volume: Any, *, remove: bool = True) -> None:  # the files after a kill during the removal
         kept.append((volume.path.parent / "journal").exists())
 
-    expected = fit(recovering(tmp_path))
+    expected = fit(recovering(apart(tmp_path)))
     with monkeypatch.context() as patch:
         patch.setattr(Volume, "close", keep)
         patch.setattr(Volume, "remove", lambda volume: volume._directory.close(remove=False))
@@ -487,7 +487,7 @@ def test_a_checkpoint_without_states_over_a_killed_run(tmp_path: Path) -> None:
             trainer.save_checkpoint(saved)
 
     fit(recovering(tmp_path), callbacks=[Save()])
-    expected = fit(recovering(tmp_path), ckpt_path=saved)
+    expected = fit(recovering(apart(tmp_path)), ckpt_path=saved)
     fail_at(16, tmp_path)
     assert same(outcome(fit(recovering(tmp_path), ckpt_path=saved)), outcome(expected))
 
@@ -533,7 +533,7 @@ def test_the_next_run_resumes_from_the_last_step_after_a_drive_failed(tmp_path: 
             if int(module.batches) == 15:
                 backend.error["write"] = OSError(5, "Input/output error")
 
-    expected = fit(recovering(tmp_path))
+    expected = fit(recovering(apart(tmp_path)))
     with pytest.raises(StorageError, match=r"scratch\.bin"):
         fit(recovering(tmp_path, backend=backend), callbacks=[Break()])
     found = fit(recovering(tmp_path))

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.model_states.journal import Journal
-from lightning_ssd.model_states.plain_data import encode
-from lightning_ssd.model_states.settings import Settings
-from lightning_ssd.model_states.state_storage import KilledRun
+from lightning_ssd.model_states.journal.journal import Journal
+from lightning_ssd.model_states.journal.plain_data import encode
+from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint
+from lightning_ssd.model_states.placement.state_storage import KilledRun
 from lightning_ssd.storage import BlobStore, StorageError
 from tests.support.killed import KEPT, FailAt, Failure, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
@@ -85,7 +85,7 @@ def opened(
     paths: Sequence[Path], *, start_over: bool = False, remove: bool = False
 ) -> Iterator[tuple[BlobStore, bool]]:
     """A run's store, and whether it resumes from a record."""
-    taken = KilledRun([], Settings.none(), start_over=start_over)
+    taken = KilledRun([], RunFingerprint.none(), start_over=start_over)
     store = BlobStore(paths, device=torch.device("cpu"), capacity=2**16 * len(paths), keep=True, find_manifest=taken)
     try:
         yield store, taken.record is not None
@@ -94,7 +94,7 @@ def opened(
 
 
 def record(store: BlobStore) -> None:
-    journal = Journal({}, {}, store, Settings.none())
+    journal = Journal({}, {}, store, RunFingerprint.none())
     journal.write([], lambda: encode({}, "training")).result(timeout=60)
     journal.close()
 

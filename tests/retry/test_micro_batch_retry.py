@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy, strategy
 from lightning_ssd.autoplan import auto_plan, plan_maker
-from lightning_ssd.model_states import user_optimizers
+from lightning_ssd.model_states.optimizers import user_optimizers
 from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
 from lightning_ssd.retry.step_state import COPIED, UNRECORDED
 from tests.support.compare import assert_same

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ssd.model_states.journal import remove_record
+from lightning_ssd.model_states.journal.journal import remove_record
 from lightning_ssd.storage import BlobStore, PosixBackend, ScratchDirectory, StorageError
 from lightning_ssd.storage.scratch import kept_directory
 from tests.support.faults import GatedBackend

@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.storage import BlobStore, ChecksumError, StorageError, StorageFullError, calibration, preallocation
+from lightning_ssd.storage import (
+    BlobStore,
+    ChecksumError,
+    StorageError,
+    StorageFullError,
+    preallocation,
+    timed_transfers,
+)
 from tests.support.garbage import collect
 from tests.support.storage import CPU, KIB, noise, open_files, read, write
 
@@ -73,7 +80,7 @@ class Drive:
 
 @pytest.fixture(autouse=True)
 def short_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_MAX_BLOCKS", 2)
+    monkeypatch.setattr(timed_transfers, "_MAX_BLOCKS", 2)
 
 
 @pytest.fixture(autouse=True)

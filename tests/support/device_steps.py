@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.step_scheduler import StepScheduler
-from lightning_ssd.model_states.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
+from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
+from lightning_ssd.model_states.units.flat import FlatParameter
+from lightning_ssd.model_states.weights.prefetcher import ParamPrefetcher
 
 SMALL_PIECE = 20 * 2048
 """Bytes of the least elements of a piece, with five arrays in fp32."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.recover import recovery
 from tests.support.faults import FailingAtBackend
 from tests.support.models import Block, ToyModel
 from tests.support.trainings import make_trainer
@@ -60,6 +61,8 @@ class Case:
     recover: bool = False
 
     def strategy(self, path: Path, backend: Any = "posix") -> SSDOffloadStrategy:
+        """Returns a strategy for a training that counts as the first one of its process with `path`."""
+        recovery._ended.pop(path.absolute(), None)
         budget = HOST_MEMORY[self.clip == "speculative"] + SUMS * (self.accumulate > 1 and self.optimizers == 1)
         tiers: dict[Place, dict[str, Any]] = {
             "host": dict(states="host"),

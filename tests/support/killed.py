@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import layout
+from lightning_ssd.model_states.stores import layout
 from lightning_ssd.storage import PosixBackend
 from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend, Move, Operation
@@ -83,6 +83,13 @@ def recovering(path: Path, **arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(
         **{"path": path, "recover": True, "min_bytes": 1024, "offload": "none", "gpu_memory": "1B"} | arguments
     )
+
+
+def apart(path: Path) -> Path:
+    """Returns another directory beside `path`, for a training that does not fail, to compare with."""
+    other = path.with_name(f"{path.name}-whole")
+    other.mkdir(exist_ok=True)
+    return other
 
 
 def fit(strategy: Any, model: type[pl.LightningModule] = Model, **arguments: Any) -> Any:

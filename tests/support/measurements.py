@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_ssd.activations import config
 from lightning_ssd.profiling import machine
-from lightning_ssd.storage import calibration
+from lightning_ssd.storage import timed_transfers
 
 
 def measure_few_bytes(replace: Callable[[Any, str, int], None] = setattr) -> None:
@@ -14,7 +14,7 @@ def measure_few_bytes(replace: Callable[[Any, str, int], None] = setattr) -> Non
     Args:
         replace: sets an attribute; that of pytest's `monkeypatch` restores it after the test.
     """
-    replace(calibration, "_MAX_BYTES", 2**20)
+    replace(timed_transfers, "_MAX_BYTES", 2**20)
     replace(config, "_MEASURED_BYTES", 2**20)
     replace(machine, "COPY_BYTES", 2**22)
     replace(machine, "STEP_PARAMETERS", 2**20)

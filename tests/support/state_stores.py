@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine
-from lightning_ssd.model_states.buffers import StateStaging
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout
-from lightning_ssd.model_states.state_storage import make_store
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.placement.state_storage import make_store
+from lightning_ssd.model_states.stores.buffers import StateStaging
+from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.storage import Backend, BlobStore, PosixBackend
 from lightning_ssd.types import OffloadTierName
 

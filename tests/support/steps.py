@@ -6,10 +6,10 @@ from concurrent.futures import Future
 import torch
 
 from lightning_ssd.device import Worker
-from lightning_ssd.model_states.gradient import Gradient
-from lightning_ssd.model_states.optimizers import make_flat_optimizer
-from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.model_states.step import OptimizerStep
+from lightning_ssd.model_states.gradients.gradient import Gradient
+from lightning_ssd.model_states.optimizers.optimizers import make_flat_optimizer
+from lightning_ssd.model_states.steps.step import OptimizerStep
+from lightning_ssd.model_states.stores.state_store import StateStore
 from tests.support.state_stores import weights_of
 
 ARRIVED = [True, False]  # the second parameter has no gradient, and is not stepped

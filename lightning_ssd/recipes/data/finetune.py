@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_ssd.recipes.data.batch import IGNORED
 from lightning_ssd.recipes.data.completions import Sample, Templates, library_samples, read_samples
-from lightning_ssd.recipes.data.module import RecipeDataModule
+from lightning_ssd.recipes.data.data_module import RecipeDataModule
 from lightning_ssd.recipes.data.tokenizer import read_tokenizer
 from lightning_ssd.sizes import check_least
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lightning_ssd.extras import import_extra
-from lightning_ssd.recipes.data.module import RecipeDataModule
+from lightning_ssd.recipes.data.data_module import RecipeDataModule
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 _LATENTS = {".npy"}

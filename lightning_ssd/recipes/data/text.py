@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_ssd.recipes.data.data_module import RecipeDataModule
 from lightning_ssd.recipes.data.documents import Document, documents
 from lightning_ssd.recipes.data.loader import EpochSampler
-from lightning_ssd.recipes.data.module import RecipeDataModule
 from lightning_ssd.recipes.data.tokenizer import NO_WORD, ByteTokenizer, LocalTokenizer, Tokenizer
 from lightning_ssd.sizes import check_least
 

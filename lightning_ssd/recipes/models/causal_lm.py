@@ -27,7 +27,7 @@ from lightning_ssd.recipes.data import IGNORED, Batch, count_samples, count_toke
 from lightning_ssd.recipes.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.recipes.models.module import RecipeModule, exact
 from lightning_ssd.recipes.models.pretrained import PretrainedFolder, check_replaceable, save_new
-from lightning_ssd.recipes.models.sizes import check_data, check_sizes
+from lightning_ssd.recipes.models.size_checks import check_data, check_sizes
 from lightning_ssd.recipes.models.small_model import changes_logits, mixes_samples
 from lightning_ssd.recipes.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.sizes import check_least

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_ssd.recipes.data import IGNORED, Batch, count_samples, count_tokens
 from lightning_ssd.recipes.models.module import RecipeModule, exact
-from lightning_ssd.recipes.models.sizes import check_data, check_sizes
+from lightning_ssd.recipes.models.size_checks import check_data, check_sizes
 from lightning_ssd.sizes import check_probability
 
 __all__ = ["LanguageModule", "labels_of"]

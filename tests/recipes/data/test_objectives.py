@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_ssd.recipes.data import MaskedTextDataModule, SpanCorruptionDataModule
-from lightning_ssd.recipes.data.spans import SpanCorruption, span_lengths
+from lightning_ssd.recipes.data.span_corruption import SpanCorruption, span_lengths
 from tests.support.compare import same
 
 MASK = 257

@@ -1,0 +1,254 @@
+"""`Tensor.grad` of offloaded parameters, which user code may read and write between backward and step."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ssd.model_states.access.parameter import AliasGraph, OffloadedView, OperatorAccess, Source, hollow
+from lightning_ssd.model_states.access.torch_functions import Kind
+from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientState
+from lightning_ssd.model_states.stores import write_changed
+from lightning_ssd.model_states.units import FlatParameter, ParamView
+from lightning_ssd.waits import wait_for
+
+
+class GradientSource(Source):
+    """The gradient of one parameter, with the shape, dtype and device that it has in plain training.
+
+    Attributes:
+        own: values of a tensor that is no longer the parameter's gradient; None while it is.
+        view: weak reference to the tensor that `Tensor.grad` has returned.
+        graph: graph of that tensor and of its views in plain training.
+    """
+
+    def __init__(self, access: OperatorAccess, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
+        self.item: ParamView = flat.param_views[index]
+        super().__init__(access, flat, index, f"the gradient of {self.item.name}")
+        self._gradients = gradients
+        self.own: Tensor | None = None
+        self.view: weakref.ref[OffloadedView] | None = None
+        self.graph = AliasGraph()
+
+    def read(self) -> Tensor:
+        if self.own is not None:
+            return self.own
+        accum = self._gradients.whole(self.flat, self.index)
+        return self.item.of(accum).to(self.flat.device, self.item.dtype, copy=True)
+
+    @property
+    def origin(self) -> int:
+        return 0 if self.own is None else int(self.own.storage_offset()) * self.own.itemsize
+
+    def write(self, values: Tensor) -> None:
+        if self.own is None:
+            accum = self._gradients.whole(self.flat, self.index)
+            write_changed(self.item.of(accum), values.detach().to("cpu"))
+            self._gradients.offloader.remeasure(self.flat, [self.index])
+
+    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
+        super().note_graph(view, exists=exists)
+        if view.graph is self.graph and self.own is None:
+            self._gradients.set_followed(self.flat, self.index, exists)
+
+
+class GradientAccess:
+    """Implements the semantics of `Tensor.grad` for offloaded gradients.
+
+    Duty: reads and writes of `Tensor.grad`, and its aliases in user code. The gradients are kept on the host.
+
+    Threads: the training thread, or autograd's while the training thread waits in `backward`.
+
+    Ownership: a tensor that was returned reads the host gradient until that is replaced; then it has values of its own.
+
+    Args:
+        gradients: gradient of each flat parameter that is stepped; not owned.
+        offloader: accumulates the gradients, and measures those that user code has changed.
+        apply_clipping: called before gradients of an optimizer's flat parameter are read, changed or added to: their
+            clipping may have been left to the step.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[FlatParameter, Gradient],
+        offloader: GradientOffloader,
+        apply_clipping: Callable[[FlatParameter], None],
+    ) -> None:
+        self._gradients = gradients
+        self.offloader = offloader
+        self._apply_clipping = apply_clipping
+        self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
+            weakref.WeakValueDictionary()
+        )
+        """Gradients that user code references."""
+        self.access: OperatorAccess
+        """Runs operators on the gradients; set by the owner."""
+        self._hidden = False
+
+    @contextlib.contextmanager
+    def hidden(self, hide: bool = True) -> Iterator[None]:
+        """Hides offloaded gradients within the context (or shows them): optimizers step the other parameters."""
+        before, self._hidden = self._hidden, hide
+        try:
+            yield
+        finally:
+            self._hidden = before
+
+    def hide(self, hide: bool) -> None:
+        """Hides offloaded gradients, or shows them again."""
+        self._hidden = hide
+
+    def get(self, flat: FlatParameter, index: int) -> Tensor | None:
+        """Returns the gradient of a parameter, as `Tensor.grad` does."""
+        own: Tensor | None = flat.param_views[index].parameter.grad
+        if own is not None or self._hidden or flat not in self._gradients:
+            return own
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.NONE:
+            return None
+        if index in gradient.assigned:
+            return gradient.assigned[index]
+        source = self._sources.get((flat, index))
+        view = None if source is None or source.view is None else source.view()
+        if view is None:
+            source = source or GradientSource(self.access, self, flat, index)
+            self._sources[flat, index] = source
+            item = source.item
+            memory = hollow(item.shape, item.stride, item.dtype, flat.device)
+            view = OffloadedView.make(source, 0, memory, versioned=False, backed=False, graph=source.graph)
+            source.view = weakref.ref(view)
+        view.graph.freed = index in gradient.followed
+        return view
+
+    def set(self, flat: FlatParameter, index: int, values: Tensor | None) -> None:
+        """Assigns the gradient of a parameter, as `Tensor.grad` does.
+
+        Raises:
+            RuntimeError: its shape, dtype or device is not the parameter's.
+        """
+        item = flat.param_views[index]
+        if flat not in self._gradients:
+            item.parameter.grad = values
+            return
+        gradient = self._gradients[flat]
+        if isinstance(values, OffloadedView):
+            if values is self.get(flat, index):
+                return
+            values = self.access.run(Kind.OPERATOR, Tensor.clone, (values,), {})
+        plain = (item.shape, item.dtype, flat.device)
+        if values is not None and (values.shape, values.dtype, values.device) != plain:
+            raise RuntimeError(
+                f"the gradient that is assigned to {item.name} is {values.dtype} {list(values.shape)} on "
+                f"{values.device}, and the parameter is {plain[1]} {list(plain[0])} on {plain[2]}."
+            )
+        self._apply_clipping(flat)
+        self.detach_views(flat, index)
+        if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
+            self._accumulate_arrived(flat)
+        gradient.assign(index, values)
+        self.offloader.remeasure(flat, [index])
+
+    def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
+        """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
+        if values.requires_grad:
+            self.set_followed(flat, index, True)
+            if (source := self._sources.get((flat, index))) is not None:
+                source.graph.freed = True
+
+    def set_followed(self, flat: FlatParameter, index: int, followed: bool) -> None:
+        """Sets whether autograd can differentiate the gradient of a parameter in plain training."""
+        indices = self._gradients[flat].followed
+        (indices.add if followed else indices.discard)(index)
+
+    def without_graph(self) -> str | None:
+        """Returns the name of a gradient that autograd could differentiate in plain training, if there is one."""
+        names = (
+            f"the gradient of {flat.param_views[index].name}"
+            for flat, gradient in self._gradients.items()
+            for index in gradient.followed
+        )
+        return next(names, None)
+
+    def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
+        """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights.
+
+        Raises:
+            RuntimeError: no optimizer has the parameter.
+        """
+        gradient = self._gradients.get(flat)
+        if gradient is None:
+            raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
+        self.note_graph(flat, index, values)
+        self._apply_clipping(flat)
+        if gradient.states[index] is GradientState.STEPPED:
+            self.offloader.resume_accumulation(flat, index)
+        self._accumulate_arrived(flat)
+        gradient.fold()
+        accum = flat.param_views[index].of(gradient.accumulated())
+        if gradient.has_accum[index]:
+            accum.add_(values.detach().to("cpu"))
+        else:
+            accum.copy_(values.detach())
+        gradient.set_accumulated(index)
+        self.offloader.remeasure(flat, [index])
+
+    def whole(self, flat: FlatParameter, index: int) -> Tensor:
+        """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
+
+        Raises:
+            RuntimeError: a step has used the gradient and not kept it.
+        """
+        gradient = self._gradients[flat]
+        self._apply_clipping(flat)
+        if gradient.states[index] is GradientState.STEPPED:
+            self.check(flat, index)
+            wait_for(gradient.consumed, "gradients")
+            return gradient.used()
+        self._accumulate_arrived(flat)
+        return gradient.accumulated()
+
+    def check(self, flat: FlatParameter, index: int) -> None:
+        """Raises RuntimeError if a submitted step has used the gradient of a parameter, and has not kept it."""
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.STEPPED and not gradient.retained:
+            raise RuntimeError(
+                f"the gradient of {flat.param_views[index].name} was consumed by its optimizer step, which runs as "
+                "soon as the gradient is complete. Read or change it in `on_after_backward` or "
+                "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
+            )
+
+    def zero(
+        self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
+    ) -> None:
+        """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""
+        for flat, gradient in self._gradients.items():
+            if optimizer_flats[flat][0] is not optimizer:
+                continue
+            present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
+            if none and self._sources:
+                for index in present:
+                    self.detach_views(flat, index)
+            gradient.drop()
+            if not none and present:
+                wait_for(gradient.consumed, "gradients")
+                for index in present:
+                    flat.param_views[index].of(gradient.accumulated()).zero_()
+                    gradient.set_accumulated(index)
+            self.offloader.remeasure(flat, present)
+
+    def detach_views(self, flat: FlatParameter, index: int) -> None:
+        """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""
+        source = self._sources.pop((flat, index), None)
+        if source is not None and source.own is None:
+            # If a step has used the gradient, operators on the tensor raise the error.
+            with contextlib.suppress(RuntimeError):
+                source.own = source.read()
+
+    def _accumulate_arrived(self, flat: FlatParameter) -> None:
+        """Returns when all copied gradients of `flat` are accumulated."""
+        gradient = self._gradients[flat]
+        if any(gradient.arrived):
+            self.offloader.accumulate(flat)
+        wait_for(gradient.consumed, "gradients")

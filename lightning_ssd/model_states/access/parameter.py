@@ -1,0 +1,692 @@
+"""Tensor classes of offloaded parameters and of aliases that user code makes of them, and the sources of their values.
+
+Most uses of an offloaded parameter are in its unit's forward, whose hook has prefetched the weights: these operators
+run directly. Every other operator on an offloaded parameter is run by its `Access`.
+"""
+
+import contextlib
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from threading import get_ident
+from types import FrameType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations import (
+    SavedWeight,
+    check_version,
+    in_backward,
+    mark_offloaded,
+    offloaded_weights,
+    storage_of,
+)
+from lightning_ssd.device import refuse_access
+from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
+from lightning_ssd.model_states.access.references import references_saved, saves_references
+from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of
+from lightning_ssd.model_states.stores import StagedFlats
+from lightning_ssd.model_states.units import FlatParameter, TrainedParameter, over
+from lightning_ssd.model_states.weights import ParamPrefetcher
+
+_IN_TRANSFORM = (
+    "`torch.func` transforms an operator on weights that are offloaded. Clone the weights before the transform "
+    "(`weight = self.weight.clone()`) and use the clones in the transformed function, or set `states='gpu'`."
+)
+"""Note on errors of operators inside of transforms such as `torch.func.vmap`."""
+
+
+class _RunsOperators:
+    """Runs functions of torch on offloaded tensors, directly or by their `Access`."""
+
+    __slots__ = ()
+
+    _DIRECT: tuple[Kind, ...]
+    """Kinds of functions that need no memory of the tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with internals.without_torch_function():
+            kind = KINDS.get(func) or kind_of(func)
+            reads_grad = kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter
+            if not (reads_grad or torch.is_grad_enabled()):
+                _note_function(args, kwargs)
+            if kind in cls._DIRECT:
+                return func(*args, **(kwargs or {}))
+            try:
+                if reads_grad:
+                    return args[0].source.access.grad(args[0])
+                if _runs_on_memory(kind, args, kwargs):
+                    if in_backward():
+                        args, kwargs = recomputed_with((args, kwargs or {}))
+                    if kind is Kind.MATMUL and torch.is_grad_enabled():
+                        args, kwargs = in_order_of_casts(args, kwargs or {})
+                    with references_saved():
+                        result = func(*args, **(kwargs or {}))
+                    return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
+                return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+            except RuntimeError as error:
+                if internals.innermost_transform() is not None:
+                    error.add_note(_IN_TRANSFORM)
+                raise
+
+
+class OffloadedParameter(_RunsOperators, TrainedParameter):
+    """The class of a parameter while its weights are offloaded.
+
+    Some functions of torch do not call `__torch_function__` and read a tensor's memory in C++: `torch.tensor(p)`,
+    `x.new_tensor(p)`, `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. An
+    evicted parameter has no memory: these functions raise RuntimeError (`device/empty_storage.py`), or end the process
+    if torch is built without CUDA. Use `p.clone()` instead, or call them inside `whole_weights()`.
+    `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
+
+    Attributes:
+        flat: flat parameter that it is a view of.
+        source: its weights as in plain Lightning.
+        used: number of the graph that its 16-bit weights were last used in, in mixed precision.
+    """
+
+    _DIRECT = (Kind.METADATA,)
+    _OWN = ("flat", "source", "used")
+
+    flat: FlatParameter
+    source: "Source"
+    used: int
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)
+
+        Raises:
+            RuntimeError: the parameter would get memory of another kind or shape.
+        """
+        if not isinstance(source, Tensor) or args or kwargs:
+            raise RuntimeError(
+                f"`set_` gives {self.source.name}, which is offloaded, other memory, which can't be done while it "
+                "trains. Do it before `fit`, in `configure_model`."
+            )
+        self.data = source
+        return self
+
+
+class AliasGraph:
+    """The graph that an alias of offloaded values, such as `p.data`, and its views have in plain training.
+
+    Attributes:
+        freed: whether there is one in plain training, which is freed here: autograd can't differentiate the tensors.
+    """
+
+    __slots__ = ("freed",)
+
+    def __init__(self) -> None:
+        self.freed = False
+
+
+class OffloadedView(_RunsOperators, Tensor):
+    """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
+
+    Operators read the present values of the source, and writes are stored there. The view has no memory of its own,
+    except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
+
+    Attributes:
+        source: source of the values.
+        offset: offset of the view in the source, bytes.
+        versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
+        backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
+        graph: its graph in plain training, which it shares with the tensor of which it is a view for autograd.
+    """
+
+    _DIRECT = (Kind.METADATA, Kind.DTYPE)
+
+    source: "Source"
+    offset: int
+    versioned: bool
+    backed: bool
+    graph: AliasGraph
+
+    @staticmethod
+    def make(
+        source: "Source",
+        offset: int,
+        memory: Tensor,
+        *,
+        versioned: bool,
+        backed: bool,
+        graph: AliasGraph | None = None,
+    ) -> "OffloadedView":
+        """Returns a view of `source`; other arguments as the attributes.
+
+        Args:
+            memory: with `backed`, a tensor over the memory of the values; otherwise a hollow one.
+            graph: as the attribute; None: it is no view of another tensor for autograd.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            view = memory.as_subclass(OffloadedView)
+        view._init(source, offset, versioned, backed)
+        if graph is not None:
+            view.graph = graph
+        return view
+
+    def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
+        self.source = source
+        self.offset = offset
+        self.versioned = versioned
+        self.backed = backed
+        self.graph = AliasGraph()
+        source.aliases.add(self)
+        if backed:
+            source.flat.backed_views.append(weakref.ref(self))
+        else:
+            mark_offloaded(storage_of(self), _ViewReferences(self))
+
+    def is_whole(self, parameter: nn.Parameter) -> bool:
+        """Returns whether the view has all values of `parameter`, as `parameter.detach()` has."""
+        if not isinstance(parameter, OffloadedParameter) or parameter.source is not self.source:
+            return False
+        return self.offset == 0 and self.size() == parameter.size() and self.stride() == parameter.stride()
+
+    def release(self, *, keep: bool) -> None:
+        """Ends the forward that has backed the view: operators of torch read the present values from now on.
+
+        Args:
+            keep: whether the view keeps the memory, with the values of that forward.
+        """
+        self.backed = False
+        if keep:
+            return
+        with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
+            self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
+        mark_offloaded(storage_of(self), _ViewReferences(self))
+
+    def end(self, values: Tensor) -> None:
+        """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
+        with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
+            start = values.storage_offset() * values.itemsize + self.offset
+            self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
+                values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
+            )
+            del self.source, self.offset, self.versioned, self.backed, self.graph
+            self.__class__ = Tensor  # type: ignore[assignment]
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
+        raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return cast(Tensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+OffloadedTensor = OffloadedParameter | OffloadedView
+"""A parameter whose weights are offloaded, or a view of offloaded values."""
+
+
+class FollowedView(OffloadedView):
+    """A view of a parameter whose node is in autograd's graph. Its values are those of the parameter at each read."""
+
+    @staticmethod
+    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
+        """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
+        view = apply(_AsNonView, value, backed)
+        view.__class__ = FollowedView
+        assert isinstance(view, FollowedView)
+        view._init(source, offset, versioned, backed)
+        return view
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The node of the operator that made the view, as in plain torch: user code looks for the parameter's there."""
+        with internals.without_torch_function():
+            node: Any = super().grad_fn
+        if isinstance(node, internals.node_class(_AsNonView)):
+            node = cast(Any, node).next_functions[0][0]
+        if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
+            return _ViewNode(node)
+        return node
+
+
+class Source(ABC):
+    """Whole values of an offloaded tensor, wherever they are stored.
+
+    Args:
+        access: runs the operators on the tensor.
+        flat: flat parameter of the parameter that the values belong to.
+        index: index of the parameter in `flat`.
+        name: name of the tensor in messages.
+    """
+
+    def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:
+        self.access = access
+        self.flat = flat
+        self.index = index
+        self.name = name
+        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
+        """Views of the values that user code references."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Returns the values on the device of the plain parameter: the resident ones, or a copy."""
+
+    @abstractmethod
+    def write(self, values: Tensor) -> None:
+        """Stores `values`, a result of `read` that an operator has changed."""
+
+    @property
+    def backs_views(self) -> bool:
+        """Whether views share memory with the values, because the forward of the weight's module runs."""
+        return False
+
+    def base(self) -> Tensor:
+        """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
+        return self.read()
+
+    @property
+    def origin(self) -> int:
+        """Offset of the values in their storage in plain training, bytes."""
+        return 0
+
+    @property
+    def counter(self) -> Tensor | None:
+        """Tensor whose version counter tells in-place changes; None: there is none."""
+        return None
+
+    def replace(self, other: "Source") -> None:
+        """Makes the aliases read and write `other`."""
+        for alias in list(self.aliases):
+            alias.source = other
+            other.aliases.add(alias)
+        self.aliases.clear()
+
+    def values(self, tensor: OffloadedTensor) -> Tensor:
+        """Returns the values of `tensor`, which has this source, for a backward that needs them."""
+        return self.access.values(tensor)
+
+    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
+        """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
+        view.graph.freed = exists
+
+    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
+        """Increments the version counter, by which autograd detects in-place changes."""
+
+
+class GradSums(Protocol):
+    """The choice of dtype in which gradients of 16-bit weights are summed."""
+
+    @property
+    def summed_on_host(self) -> Container[FlatParameter]:
+        """Flat parameters for which backward adds gradients on the host."""
+
+    def note_use(self, parameter: OffloadedParameter) -> None:
+        """Counts an operator on 16-bit weights."""
+
+    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool:
+        """Makes autograd sum gradients of a parameter in fp32; returns False if torch can't."""
+
+
+class OperatorAccess(Protocol):
+    """What tensors and their sources use of the object that runs operators on them."""
+
+    @property
+    def grad_dtype(self) -> GradSums:
+        """Sums gradients of 16-bit weights in fp32."""
+
+    @property
+    def prefetcher(self) -> ParamPrefetcher:
+        """Prefetches weights."""
+
+    @property
+    def staged(self) -> StagedFlats:
+        """Stages values on the host."""
+
+    def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs `func`, which was called with offloaded tensors."""
+
+    def wrap(self, result: Any, values: Mapping[int, Tensor], found: Mapping[int, OffloadedTensor]) -> Any:
+        """Returns the result of an operator, with views of offloaded tensors in place of tensors that share memory."""
+
+    def grad(self, parameter: OffloadedParameter) -> Tensor | None:
+        """Returns `parameter.grad`."""
+
+    def base(self, source: Source) -> Tensor:
+        """Returns the values of `source` for the running operator."""
+
+    def values(self, tensor: OffloadedTensor) -> Tensor:
+        """Returns the present values of `tensor`."""
+
+    def begin_change(self, flat: FlatParameter) -> None:
+        """Called before weights of `flat` change."""
+
+    def add_grad(self, flat: FlatParameter, index: int, gradient: Tensor) -> None:
+        """Adds a gradient in fp32."""
+
+
+class _ViewReferences:
+    """Makes the references that autograd saves in place of a view.
+
+    Args:
+        view: the view, which is not kept alive: this object belongs to its storage.
+    """
+
+    def __init__(self, view: OffloadedView) -> None:
+        self._view = weakref.ref(view)
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        view = self._view()
+        if view is None or view is not tensor:
+            raise RuntimeError(
+                "autograd can't save a tensor that shares the memory of a view of offloaded weights, which has none. "
+                "Take a `.clone()` of the view first."
+            )
+        return _SavedOffloadedView(view)
+
+
+class ForwardValueReferences:
+    """Makes the references that autograd saves in place of whole weights that a forward reads.
+
+    Args:
+        source: the weights.
+        values: the whole values; their storage owns this object, and is freed when the forward ends.
+    """
+
+    def __init__(self, source: Source, values: Tensor) -> None:
+        self._source = source
+        self._start = int(values.storage_offset()) * values.itemsize
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        with internals.without_torch_function():
+            offset = int(tensor.storage_offset()) * tensor.itemsize - self._start
+            memory = as_non_view(tensor, backed=False)
+        return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, backed=False))
+
+
+class _SavedOffloadedView(SavedWeight):
+    """A view that autograd has saved for a function of user code, and whose values backward needs."""
+
+    __slots__ = ("_counter", "_version", "_view")
+
+    def __init__(self, view: OffloadedView) -> None:
+        self._view = view
+        self._counter = view.source.counter if view.versioned else None
+        self._version = 0 if self._counter is None else internals.version_of(self._counter)
+
+    def load(self) -> Tensor:
+        view = self._view
+        if self._counter is not None:
+            check_version(self._counter, self._version, view.dtype, view.size())
+        return view.source.values(view) if isinstance(view, OffloadedView) else view.detach()
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Applies an autograd function to tensors that no transform of `torch.func` maps, outside of the transforms."""
+    outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if internals.innermost_transform() is not None:
+        outside = internals.without_transforms()
+    with outside:
+        return cast(Tensor, function.apply(*args))
+
+
+class WholeWeight(torch.autograd.Function):
+    """The whole weights of a parameter for an operator that can't use the flat parameter's memory.
+
+    That memory has 16 bits, or tensors of user code share memory with the parameter.
+    """
+
+    @staticmethod
+    def of(parameter: Tensor, source: Source) -> Tensor:
+        """Returns the whole weights. Their node runs in backward as soon as it is ready, as that of the parameter does.
+
+        So hooks of gradients run in the order of plain training.
+        """
+        weights = apply(WholeWeight, parameter, source)
+        internals.run_node_first(weights.grad_fn)
+        return weights
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, source: Source) -> Tensor:
+        ctx.source = weakref.ref(source)  # a graph that the module keeps would keep the module, without end
+        with torch.inference_mode(False):
+            return source.access.base(source).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        source: Source | None = ctx.source()
+        if source is None or source.flat not in source.access.grad_dtype.summed_on_host:
+            return gradient, None
+        source.access.add_grad(source.flat, source.index, gradient)
+        return None, None
+
+
+class _ViewNode:
+    """The node of a view, whose next node is the parameter's as in plain torch, without `WholeWeight` between them."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    @property
+    def next_functions(self) -> tuple[Any, ...]:
+        return tuple(
+            node.next_functions[0] if _is_of_weights(node) else (node, number)
+            for node, number in self._node.next_functions
+        )
+
+
+def _is_of_weights(node: Any) -> bool:
+    return isinstance(node, internals.node_class(WholeWeight))
+
+
+class _AsNonView(torch.autograd.Function):
+    """The result of `as_non_view`, followed by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, backed: bool) -> Tensor:
+        return as_non_view(value, backed=backed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def as_non_view(value: Tensor, *, backed: bool) -> Tensor:
+    """Returns a tensor like `value` that is no view for autograd: over its memory (`backed`), or a hollow one."""
+    if backed:
+        return over(value.untyped_storage(), value)
+    return hollow(value.size(), value.stride(), value.dtype, value.device)
+
+
+def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor without memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensor.untyped_storage().resize_(0)
+        refuse_access(tensor.untyped_storage(), "a view of a weight")
+        return tensor
+
+
+def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
+    """Returns the offloaded tensors in trees of arguments, by identity, in order."""
+    found: dict[int, OffloadedTensor] = {}
+    for tree in trees:
+        if isinstance(tree, OffloadedTensor):
+            found[id(tree)] = tree
+        elif isinstance(tree, list | tuple):
+            found |= offloaded_in(*tree)
+        elif isinstance(tree, dict):
+            found |= offloaded_in(*tree.values())
+    return found
+
+
+def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> OperatorAccess:
+    """Returns the access of the offloaded tensors among some arguments."""
+    return next(iter(offloaded_in(args, kwargs).values())).source.access
+
+
+def _follow(result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the result of an operator that has used the memory of weights, with `OffloadedView` in place of views."""
+    if not _shares_weights(result):
+        return result
+    found = offloaded_in(args, kwargs)
+    return next(iter(found.values())).source.access.wrap(result, found, found)
+
+
+def _shares_weights(result: Any) -> bool:
+    if isinstance(result, list | tuple):
+        return any(map(_shares_weights, result))
+    if type(result) is not Tensor or result.layout is not torch.strided:
+        return False
+    return offloaded_weights(result.untyped_storage()) is not None
+
+
+def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether autocast is enabled and casts arguments of matrix products on `device` to `dtype`.
+
+    Transforms such as `torch.func.vmap` divide products into operators of which autocast casts only some.
+    """
+    return (
+        torch.is_autocast_enabled(device.type)
+        and torch.get_autocast_dtype(device.type) == dtype
+        and internals.innermost_transform() is None
+    )
+
+
+def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> bool:
+    """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
+    return (
+        (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
+        and _in_forward(args, kind)
+        and (not kwargs or ("out" not in kwargs and _in_forward(kwargs.values(), kind)))
+        and saves_references()
+    )
+
+
+def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
+    """Returns whether a forward on this thread uses all parameters among `values`, and their views have memory."""
+    for value in values:
+        of = type(value)
+        if of is OffloadedParameter:
+            flat = value.flat
+            if not (flat.users and flat.resident and flat.thread == get_ident()) or flat.shared:
+                return False
+            if flat.mixed:
+                if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
+                    return False
+                if value.requires_grad and torch.is_grad_enabled():
+                    value.source.access.grad_dtype.note_use(value)
+            if kind is Kind.OPERATOR and not value.requires_grad:
+                return False
+        elif issubclass(of, OffloadedView):
+            if not value.backed or value.source.flat.thread != get_ident():
+                return False
+            if value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
+                return False
+            if value.graph.freed:
+                return False
+            # Normalizations may write statistics, and memory that was shared with user code is not that of the weights.
+            if kind is Kind.KERNEL or offloaded_weights(storage_of(value)) is None:
+                return False
+        elif (of is list or of is tuple) and not _in_forward(value, kind):
+            return False
+    return True
+
+
+def recomputed_with(arguments: Any) -> Any:
+    """Returns arguments of an operator in backward, with views of the memory in place of frozen parameters.
+
+    The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them. They
+    detach those that require a gradient, and keep others as they are. A view keeps the memory, which a parameter loses
+    when it is evicted for the next unit that is recomputed.
+
+    Args:
+        arguments: a tree of arguments.
+    """
+    if type(arguments) is OffloadedParameter:
+        return arguments if arguments.requires_grad else arguments.detach()
+    if type(arguments) is tuple or type(arguments) is list:
+        return type(arguments)(map(recomputed_with, arguments))
+    if type(arguments) is dict:
+        return {name: recomputed_with(value) for name, value in arguments.items()}
+    return arguments
+
+
+def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns arguments of a matrix product whose gradients autograd accumulates in the order of plain training.
+
+    In plain training the node of autocast's cast is between a parameter and the product, and casts of later arguments
+    run later in backward: compilers evaluate the arguments of autocast's calls from right to left. A 16-bit parameter
+    has no cast. Its gradient would be accumulated first, that of a bias before that of the weight, and hooks of user
+    code would run in another order. So those behind another leaf have a node that does nothing.
+    """
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    leaves = [name for name, value in given.items() if _is_leaf(value)]
+    for name in reversed(leaves[1:]):
+        parameter = given[name]
+        if type(parameter) is OffloadedParameter and parameter.flat.mixed:
+            with internals.without_dispatch():  # no operator of plain training, which modes would report
+                given[name] = parameter.view_as(parameter)
+    return [given.pop(index) for index in range(len(args))], given
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+
+
+def not_followed(name: str) -> RuntimeError:
+    """Returns the error of a use of a tensor whose graph was freed, where plain training differentiates it."""
+    return RuntimeError(
+        f"autograd can't differentiate {name}, which is offloaded: the graphs of `create_graph=True` and of tensors "
+        "that were written to it are freed. Use the results of `torch.autograd.grad(loss, parameters, "
+        "create_graph=True)`, write to a `.clone()`, or set `states='gpu'`."
+    )
+
+
+def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
+    """Has gradients of 16-bit weights summed in fp32, if a user's autograd function that was given them runs `args`.
+
+    Torch does not call `__torch_function__` for `torch.autograd.Function.apply`, whose backward may return gradients
+    in fp32, as it does in plain training.
+
+    Raises:
+        RuntimeError: the function was given a tensor whose graph was freed, for which its backward would not run.
+    """
+    for value in offloaded_in(args, kwargs).values():
+        if isinstance(value, OffloadedView):
+            if not value.graph.freed:
+                continue
+        elif not (value.flat.mixed and value.requires_grad):
+            continue
+        if torch.is_inference_mode_enabled():
+            return
+        forwards = autograd_forwards()
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(_FRAMES):
+            if frame is None:
+                break
+            if id(frame.f_code) in forwards and _has_argument(frame, value):
+                if isinstance(value, OffloadedView):
+                    raise not_followed(value.source.name)
+                value.source.access.grad_dtype.sum_in_fp32(value)
+                break
+            frame = frame.f_back
+
+
+_FRAMES = 32
+"""Python calls between an autograd function and an operator that it runs, at most."""
+
+
+def _has_argument(frame: FrameType, value: Tensor) -> bool:
+    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
+    for given in frame.f_locals.values():
+        if given is value or (isinstance(given, tuple) and any(one is value for one in given)):
+            return True
+    return False

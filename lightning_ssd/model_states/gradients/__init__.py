@@ -1,0 +1,27 @@
+"""Gradients: offloaded to host memory, summed in fp32, clipped and scaled.
+
+The modules, in the order in which they are best read:
+
+- `gradient`: the gradient of one flat parameter, and the pool of its buffers.
+- `waiting_gradient`: a gradient that waits on the device for its step there.
+- `gradient_offload`: copies gradients to the host as backward computes them, sums them, computes norms.
+- `grad_scale`: the gradient scale of a step (clip coefficient, loss scale), or the decision to skip it.
+"""
+
+from lightning_ssd.model_states.gradients.grad_scale import Clipping, GradScaleDecision, add_check, is_power_of_two
+from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState, clip
+from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
+
+__all__ = [
+    "Clipping",
+    "GradScaleDecision",
+    "Gradient",
+    "GradientOffloader",
+    "GradientPool",
+    "GradientState",
+    "WaitingGradient",
+    "add_check",
+    "clip",
+    "is_power_of_two",
+]

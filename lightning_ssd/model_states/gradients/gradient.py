@@ -1,0 +1,442 @@
+"""The gradient of one flat parameter: as backward has computed it, on the device or in host memory, and summed in fp32.
+
+A parameter's gradient has one of the states of `GradientState`, which are those of `Tensor.grad` in plain training, and
+is in one of these places, besides `assigned`:
+
+| place | state | flags |
+|---|---|---|
+| nowhere | NONE | |
+| `host_grad`, as the running backward has copied it | PRESENT | `arrived` |
+| `on_device`, where a step on the device will find it | PRESENT | `arrived` |
+| `accum`, in fp32 | PRESENT | `has_accum`, and `accumulating` of the flat parameter |
+| in use by a step, or kept by it | STEPPED | `retained` of the flat parameter if it is kept; `used` reads it |
+
+Only methods of `Gradient` change states and flags:
+
+| event | method | moves a gradient |
+|---|---|---|
+| backward has accumulated it | `announce`, `arrive` | to `host_grad`, or `on_device` |
+| it leaves the device after all | `GradientOffloader.offload_kept` | from `on_device` to `host_grad` |
+| a job adds it to those of earlier micro-batches | `accumulate`, and `add` in the job | from `host_grad` to `accum` |
+| a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
+| a step is skipped | `begin_step`, `skip_step` | as if a step had used and kept it |
+| it is added to, or stepped again, without `zero_grad` | `resume` | from a step to `accum` |
+| user code assigns or changes it | `assign`, `replace_accumulated`, `set_accumulated` | to `assigned` or `accum` |
+| all gradients are needed in one place | `fold` | from `assigned` to `accum` |
+| a micro-batch is run again | `undo_backward` | from `host_grad` to the state before |
+| `zero_grad` | `drop` | to nowhere |
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.device import Mark, ended, finished, then
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.storage import PinnedPool, Slab
+from lightning_ssd.types import Tier
+from lightning_ssd.waits import wait_for, wait_for_first
+
+
+def clip(gradient: Tensor, scale: float | None, limit: float | None) -> None:
+    """Multiplies a gradient by `scale` in place, and clamps it to [-limit, limit] then. None: does not."""
+    if scale not in (None, 1.0):
+        gradient.mul_(scale)
+    if limit is not None:
+        gradient.clamp_(-limit, limit)
+
+
+class GradientPool:
+    """Host memory that gradients are copied to until their optimizer step, less than all flat parameters need at once.
+
+    If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is running, because
+    many flat parameters have a part of their gradient each, no memory would ever be released: the pool allocates more.
+
+    Args:
+        nbytes: bytes to share.
+        pin: page-lock them.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self._pool = PinnedPool(nbytes, pin=pin, name="gradients")
+        self._pin = pin
+
+    def allocate(
+        self, nbytes: int, under_way: Callable[[], Sequence["Future[None]"]]
+    ) -> "tuple[Tensor, Callable[[], None]]":
+        """Returns memory, and the function that releases it.
+
+        Args:
+            nbytes: bytes to allocate.
+            under_way: returns futures that are done when steps have released their memory; called if the pool is
+                exhausted.
+        """
+        while (buffer := self._pool.try_acquire(nbytes)) is None:
+            if running := [step for step in under_way() if not step.done()]:
+                wait_for_first(running, "a step")
+            elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # released between the two calls
+                break
+            else:
+                slab = Slab(nbytes, pin=self._pin)
+                return slab.tensor, slab.close
+        return buffer.tensor[:nbytes], buffer.release
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._pool.close()
+
+
+class GradientState(Enum):
+    """State of one parameter's gradient as `Tensor.grad` shows it in plain training. The training thread's."""
+
+    NONE = auto()
+    """No gradient."""
+    PRESENT = auto()
+    """A gradient that no step has used."""
+    STEPPED = auto()
+    """A gradient that a step has used and `zero_grad` has not dropped."""
+
+
+class Gradient:
+    """The gradient of one flat parameter, in host memory, or on the device until a step there.
+
+    Life of a parameter's gradient, in the terms of the module's docstring: backward copies it to `host_grad`. If there
+    are several micro-batches, or if user code may read it, it is added to `accum`. If the device makes its step, it may
+    stay `on_device` until then. A step uses it, and may keep it.
+    `zero_grad` drops it. Without `zero_grad`, the next backward adds to it, and the next step uses it again. A gradient
+    that user code assigns is in `assigned` until `fold` copies it to `accum`.
+
+    Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
+    (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
+    returns to the pool instead. After a step, `used` reads a parameter's gradient there, before its next copy is made.
+    `accumulated()` and `has_accum` belong to the worker until `consumed` is done, then to the training thread. All
+    other fields belong to the training thread.
+
+    Args:
+        flat: the flat parameter.
+        pin: page-lock its own memory.
+        pool: memory that is shared with other gradients; None: this gradient has memory of its own.
+
+    Attributes:
+        host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
+        accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
+        consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
+        arrived: for each parameter, whether `host_grad` or `on_device` has its gradient of the running backward.
+        on_device: those of them that are on the device, by parameter index; their memory in `host_grad` is unused.
+        num_arrived: gradients that the running backward has accumulated, repeated ones included.
+        has_accum: for each parameter, whether `accum` has a gradient of it.
+        accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
+        mark: mark of the last copy from the device.
+        states: for each parameter, its gradient's state.
+        is_sum: whether a backward has added to gradients that no step has used.
+        was_sum: whether that held for the gradients of the last step.
+        retained: whether the gradients that the last step used are kept, as `Tensor.grad` has them in plain training.
+        assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
+        followed: indices of parameters whose gradient autograd can differentiate in plain training (`create_graph`).
+    """
+
+    def __init__(self, flat: FlatParameter, *, pin: bool, pool: GradientPool | None) -> None:
+        self._flat = flat
+        self._pool = pool
+        self._release_memory: Callable[[], None] | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.host_grad = self._bytes.view(flat.dtype)
+        if pool is None:
+            slab = Slab(flat.nbytes, pin=pin)
+            self._use(slab.tensor, slab.close)
+        self.accum: Tensor | None = None
+        self.consumed: Future[None] = finished(None)
+        self.arrived = [False] * len(flat.param_views)
+        self.on_device: dict[int, Tensor] = {}
+        self.num_arrived = 0
+        self.has_accum = [False] * len(flat.param_views)
+        self.accumulating = False
+        self.mark: Mark = None
+        self.states = [GradientState.NONE] * len(flat.param_views)
+        self.is_sum = False
+        self.was_sum = False
+        self.retained = False
+        self._used: tuple[Sequence[bool] | None, Future[float | None], float | None] | None = None
+        """How the last step has used the gradients: see `retain`. None: as they are in `accum`."""
+        self.assigned: dict[int, Tensor] = {}
+        self.followed: set[int] = set()
+
+    def allocate(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
+        """Makes `host_grad` ready for the first copy of a backward; waits until its last use is over.
+
+        Args:
+            under_way: returns `consumed` of the gradients that the pool is shared with.
+        """
+        wait_for(self.consumed, "the step before")
+        if self._pool is not None and self._release_memory is None:
+            self._use(*self._pool.allocate(self._flat.nbytes, under_way))
+
+    def accumulated(self) -> Tensor:
+        """Returns `accum`, which is allocated if it is missing. The caller has waited for `consumed`."""
+        if self.accum is None:
+            with torch.inference_mode(False):
+                self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+        return self.accum
+
+    def held(self, index: int) -> tuple[Tensor, Tier] | None:
+        """Returns the gradient of parameter `index` that no step uses at present, and its tier; None: there is none.
+
+        The caller has waited for `consumed`.
+        """
+        item = self._flat.param_views[index]
+        for on_device in (self.assigned, self.on_device):
+            if index in on_device:
+                return on_device[index], "gpu"
+        if self.retained and self.states[index] is GradientState.STEPPED:
+            return item.of(self.used()), "host"
+        if self.has_accum[index]:
+            return item.of(self.accumulated()), "host"
+        return (item.of(self.host_grad), "host") if self.arrived[index] else None
+
+    # ---- a backward ----
+
+    def announce(self, index: int) -> None:
+        """Backward has a gradient of parameter `index`, which is registered by `arrive` once there is memory for it."""
+        self.is_sum |= self.accumulating or bool(self.assigned) or self.arrived[index]
+
+    def arrive(self, index: int) -> None:
+        """Backward has a gradient of parameter `index`, which is in `host_grad`, or `on_device`, from now on."""
+        self.states[index] = GradientState.PRESENT
+        self.arrived[index] = True
+        self.num_arrived += 1
+
+    def end_backward(self) -> int:
+        """Backward has ended. Returns the number of gradients that it has accumulated."""
+        num_arrived, self.num_arrived = self.num_arrived, 0
+        return num_arrived
+
+    def undo_backward(self, states: list[GradientState]) -> None:
+        """Backward has failed, and its gradients, which were not accumulated, are dropped.
+
+        Args:
+            states: `states` before that backward.
+        """
+        self.num_arrived = 0
+        self.arrived = [False] * len(self.arrived)
+        self.on_device.clear()
+        self.states = states
+
+    def accumulate(self) -> list[bool]:
+        """A job accumulates the gradients in `host_grad`, where all are now.
+
+        Returns:
+            `arrived` for the job, whose future is given to `set_consumed`.
+        """
+        self.accumulating = True
+        arrived, self.arrived = self.arrived, [False] * len(self.arrived)
+        return arrived
+
+    def resume(self, index: int) -> None:
+        """A gradient that the last step has used, and kept, is one that no step has used again."""
+        wait_for(self.consumed, "gradients")
+        self.used()
+        self.set_accumulated(index)
+
+    # ---- user code ----
+
+    def set_accumulated(self, index: int) -> None:
+        """The values of parameter `index` in `accum` are a gradient that no step has used."""
+        self.has_accum[index] = self.accumulating = True
+        self.states[index] = GradientState.PRESENT
+
+    def replace_accumulated(self, index: int, *, present: bool) -> None:
+        """User code has had the accumulated gradient as `.grad`, and has changed, or dropped it (not `present`)."""
+        if present or self.has_accum[index]:
+            self.states[index] = GradientState.PRESENT if present else GradientState.NONE
+        self.has_accum[index] = present
+        self.accumulating = any(self.has_accum)
+
+    def assign(self, index: int, values: Tensor | None) -> None:
+        """User code has assigned `values` to `Tensor.grad`; None: it has dropped the gradient.
+
+        A copied gradient of the parameter was accumulated.
+        """
+        if self.states[index] is GradientState.PRESENT and index not in self.assigned:
+            self.has_accum[index] = False
+        self.assigned.pop(index, None)
+        self.followed.discard(index)
+        self.states[index] = GradientState.NONE
+        if values is not None:
+            self.assigned[index] = values
+            self.states[index] = GradientState.PRESENT
+        if self.accumulating:  # else `has_accum` belongs to the last step
+            wait_for(self.consumed, "gradients")
+            self.accumulating = any(self.has_accum)
+        self.accumulating |= bool(self.assigned)
+
+    # ---- a step ----
+
+    def begin_step(self) -> list[bool] | None:
+        """A step is about to use all present gradients. It keeps them if `retain` is called.
+
+        Returns:
+            For each parameter, whether its gradient is in `host_grad`, or `on_device`; None: gradients are in `accum`,
+            and those in `host_grad` are accumulated before the step.
+        """
+        self.was_sum, self.is_sum, self.retained = self.is_sum, False, False
+        if self.accumulating:
+            return None
+        arrived, self.arrived = self.arrived, [False] * len(self.arrived)
+        return arrived
+
+    def mark_stepped(self) -> list[int]:
+        """A step uses all present gradients. Returns the indices of their parameters."""
+        present = [index for index, state in enumerate(self.states) if state is GradientState.PRESENT]
+        for index in present:
+            self.states[index] = GradientState.STEPPED
+        return present
+
+    def submit_step(self, done: "Future[None]") -> None:
+        """A submitted step, which ends with `done`, owns the gradients."""
+        self.accumulating = False
+        self.set_consumed(done)
+
+    def end_step(self) -> None:
+        """A step has ended. Runs on the thread that ends it."""
+        self.has_accum = [False] * len(self.has_accum)
+
+    def skip_step(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
+        """A step is skipped, after `begin_step`: all present gradients are as if it had used and kept them.
+
+        Args:
+            arrived: as in `retain`, as the others.
+            scale: as in `retain`.
+            limit: as in `retain`.
+        """
+        self.retain(arrived, scale, limit)
+        self.mark_stepped()
+        self.end_step()
+        self.accumulating = False
+
+    def restore_used(self, values: Mapping[int, Tensor | None]) -> None:
+        """The last step has used gradients, which are restored before the first backward.
+
+        Args:
+            values: gradients by parameter index; None: the step has not kept it.
+        """
+        self.retained = bool(values) and all(value is not None for value in values.values())
+        for index, value in values.items():
+            self.states[index] = GradientState.STEPPED
+            if value is not None:
+                self._flat.param_views[index].of(self.accumulated()).copy_(value)
+
+    def retain(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
+        """Keeps the gradients that a step is given until they are dropped, or replaced by those of the next backward.
+
+        Args:
+            arrived: for each parameter, whether the step uses its gradient in `host_grad`, which belongs to no pool;
+                None: it uses `accum`.
+            scale: future of the factor by which the step scales them, done when `consumed` is.
+            limit: absolute value at which the step clamps their elements then; None: it does not.
+        """
+        self.retained = True
+        self._used = arrived, scale, limit
+
+    def used(self) -> Tensor:
+        """Returns `accum` with the gradients that the last step has used, if they are retained.
+
+        The caller has waited for `consumed`.
+        """
+        whole = self.accumulated()
+        if self._used is None:
+            return whole
+        (arrived, future, limit), self._used = self._used, None
+        scale = future.result()
+        for index, item in enumerate(self._flat.param_views):
+            if self.states[index] is GradientState.STEPPED:
+                if arrived is not None and arrived[index]:
+                    item.of(whole).copy_(item.of(self.host_grad))
+                clip(item.of(whole), scale, limit)
+        return whole
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are gradients of earlier micro-batches, or of user code, which no step has used."""
+        return self.accumulating or bool(self.assigned)
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether copied gradients may stay in `host_grad` until their step: nothing is likely to be added to them.
+
+        Sums are made between two backwards, because the second one would wait for them.
+        """
+        return self._pool is None and not self.kept and not self.was_sum
+
+    def fold(self) -> None:
+        """Copies the gradients that user code has assigned to `accum`."""
+        if self.assigned:
+            wait_for(self.consumed, "gradients")
+            for index, gradient in self.assigned.items():
+                self._flat.param_views[index].of(self.accumulated()).copy_(gradient.detach())
+                self.has_accum[index] = True
+            self.assigned.clear()
+            self.accumulating = True
+
+    def set_consumed(self, done: "Future[None]") -> None:
+        """Passes the ownership of `host_grad` to a job that ends with `done`."""
+        if self._pool is None:
+            self.consumed = done
+            return
+
+        def release(_: None) -> "Future[None]":
+            self._release()
+            return done
+
+        self.consumed = then(ended(done), release)
+
+    def target(self, index: int) -> Tensor:
+        """Returns the bytes of `host_grad` that the gradient of parameter `index` is copied to."""
+        item = self._flat.param_views[index]
+        size = self._flat.dtype.itemsize
+        return self._bytes[item.start * size : (item.start + item.numel) * size]
+
+    def add(self, arrived: list[bool]) -> None:
+        """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""
+        whole = self.accumulated()
+        for index, item in enumerate(self._flat.param_views):
+            if arrived[index]:
+                accum, gradient = item.of(whole), item.of(self.host_grad)
+                if self.has_accum[index]:
+                    accum.add_(gradient)
+                else:
+                    accum.copy_(gradient)
+                self.has_accum[index] = True
+
+    def drop(self) -> None:
+        """Drops copied and accumulated gradients whose step has not begun."""
+        self.assigned.clear()
+        self.followed.clear()
+        self.num_arrived = 0  # user code may have called `loss.backward` before, whose end was not announced
+        self.states = [GradientState.NONE] * len(self.states)
+        self._used = None
+        if self.accumulating or any(self.arrived):
+            wait_for(self.consumed, "gradients")
+            self.arrived = [False] * len(self.arrived)
+            self.on_device.clear()
+            self.has_accum = [False] * len(self.has_accum)
+            self.accumulating = False
+
+    def free(self) -> None:
+        """Frees the memory; no job uses it."""
+        self._release()
+        self.accum = None
+
+    def _use(self, memory: Tensor, release: Callable[[], None]) -> None:
+        self._bytes, self._release_memory = memory, release
+        self.host_grad = memory.view(self._flat.dtype)
+
+    def _release(self) -> None:
+        """Releases `host_grad`, if it has memory, which no job uses."""
+        release, self._release_memory = self._release_memory, None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.host_grad = self._bytes.view(self._flat.dtype)
+        if release is not None:
+            release()

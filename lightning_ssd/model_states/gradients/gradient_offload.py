@@ -1,0 +1,537 @@
+"""Gradient offloading: from `Tensor.grad` on the device to host memory, accumulation in fp32, norms.
+
+A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward
+continues. Gradients of several micro-batches are summed on the host. A gradient whose step the device makes may stay
+there instead, if a plan says so (Teraio places gradients as it does all other tensors).
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.device import CopyEngine, Mark, Worker
+from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
+from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.model_states.weights import ParamPrefetcher
+from lightning_ssd.waits import wait_for
+
+
+@dataclass
+class _DelayedBackward:
+    """A backward whose gradients are stepped after its end.
+
+    Attributes:
+        states: states of each flat parameter's gradients before it.
+        accumulated: flat parameters that had gradients of earlier micro-batches, or of user code, before it.
+        measured: parameters whose norms it has measured, with their flat parameters.
+        added: whether it has added to gradients of earlier micro-batches or steps.
+    """
+
+    states: Mapping[FlatParameter, list[GradientState]]
+    accumulated: frozenset[FlatParameter]
+    measured: list[tuple[FlatParameter, nn.Parameter]] = field(default_factory=list)
+    added: bool = False
+
+
+class GradientOffloader:
+    """Offloads the gradients of the flat parameters that are stepped.
+
+    Duty: copies a gradient to the host, accumulates micro-batches, measures norms, and passes the result to a step. The
+    step scheduler decides when a step begins.
+
+    Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
+    `backward`; two of them never call at a time. Two callbacks run elsewhere: `run` in `accumulate` on the worker's
+    thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
+
+    Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy; or
+    to `Gradient.on_device`, if it stays, until `hand_over_on_device` passes it to a step, or `offload_kept` copies it.
+    Host memory: see `Gradient`. A norm is a one-element tensor, on the device for a gradient that was copied, on the
+    host for an accumulated one; the norms of a flat parameter belong to its next step, and an accumulation writes to
+    the mapping of the step that it was submitted for, which the step reads after `Gradient.consumed`.
+
+    Args:
+        gradients: the gradient of each flat parameter that is stepped; owned.
+        pool: memory that the gradients share; owned. None: each has its own memory.
+        prefetcher: counts the forwards of a unit, each of which yields a gradient.
+        copies: copies of the device.
+        worker: runs accumulations.
+        decision: receives the gradients of a step that clips or scales.
+        recorded: whether steps are recorded, so that no gradient may outlive its step.
+
+    Attributes:
+        ignored: parameters whose gradients of the next backward are ignored, because an attempt that has failed has
+            added them.
+    """
+
+    MAX_IN_FLIGHT_BYTES = 256 * 2**20
+    """Most bytes of gradients on the device whose copies are in flight."""
+
+    def __init__(
+        self,
+        gradients: Mapping[FlatParameter, Gradient],
+        pool: GradientPool | None,
+        prefetcher: ParamPrefetcher,
+        copies: CopyEngine,
+        worker: Worker,
+        decision: GradScaleDecision,
+        *,
+        recorded: bool,
+    ) -> None:
+        self._gradients = gradients
+        self._pool = pool
+        self._prefetcher = prefetcher
+        self._copies = copies
+        self._worker = worker
+        self._decision = decision
+        self._recorded = recorded
+        self._norms: dict[FlatParameter, dict[nn.Parameter, Tensor]] = {flat: {} for flat in gradients}
+        """Norms of the gradients of the next step, before they are unscaled."""
+        self._expected: dict[tuple[FlatParameter, tuple[bool, ...], bool], int] = {}
+        """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient, and by
+        whether the weights of its unit were used outside of forwards, too."""
+        self.ignored: set[nn.Parameter] = set()
+        self._in_flight: deque[tuple[Tensor, Mark]] = deque()
+        self._in_flight_bytes = 0
+        self._waited = 0.0
+        self._delayed: _DelayedBackward | None = None
+        """A backward whose gradients can be dropped if it fails; None: they can't be."""
+        self._summed: set[FlatParameter] = set()
+        """Flat parameters whose gradients the running backward has added in fp32 on the host, one by one."""
+
+    def __getitem__(self, flat: FlatParameter) -> Gradient:
+        """Returns the gradient of a flat parameter."""
+        return self._gradients[flat]
+
+    def items(self) -> ItemsView[FlatParameter, Gradient]:
+        """Returns the flat parameters that are stepped, and their gradients."""
+        return self._gradients.items()
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether gradients share host memory, which has no room for all of them."""
+        return self._pool is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
+
+    @property
+    def arriving(self) -> bool:
+        """Whether the running backward has offloaded gradients."""
+        return bool(self._summed) or any(gradient.num_arrived for gradient in self._gradients.values())
+
+    # ---- a backward that may fail ----
+
+    def delay_steps(self) -> None:
+        """Begins a backward whose gradients are stepped after its end, so that they can be dropped if it fails.
+
+        With a shared pool steps are not delayed: other gradients need the memory that they free.
+        """
+        if self._pool is None and not self.arriving:
+            self.accumulate_all()  # gradients that user code may read are of an earlier backward
+            states = {flat: list(gradient.states) for flat, gradient in self._gradients.items()}
+            accumulated = frozenset(flat for flat, gradient in self._gradients.items() if gradient.kept)
+            self._delayed = _DelayedBackward(states, accumulated)
+
+    @property
+    def steps_delayed(self) -> bool:
+        """Whether gradients of the running backward are stepped after its end only."""
+        return self._delayed is not None
+
+    @property
+    def droppable(self) -> bool:
+        """Whether `drop_delayed` undoes what the running backward has done."""
+        return self._delayed is not None and not self._delayed.added
+
+    def drop_delayed(self) -> None:
+        """Drops the gradients of the running backward, which has failed."""
+        delayed, self._delayed = self._delayed, None
+        if delayed is None:
+            return
+        self._release_in_flight()  # later copies to the same host memory are on the same stream
+        for flat, parameter in delayed.measured:
+            self._norms[flat].pop(parameter, None)
+        for flat, gradient in self._gradients.items():
+            if not gradient.num_arrived and flat not in self._summed:
+                continue
+            if gradient.accumulating and flat not in delayed.accumulated:  # all that is accumulated is of this backward
+                gradient.drop()
+                self.reset_norms(flat)
+            gradient.undo_backward(delayed.states[flat])
+        self._summed.clear()
+
+    def _note_added(self, flat: FlatParameter) -> None:
+        """Notes an addition to the accumulated gradients of `flat`, which can't be undone if they have earlier ones."""
+        if self._delayed is not None and flat in self._delayed.accumulated:
+            self._delayed.added = True
+
+    def note_sum(self, flat: FlatParameter) -> None:
+        """Notes that the running backward adds a gradient of `flat` in fp32 on the host."""
+        self._note_added(flat)
+        self._summed.add(flat)
+
+    # ---- one gradient, on the thread that runs backward ----
+
+    def receive(self, flat: FlatParameter, index: int) -> None:
+        """Registers a new gradient of a parameter, and allocates host memory for it.
+
+        Raises:
+            RuntimeError: it would be added to a gradient that a step has used and not kept.
+        """
+        gradient = self._gradients[flat]
+        gradient.announce(index)
+        if gradient.assigned:
+            self._note_added(flat)
+            gradient.fold()
+        if gradient.states[index] is GradientState.STEPPED:
+            self.resume_accumulation(flat, index)
+        if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
+            self.accumulate(flat)
+        if not any(gradient.arrived):
+            begun = perf_counter()
+            gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
+            self._waited += perf_counter() - begun
+        gradient.arrive(index)
+
+    def complete(self, flat: FlatParameter) -> bool:
+        """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
+        if self._gradients[flat].num_arrived != len(flat.param_views):  # most calls: one for each gradient
+            return False
+        required = _requires_grad(flat)
+        # Backward may need the weights of a parameter that was frozen since the forward, until its end.
+        if not all(required):
+            return False
+        expected = self._expected.get((flat, required, self._prefetcher.used_outside(flat)))
+        if expected is not None:  # a gradient in several parts is complete at the end of backward only
+            return expected == sum(required)
+        # In the first backward, the end of backward decides; with a shared pool that would be too late.
+        return self._pool is not None and self._prefetcher.has_one_gradient(flat)
+
+    def frees_early(self, flat: FlatParameter) -> bool:
+        """Returns True if the complete gradient of `flat` should be accumulated before backward ends.
+
+        That is so in micro-batches without a step where gradients share memory, which has no room for all of them.
+        """
+        return self._pool is not None and not self.steps_delayed and not flat.shared and self.complete(flat)
+
+    def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
+        """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
+
+        Args:
+            flat: flat parameter of the parameter.
+            parameter: parameter of the gradient.
+            grad: the gradient, on the device.
+            check_finite: whether the running step is skipped if the gradient is not finite.
+        """
+        if check_finite and self._decision.loss_scaled:
+            self._decision.check(grad)
+        if self._decision.needs_norm and not self._gradients[flat].accumulating:
+            self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
+            if self._delayed is not None:
+                self._delayed.measured.append((flat, parameter))
+
+    def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
+        gradient = self._gradients[flat]
+        # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
+        # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
+        last = gradient.num_arrived >= len(flat.param_views)
+        data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
+        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
+        self.keep_alive(data, gradient.mark)
+        while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
+            self._release_oldest()
+
+    def keep(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Keeps a gradient on the device, for a step there."""
+        self._gradients[flat].on_device[index] = grad.detach()
+
+    def offload_kept(self, flat: FlatParameter) -> None:
+        """Offloads the gradients of `flat` that were kept on the device: something else than a step there uses them."""
+        gradient = self._gradients[flat]
+        kept, gradient.on_device = gradient.on_device, {}
+        for index, grad in kept.items():
+            self.offload(flat, index, grad)
+
+    def keep_alive(self, data: Tensor, mark: Mark) -> None:
+        """Keeps device bytes alive until the mark of their copy is reached."""
+        self._in_flight.append((data, mark))
+        self._in_flight_bytes += data.numel()
+
+    def end_backward(self) -> None:
+        """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
+        self._delayed = None
+        self._summed.clear()
+        self.ignored.clear()
+        self._release_in_flight()
+        for flat, gradient in self._gradients.items():
+            if num_arrived := gradient.end_backward():
+                self._expected[flat, _requires_grad(flat), self._prefetcher.used_outside(flat)] = num_arrived
+
+    def _release_in_flight(self) -> None:
+        if self._in_flight:  # the copies end in the order in which they were issued
+            self._copies.wait(self._in_flight[-1][1])
+            self._in_flight.clear()
+            self._in_flight_bytes = 0
+
+    def _release_oldest(self) -> None:
+        data, mark = self._in_flight.popleft()
+        self._in_flight_bytes -= data.numel()
+        self._copies.wait(mark)
+
+    def resume_accumulation(self, flat: FlatParameter, index: int) -> None:
+        """Makes a new gradient add to the one that the last step has used, as in plain training without `zero_grad`.
+
+        Raises:
+            RuntimeError: the step has not kept its gradient.
+        """
+        gradient = self._gradients[flat]
+        if not gradient.retained:
+            raise RuntimeError(
+                f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, "
+                "which is gone. Call `optimizer.zero_grad()` between a step and the next backward, or, if only "
+                "gradients of inputs are needed, `torch.autograd.grad` instead of `backward`."
+            )
+        if self._recorded:
+            raise RuntimeError(
+                f"the gradient of {flat.param_views[index].name} that the last step has used is added to, or stepped "
+                "again, and `recover=True` does not record it. Call `optimizer.zero_grad()` between a step and the "
+                "next backward or step, or set `recover=False`."
+            )
+        gradient.resume(index)
+        if self._delayed is not None:
+            self._delayed.added = True
+
+    def resume_stepped(self, flat: FlatParameter) -> None:
+        """Makes gradients that an earlier step has used, and `zero_grad` has not dropped, gradients of the next step.
+
+        In plain training, `optimizer.step` uses them again.
+
+        Raises:
+            RuntimeError: the step has not kept them.
+        """
+        gradient = self._gradients[flat]
+        for index, state in enumerate(gradient.states):
+            if state is not GradientState.STEPPED:
+                continue
+            if not gradient.retained:
+                raise RuntimeError(
+                    f"`optimizer.step` would use the gradient of {flat.param_views[index].name} again, which the last "
+                    "step has used and not kept. Call `optimizer.zero_grad()` between two steps, or override "
+                    "`on_after_backward`: steps wait for the end of backward then, and keep gradients."
+                )
+            self.resume_accumulation(flat, index)
+            self.remeasure(flat, [index])
+
+    def used(self) -> dict[nn.Parameter, Tensor | None]:
+        """Returns copies of the gradients that steps have used; None: the step has not kept it. No step runs."""
+        return {
+            item.parameter: item.of(gradient.used()).clone() if gradient.retained else None
+            for flat, gradient in self._gradients.items()
+            for item, state in zip(flat.param_views, gradient.states, strict=True)
+            if state is GradientState.STEPPED
+        }
+
+    def restore_used(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Restores what `used` has returned, before the first backward."""
+        for flat, gradient in self._gradients.items():
+            gradient.restore_used(
+                {
+                    index: gradients[item.parameter]
+                    for index, item in enumerate(flat.param_views)
+                    if item.parameter in gradients
+                }
+            )
+
+    def restore_accumulated(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Accumulates gradients of earlier micro-batches, of parameters that were on the device then.
+
+        Called before the next backward. They are fp32 tensors in host memory.
+        """
+        for flat, gradient in self._gradients.items():
+            for index, item in enumerate(flat.param_views):
+                if item.parameter not in gradients:
+                    continue
+                item.of(gradient.accumulated()).copy_(gradients[item.parameter])
+                gradient.set_accumulated(index)
+                if self._decision.loss_scaled:
+                    self._decision.check_value(item.of(gradient.accumulated()))
+                self.remeasure(flat, [index])
+
+    # ---- accumulation on the host ----
+
+    def accumulate(self, flat: FlatParameter) -> "Future[None]":
+        """Submits the accumulation of the gradients that were copied.
+
+        Returns:
+            `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
+        """
+        self._note_added(flat)
+        gradient = self._gradients[flat]
+        if gradient.on_device:
+            self.offload_kept(flat)
+        arrived = gradient.accumulate()
+        norms = self._norms[flat] if self._decision.needs_norm else None
+
+        def run() -> None:  # on the worker's thread
+            gradient.add(arrived)
+            if norms is not None:
+                for index in range(len(flat.param_views)):
+                    _measure_accumulated(gradient, flat, index, norms)
+
+        gradient.set_consumed(self._worker.submit(run, [self._on_host(gradient)]))
+        return gradient.consumed
+
+    def accumulate_all(self) -> None:
+        """Submits the accumulation of every gradient that was copied."""
+        for flat, gradient in self._gradients.items():
+            if any(gradient.arrived):
+                self.accumulate(flat)
+
+    def remeasure(self, flat: FlatParameter, indices: Sequence[int]) -> None:
+        """Measures the norms of gradients again that user code has changed or dropped, or that are used again."""
+        if not self._decision.needs_norm:
+            return
+        gradient = self._gradients[flat]
+        norms = self._norms[flat]
+        for index in indices if norms or gradient.accumulating else ():
+            norms.pop(flat.param_views[index].parameter, None)
+            if gradient.accumulating:  # else `has_accum` belongs to the last step
+                _measure_accumulated(gradient, flat, index, norms)
+
+    def measure_norms(self, needed: bool) -> None:
+        """Has the norms of gradients measured as they arrive, or not, from the step on that begins now.
+
+        Norms of earlier micro-batches are measured when they are needed.
+        """
+        if self._decision.needs_norm and not needed:
+            for flat in self._gradients:
+                self.reset_norms(flat)
+        self._decision.needs_norm = needed
+
+    def pop_waited(self) -> float:
+        """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def norms(self, flat: FlatParameter) -> Mapping[nn.Parameter, Tensor]:
+        """Returns the norms of the gradients of `flat`. Accumulations have ended.
+
+        Gradients that user code has assigned, and may have changed since, and those that arrived before norms were
+        needed are measured now: on the device, unless they were accumulated.
+        """
+        gradient, norms = self._gradients[flat], self._norms[flat]
+        for index, item in enumerate(flat.param_views):
+            if index in gradient.assigned:
+                norms[item.parameter] = internals.foreach_norm([gradient.assigned[index].detach()])[0]
+            if gradient.states[index] is not GradientState.PRESENT or item.parameter in norms:
+                continue
+            if gradient.arrived[index]:
+                self.offload_kept(flat)
+                wait_for(self._on_host(gradient), "gradients")
+                copied = item.of(gradient.host_grad).to(self._copies.device)
+                norms[item.parameter] = internals.foreach_norm([copied.float()])[0]
+            else:
+                _measure_accumulated(gradient, flat, index, norms)
+        return norms
+
+    def reset_norms(self, flat: FlatParameter) -> None:
+        """Starts the norms of the next step of `flat`."""
+        self._norms[flat] = {}
+
+    # ---- towards a step, or user code ----
+
+    def hand_over(self, flat: FlatParameter) -> "tuple[Future[None], list[bool] | None]":
+        """Passes the ownership of a gradient to a step; the caller passes the step's future to `set_consumed`.
+
+        Gradients that were kept on the device are offloaded.
+
+        Returns:
+            A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in
+            `Gradient.host_grad`, or None if the step uses the accumulated gradients.
+        """
+        gradient = self._gradients[flat]
+        if gradient.on_device:
+            self.offload_kept(flat)
+        arrived = gradient.begin_step()
+        if arrived is None:
+            return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
+        return self._on_host(gradient), arrived
+
+    def hand_over_on_device(self, flat: FlatParameter) -> "tuple[WaitingGradient, list[bool]]":
+        """Passes the ownership of a gradient that is on the device as a whole to a step there, as `hand_over` does.
+
+        Returns:
+            The gradient; and for each parameter, whether it has one.
+        """
+        gradient = self._gradients[flat]
+        kept, gradient.on_device = gradient.on_device, {}
+        arrived = gradient.begin_step()
+        assert arrived is not None and len(kept) == len(arrived)
+        values = [view.flatten(kept[index]) for index, view in enumerate(flat.param_views)]
+        return WaitingGradient(flat, values, self._copies.mark(), gradient.target), arrived
+
+    @contextlib.contextmanager
+    def as_grads(self) -> Iterator[None]:
+        """Makes the accumulated gradients the `.grad` of the parameters, which are whole tensors on the CPU meanwhile.
+
+        No accumulation and no step may run. Changes count, including assignments and None: norms are measured again,
+        and a gradient that is not finite skips a step with a loss scale.
+        """
+        parameters = [
+            (flat, item, gradient, index)
+            for flat, gradient in self._gradients.items()
+            for index, item in enumerate(flat.param_views)
+        ]
+        for gradient in self._gradients.values():
+            gradient.fold()
+        for _, item, gradient, index in parameters:
+            if gradient.has_accum[index]:
+                item.parameter.grad = item.of(gradient.accumulated())
+        try:
+            yield
+        finally:
+            for flat, item, gradient, index in parameters:
+                grad, item.parameter.grad = item.parameter.grad, None
+                gradient.replace_accumulated(index, present=grad is not None)
+                if grad is not None and grad.data_ptr() != item.of(gradient.accumulated()).data_ptr():
+                    item.of(gradient.accumulated()).copy_(grad)
+                if grad is not None and self._decision.loss_scaled:
+                    self._decision.check_value(item.of(gradient.accumulated()))
+                self.remeasure(flat, [index])
+
+    def consumed(self) -> "Sequence[Future[None]]":
+        """Returns the futures of the last use of every gradient."""
+        return [gradient.consumed for gradient in self._gradients.values()]
+
+    def free(self) -> None:
+        """Frees the host memory; every gradient was consumed."""
+        for gradient in self._gradients.values():
+            gradient.free()
+
+    def _on_host(self, gradient: Gradient) -> "Future[None]":
+        """Returns a future that is done when all copies of `gradient` that were issued are on the host."""
+        return self._copies.on_d2h(gradient.mark)
+
+
+def _measure_accumulated(
+    gradient: Gradient, flat: FlatParameter, index: int, norms: dict[nn.Parameter, Tensor]
+) -> None:
+    item = flat.param_views[index]
+    if gradient.has_accum[index]:
+        norms[item.parameter] = internals.foreach_norm([item.of(gradient.accumulated())])[0]
+
+
+def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
+    with internals.without_torch_function():
+        return tuple([item.parameter.requires_grad for item in flat.param_views])

@@ -1,0 +1,73 @@
+"""The user's optimizers, and their arithmetic on flat parameters.
+
+The modules, in the order in which they are best read:
+
+- `user_optimizers`: parameters and groups of the user's optimizers, and which may be stepped a part at a time.
+- `optimizers`: flat optimizers: the same class and options on a flat parameter in host memory.
+- `adam`: torch's roundings of Adam and AdamW, and the calls of `adam.c`.
+- `adam_c`: the compiled library of `adam.c`.
+- `adam_cuda`: the kernels in `adam.cu`, with the bits of `adam.c`.
+- `step_work`: calls of `adam.c` that are made together.
+- `group_options`: options of parameter groups, copied before the optimizer's own code runs.
+- `optimizer_state`: `Optimizer.state` while some states are offloaded.
+- `whole_step`: optimizers that couple parameters: stepped once, whole, on the CPU.
+"""
+
+from lightning_ssd.model_states.optimizers.group_options import GroupOptions
+from lightning_ssd.model_states.optimizers.optimizer_state import check_state, guard_state, resident_states
+from lightning_ssd.model_states.optimizers.optimizers import (
+    AdamOptimizer,
+    ElementSpan,
+    ElementwiseOptimizer,
+    FlatOptimizer,
+    GenericOptimizer,
+    Options,
+    StepHalf,
+    StepInput,
+    WholeOptimizer,
+    make_flat_optimizer,
+)
+from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together
+from lightning_ssd.model_states.optimizers.user_optimizers import (
+    Groups,
+    check_steps_not_compiled,
+    groups_of,
+    parameters_of,
+    register_optimizer,
+    runs_within_step,
+    stepped_whole,
+    steps_whole,
+    unscales_itself,
+    zeroes_otherwise,
+)
+from lightning_ssd.model_states.optimizers.whole_step import WholeStep
+
+__all__ = [
+    "AdamOptimizer",
+    "ElementSpan",
+    "ElementwiseOptimizer",
+    "FlatOptimizer",
+    "GenericOptimizer",
+    "GroupOptions",
+    "Groups",
+    "Options",
+    "StepHalf",
+    "StepInput",
+    "StepWork",
+    "WholeOptimizer",
+    "WholeStep",
+    "check_state",
+    "check_steps_not_compiled",
+    "do_together",
+    "groups_of",
+    "guard_state",
+    "make_flat_optimizer",
+    "parameters_of",
+    "register_optimizer",
+    "resident_states",
+    "runs_within_step",
+    "stepped_whole",
+    "steps_whole",
+    "unscales_itself",
+    "zeroes_otherwise",
+]

@@ -1,0 +1,323 @@
+"""The kernel in adam.c with the roundings of torch's implementations of Adam and AdamW on a CPU.
+
+torch has three implementations: a for-loop over parameters, foreach, and a fused kernel. On a CPU the first two call
+the same operators. The roundings of an operator depend on the build of torch and on the processor (vector width, fused
+multiply-add, MKL's square root). So a kernel is used only if it reproduces the bits of torch's own function on this
+machine; else torch's function is called.
+"""
+
+import ctypes
+import functools
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from lightning_ssd.device import available_cores, kernel_threads
+from lightning_ssd.model_states.optimizers.adam_c import KernelArguments, KernelSettings, adam_library
+
+log = logging.getLogger(__name__)
+
+Implementation = Literal["for-loop", "foreach", "fused"]
+
+ITEM = 2**15
+"""Elements that a thread steps at a time; a multiple of every vector width."""
+
+
+def implementation_of(options: Mapping[str, Any], device: torch.device) -> Implementation:
+    """Returns torch's implementation for a parameter group.
+
+    Args:
+        options: the settings of the group, with `fused` and `foreach` as in `torch.optim.Adam` and `SGD`.
+        device: device of the parameters in the user's optimizer. A CPU reproduces the last digits of no GPU
+            implementation, so that "fused", the fastest one, is returned for a GPU.
+    """
+    if device.type != "cpu" or options["fused"]:
+        return "fused"
+    return "foreach" if options["foreach"] else "for-loop"  # torch's default on a CPU
+
+
+class KernelOutputs(IntFlag):
+    """Arrays that a step stores: the flags of `parts` in adam.c."""
+
+    WEIGHTS = 1
+    MASTERS = 2
+    MOMENTS = 4
+    ALL = 7
+
+
+class StoreTrial:
+    """Chooses the store instructions of steps that write to a second version: ordinary, or past the caches.
+
+    The faster kind depends on the processor and on the number of threads. So the first steps alternate between both
+    kinds, under the memory traffic of the training, and later ones use the faster kind. The bits are the same.
+
+    Threads: any, without a lock: a race makes a step slower at most.
+    """
+
+    LEAST = 2**20
+    """Least number of elements of a step that is too large for the caches."""
+    TRIALS = 8
+    """Steps that try each kind."""
+
+    def __init__(self) -> None:
+        self._rates: dict[bool, list[float]] = {False: [], True: []}
+
+    def choose(self) -> bool:
+        """Returns whether the next step stores past the caches."""
+        ordinary, past = self._rates[False], self._rates[True]
+        if len(ordinary) < self.TRIALS or len(past) < self.TRIALS:
+            return len(past) < len(ordinary)
+        return statistics.median(past) > statistics.median(ordinary)
+
+    def note(self, past_caches: bool, rate: float) -> None:
+        """Records the rate of a step, elements per second, until the trial is complete."""
+        if len(self._rates[past_caches]) < self.TRIALS:
+            self._rates[past_caches].append(rate)
+            if len(self._rates[past_caches]) == self.TRIALS == len(self._rates[not past_caches]):
+                medians = {name: statistics.median(self._rates[past]) / 1e9 for name, past in _NAMES.items()}
+                log.info("steps to a second version, 1e9 parameters/s: %s", medians)
+
+
+_NAMES = {"ordinary stores": False, "stores past the caches": True}
+
+STORE_TRIAL = StoreTrial()
+"""The trial that all steps of this process share."""
+
+
+@dataclass(frozen=True)
+class AdamKernel:
+    """The functions of adam.c with one kind of roundings.
+
+    Attributes:
+        library: the functions.
+        root: address of the square-root function; None: roots are rounded to the nearest number.
+        width: elements of a vector of torch's fused kernel; elements of a parameter that fill none are its tail.
+    """
+
+    library: ctypes.CDLL
+    root: int | None
+    width: int
+
+    def items(self, parameters: Iterable[tuple[int, int]]) -> Tensor:
+        """Returns the work on parameters, as rows of start, begin of the tail, and end, in elements.
+
+        Args:
+            parameters: start and number of elements of each.
+        """
+        rows: list[tuple[int, int, int]] = []
+        for start, numel in parameters:
+            end = start + numel
+            tail = end - numel % self.width
+            for low in range(start, end, ITEM):
+                high = min(low + ITEM, end)
+                rows.append((low, min(tail, high), high))
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def call(
+        self,
+        name: str,
+        items: Tensor,
+        arrays: Sequence[Tensor],
+        settings: KernelSettings,
+        parts: KernelOutputs = KernelOutputs.ALL,
+    ) -> "KernelCall":
+        """Returns the call of a function of adam.c that makes a step.
+
+        Args:
+            name: name of the function.
+            items: as `items` returns them.
+            arrays: array arguments of the function, in order.
+            settings: as `settings_of` returns them.
+            parts: arrays that the step stores.
+        """
+        settings.root = self.root
+        settings.parts = parts
+        function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
+        addresses = (ctypes.c_void_p * 9)(*[array.data_ptr() for array in arrays])
+        arguments = KernelArguments(function, items.size(0), items.data_ptr(), addresses, settings)
+        return KernelCall(self.library, arguments, (items, *arrays))
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a function of adam.c that is to be made.
+
+    Attributes:
+        library: the functions.
+        arguments: the function and its arguments.
+        tensors: the work list and the arrays whose addresses are in `arguments`; this object keeps them alive.
+    """
+
+    library: ctypes.CDLL
+    arguments: KernelArguments
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of an array."""
+        return self.tensors[1].numel()
+
+    @property
+    def may_pass_caches(self) -> bool:
+        """Whether new values replace no old ones, and are too many for the caches."""
+        return self.arguments.arrays[0] != self.arguments.arrays[4] and self.numel >= STORE_TRIAL.LEAST
+
+
+def make_calls(calls: Sequence[KernelCall]) -> None:
+    """Makes calls one after the other, without waiting for Python's lock between them."""
+    if not calls:
+        return
+    passing = [call for call in calls if call.may_pass_caches]
+    past_caches = bool(passing) and STORE_TRIAL.choose()
+    for call in passing:
+        call.arguments.settings.past_caches = past_caches
+    arguments = (KernelArguments * len(calls))(*[call.arguments for call in calls])
+    begun = perf_counter()
+    calls[0].library.adam_calls(ctypes.c_int64(len(calls)), arguments)
+    if len(passing) == len(calls):
+        STORE_TRIAL.note(past_caches, sum([call.numel for call in calls]) / (perf_counter() - begun))
+
+
+def settings_of(
+    options: Mapping[str, Any], implementation: Implementation, step: int, scale: float
+) -> KernelSettings | None:
+    """Returns the numbers of one step, each computed as torch computes it, or None for settings adam.c does not know.
+
+    Args:
+        options: the settings of the group.
+        implementation: implementation of torch whose roundings are reproduced.
+        step: steps of the parameters after this one.
+        scale: factor of the gradient.
+    """
+    (beta1, beta2), lr, decay = options["betas"], options["lr"], options["weight_decay"]
+    if options["amsgrad"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or isinstance(decay, Tensor):
+        return None
+    if options["differentiable"] or options["capturable"] or ctypes.c_float(1 - beta1).value >= 0.5:
+        return None
+    if isinstance(lr, Tensor):  # the for-loop computes with the tensor
+        lr = lr.item() if implementation == "fused" else lr.squeeze()
+    correction = 1 - beta2**step
+    return KernelSettings(
+        scale=-scale if options["maximize"] else scale,
+        decay=1 - lr * decay if options["decoupled_weight_decay"] or not decay else decay,
+        lerp=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        correction=math.sqrt(correction) if implementation == "fused" else correction**0.5,
+        eps=options["eps"],
+        step_size=-(lr / (1 - beta1**step)),
+        decoupled=options["decoupled_weight_decay"] or not decay,
+        threads=kernel_threads(available_cores(), torch.get_num_threads()),
+    )
+
+
+def torchs_step(
+    options: Mapping[str, Any], weights: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int
+) -> None:
+    """Makes a step of one fp32 parameter, or of a part of it, with torch's own function.
+
+    Args:
+        options: the settings of the group.
+        weights: changed in place.
+        gradient: gradient of the weights.
+        states: optimizer states by torch's names; changed in place.
+        step: steps of the parameter after this one.
+    """
+    with torch.no_grad():
+        adam(
+            [weights],
+            [gradient],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [states["max_exp_avg_sq"]] if options["amsgrad"] else [],
+            [torch.tensor(float(step - 1), dtype=torch.float32)],
+            beta1=options["betas"][0],
+            beta2=options["betas"][1],
+            **{name: options[name] for name in _PASSED},
+        )
+
+
+_PASSED = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad", "lr",
+           "weight_decay", "eps", "maximize")  # fmt: skip
+
+
+@functools.cache
+def exact_kernel(implementation: Implementation) -> AdamKernel | None:
+    """Returns a kernel that gives the bits of torch's `implementation` on this machine, or None."""
+    if (library := adam_library()) is None:
+        return None
+    if implementation == "fused":
+        kernels = [AdamKernel(library, None, width) for width in (8, 16, 4, 1)]
+    else:
+        roots = dict.fromkeys((_mkl_root(), None))
+        kernels = [AdamKernel(library, root, 1) for root in roots]
+    for kernel in kernels:
+        if _gives_torchs_bits(kernel, implementation):
+            return kernel
+    log.warning(
+        "adam.c does not give the bits of torch's %s implementation on this processor: Adam and AdamW are stepped by "
+        "torch's own function, which takes more passes",
+        implementation,
+    )
+    return None
+
+
+def any_kernel() -> AdamKernel | None:
+    """Returns the fastest kernel, for steps whose last digits no CPU reproduces."""
+    library = adam_library()
+    return None if library is None else AdamKernel(library, None, 1)
+
+
+def _mkl_root() -> int | None:
+    """Returns the address of the square root that torch's `Tensor.sqrt` calls where it was built with MKL."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).vmsSqrt, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+CHECKED_OPTIONS: dict[str, Any] = {
+    "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
+    "capturable": False, "differentiable": False,
+}  # fmt: skip
+"""Options of the steps by which kernels are compared with torch's functions, and with each other."""
+
+
+def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bool:
+    """Steps parameters of many lengths with both, and compares all numbers."""
+    lengths = [*range(1, 40), 100, 1023, 4099]
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    numel = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    for decoupled in (True, False):
+        kind = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+        options = CHECKED_OPTIONS | kind | {"decoupled_weight_decay": decoupled}
+        # The dtype is explicit, because the training thread may have changed the default.
+        weights = torch.randn(numel, generator=generator, dtype=torch.float32)
+        ours = [weights, torch.zeros_like(weights), torch.zeros_like(weights)]
+        torchs = [array.clone() for array in ours]
+        for step in (1, 2, 3):
+            gradient = torch.randn(numel, generator=generator, dtype=torch.float32)
+            settings = settings_of(options, implementation, step, 1.0)
+            assert settings is not None
+            given = (ours[0], ours[0], *ours[1:])
+            items = kernel.items(zip(starts, lengths, strict=True))
+            make_calls([kernel.call("adam_fp32", items, (*given, *given, gradient), settings)])
+            for start, length in zip(starts, lengths, strict=True):
+                weight, first, second = (array[start : start + length] for array in torchs)
+                states = {"exp_avg": first, "exp_avg_sq": second}
+                torchs_step(options, weight, gradient[start : start + length], states, step)
+        if not all(torch.equal(one, other) for one, other in zip(ours, torchs, strict=True)):
+            return False
+    return True

@@ -1,0 +1,76 @@
+"""Placement: which parameters are offloaded, in which flat parameters and tiers, and moves between tiers.
+
+The modules, in the order in which they are best read:
+
+- `budget`: host memory or SSDs for each flat parameter, within a budget of bytes.
+- `residency`: parameters that stay on the device with gradients and optimizer states.
+- `states_config`: settings for a whole training.
+- `grouping`: parameters grouped into flat parameters, with layouts and optimizers.
+- `state_storage`: the scratch space on SSDs, and the store of each flat parameter.
+- `unit_mover`: moves the values of one part of a unit after the other.
+"""
+
+from lightning_ssd.model_states.placement.budget import MemoryPlan, plan_memory
+from lightning_ssd.model_states.placement.grouping import (
+    FLAT_ELEMENTS,
+    STAGED_FLAT_ELEMENTS,
+    FlatSpec,
+    compute_dtypes,
+    flat_groups,
+    flats_of,
+    make_flat_params,
+    make_spec,
+)
+from lightning_ssd.model_states.placement.residency import (
+    PlanTiers,
+    UnitTiers,
+    bytes_on_device,
+    needs_master,
+    off_device,
+    offloaded_parameters,
+    planned_residents,
+    residents_within,
+    state_bytes,
+)
+from lightning_ssd.model_states.placement.state_storage import KilledRun, make_staging, make_store
+from lightning_ssd.model_states.placement.states_config import (
+    GPU_MEMORY,
+    GPU_SHARE,
+    MOVABLE_GPU_SHARE,
+    Setup,
+    StatesConfig,
+)
+from lightning_ssd.model_states.placement.unit_mover import TieredSpec, UnitMover, present_spec
+
+__all__ = [
+    "FLAT_ELEMENTS",
+    "FlatSpec",
+    "GPU_MEMORY",
+    "GPU_SHARE",
+    "KilledRun",
+    "MOVABLE_GPU_SHARE",
+    "MemoryPlan",
+    "PlanTiers",
+    "STAGED_FLAT_ELEMENTS",
+    "Setup",
+    "StatesConfig",
+    "TieredSpec",
+    "UnitMover",
+    "UnitTiers",
+    "bytes_on_device",
+    "compute_dtypes",
+    "flat_groups",
+    "flats_of",
+    "make_flat_params",
+    "make_spec",
+    "make_staging",
+    "make_store",
+    "needs_master",
+    "off_device",
+    "offloaded_parameters",
+    "plan_memory",
+    "planned_residents",
+    "present_spec",
+    "residents_within",
+    "state_bytes",
+]

@@ -1,0 +1,155 @@
+"""Storage of model states: the scratch space that flat parameters on SSDs share, and the store of each of them."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from lightning_ssd.activations import OffloadConfig
+from lightning_ssd.device import CopyEngine
+from lightning_ssd.model_states.journal import (
+    CommitRecord,
+    RunFingerprint,
+    has_commit_record,
+    read_commit_record,
+    remove_record,
+)
+from lightning_ssd.model_states.placement.budget import MemoryPlan
+from lightning_ssd.model_states.stores import HostBuffer, Layout, SSDBuffer, StateBuffer, StateStaging, StateStore
+from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, StoreManifest
+from lightning_ssd.types import OffloadTierName
+
+log = logging.getLogger(__name__)
+
+
+class KilledRun:
+    """The record of a killed run, read when the blob store has locked its directories against other processes.
+
+    Threads: the training thread.
+
+    Args:
+        layouts: layouts of this run's flat parameters.
+        settings: settings of this run.
+        start_over: whether the record is removed unread.
+
+    Attributes:
+        record: the record; None: there is none, or it was not read yet.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], settings: RunFingerprint, *, start_over: bool) -> None:
+        self._start_over = start_over
+        self._layouts = layouts
+        self._settings = settings
+        self.record: CommitRecord | None = None
+
+    def __call__(self, directories: Sequence[PrivateDirectory]) -> StoreManifest | None:
+        """Returns the files that the store adopts; None: it begins with new ones."""
+        if self._start_over:
+            if any(has_commit_record(directory) for directory in directories):
+                log.warning("starting from the given checkpoint, and not from the record of a killed run")
+            for directory in directories:
+                remove_record(directory)
+            return None
+        self.record = read_commit_record(directories, self._layouts, self._settings)
+        return None if self.record is None else self.record.kept
+
+
+def make_staging(
+    memory_plan: MemoryPlan,
+    storage: OffloadConfig,
+    default_path: str | Path,
+    device: torch.device,
+    *,
+    killed: KilledRun | None,
+) -> StateStaging | None:
+    """Returns the scratch space, memory and threads of flat parameters on SSDs; None if there are none.
+
+    Args:
+        memory_plan: tiers of the flat parameters.
+        storage: budgets and paths.
+        default_path: directory of scratch files if the user has named none.
+        device: device that the model computes on.
+        killed: a run whose files are adopted. With it, scratch space is made in any case, for the journal.
+
+    Raises:
+        StorageError: host memory or scratch space can't be allocated.
+    """
+    if memory_plan.ssd == 0 and killed is None:
+        return None
+    with contextlib.ExitStack() as undo:
+        store = BlobStore(
+            storage.paths(default_path),
+            device=device,
+            backend=storage.backend,
+            capacity=None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity"),
+            checksum=storage.checksum,
+            keep=killed is not None,
+            find_manifest=killed,
+        )
+        is_new = killed is None or killed.record is None
+        undo.callback(store.close, remove=is_new)
+        if is_new:
+            store.reserve(memory_plan.ssd)
+        staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
+        undo.pop_all()
+    return staging
+
+
+def make_store(
+    layout: Layout,
+    tiers: tuple[OffloadTierName, OffloadTierName],
+    staging: StateStaging | None,
+    copies: CopyEngine,
+    undo: contextlib.ExitStack,
+    *,
+    blobs: Iterator[Blob] | None = None,
+) -> StateStore:
+    """Returns an empty store of a flat parameter.
+
+    Args:
+        layout: layout of its values.
+        tiers: tier of the compute weights, and of the other values.
+        staging: scratch space.
+        copies: copies of the device.
+        undo: frees the buffers.
+        blobs: blobs of a killed run, with values, which are used in order.
+
+    Raises:
+        StorageError: host memory or scratch space can't be allocated.
+    """
+    pin = copies.device.type == "cuda"
+    of_weights, of_opt_state = tiers
+    weights = make_buffer(layout.flat.nbytes, of_weights, staging, undo, versions=layout.versions, pin=pin, blobs=blobs)
+    assert weights is not None
+    opt_state = make_buffer(
+        layout.opt_state_bytes, of_opt_state, staging, undo, versions=layout.versions, pin=False, blobs=blobs
+    )
+    return StateStore(layout, weights, opt_state, copies, staging)
+
+
+def make_buffer(
+    nbytes: int,
+    tier: OffloadTierName,
+    staging: StateStaging | None,
+    undo: contextlib.ExitStack,
+    *,
+    versions: int,
+    pin: bool,
+    blobs: Iterator[Blob] | None = None,
+) -> StateBuffer | None:
+    """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`."""
+    if not nbytes:
+        return None
+    buffer: StateBuffer
+    if tier == "host":
+        buffer = HostBuffer(nbytes, versions=versions, pin=pin)
+    else:
+        assert staging is not None
+        adopted = None if blobs is None else list(islice(blobs, versions))
+        buffer = SSDBuffer(nbytes, staging.store, versions=versions, blobs=adopted)
+    undo.callback(buffer.free)
+    return buffer

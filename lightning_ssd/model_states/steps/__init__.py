@@ -1,0 +1,25 @@
+"""Optimizer steps of offloaded flat parameters, on the CPU and on the device.
+
+The modules, in the order in which they are best read:
+
+- `step_scheduler`: when the step of a flat parameter begins, and which futures wait for it.
+- `step`: the step of one flat parameter, from the arrival of its gradient to its commit.
+- `weights_first`: units whose compute weights are stepped before the rest.
+- `step_history`: the last steps, and the roll-back of those that were committed in part.
+- `device_steps`: the flat parameters that the device steps.
+- `device_stepper`: steps on the device, in pieces.
+- `piece_transfers`: copies, reads and writes of a piece.
+- `optimizer_hooks`: hooks on `step` and `zero_grad` of the user's optimizers.
+"""
+
+from lightning_ssd.model_states.steps.device_steps import DeviceSteps
+from lightning_ssd.model_states.steps.optimizer_hooks import hook_step, hook_zero_grad, keep_last
+from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
+
+__all__ = [
+    "DeviceSteps",
+    "StepScheduler",
+    "hook_step",
+    "hook_zero_grad",
+    "keep_last",
+]

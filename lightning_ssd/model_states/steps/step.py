@@ -1,0 +1,352 @@
+"""The optimizer step of one flat parameter, from the arrival of its gradient on the host until the step is committed.
+
+`OptimizerStep` can be made in four ways, which `StepScheduler` chooses from: `speculative`, `deferred`, `on_device` and
+`serial`.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
+from lightning_ssd.model_states.gradients import Gradient, WaitingGradient
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput, StepWork, do_together
+from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
+from lightning_ssd.model_states.stores import StagedState, StateStore
+from lightning_ssd.spans import OPTIMIZER, span
+from lightning_ssd.storage import StorageError
+
+log = logging.getLogger(__name__)
+
+Jobs = Generator[StepWork, None, None]
+"""A job of the worker, which ends a step after the work that it yields."""
+
+Submitted = tuple["Future[None]", "Future[None]"]
+"""Futures of a step: done when the compute weights have their new values, and when the step is committed or skipped."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One step of one flat parameter.
+
+    Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it.
+
+    A step of values on SSDs stages them before its job, or the device's step, begins, so that reads overlap with other
+    jobs. A step of values in host memory stages them, without a copy, when its job begins.
+
+    Threads: `speculative`, `deferred`, `on_device` and `serial` are called on the training thread or autograd's. The
+    computation (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last
+    future it depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all
+    are done.
+
+    Ownership: the gradient belongs to the step until the step's last future is done. Staged values belong to the reads,
+    then to the worker's job or the device's step, then to the writes (see `StateStore`).
+
+    Attributes:
+        store: store of the flat parameter.
+        flat_optimizer: its optimizer.
+        options: options of its parameter group.
+        gradient: its gradient.
+        arrived: for each parameter, whether `gradient.host_grad` has its gradient, or `waiting`; None: the step uses
+            the accumulated gradients.
+        scale: future of the gradient scale; None: the step is skipped.
+        limit: largest absolute value of the scaled gradient's elements; None: no limit.
+        worker: runs the jobs.
+        count: called after each job of the CPU with the parameters stepped and the seconds that it took.
+        priority: priority of the jobs and their reads; the lowest goes first.
+        opt_state_priority: priority of the second job of a step in two halves.
+        waiting: the gradient on the device, for `on_device`; None: it is in host memory.
+    """
+
+    store: StateStore
+    flat_optimizer: FlatOptimizer
+    options: Options
+    gradient: Gradient
+    arrived: Sequence[bool] | None
+    scale: "Future[float | None]"
+    limit: float | None
+    worker: Worker
+    count: Callable[[int, float], None]
+    priority: int
+    opt_state_priority: int = 0
+    waiting: WaitingGradient | None = None
+
+    def speculative(self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> Submitted:
+        """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
+
+        With values in host memory, the job uses the scale if it is known by then. Else it allocates the second version,
+        which the speculation writes to; without memory for it, the step waits for the scale, and is made in place.
+
+        Args:
+            speculated: the speculated scale.
+            on_host: done when the gradient is on the host.
+            ready: done when the values may be staged. Before that, staging memory must not be allocated: earlier steps,
+                which `ready` waits for, may need it.
+        """
+        used: float | None = speculated
+        if self.store.in_memory:
+
+            def run() -> Jobs:  # on the worker's thread
+                nonlocal used
+                if self.scale.done():
+                    used = self.scale.result()
+                elif not self.store.add_second():
+                    used = None
+                if used is not None:
+                    yield from self._make(self.store.stage(step=True).result(), used)
+
+            made = self._submit(run, [on_host, *ready])
+        else:
+            # Reads begin before the gradient is on the host: they overlap with backward.
+            staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
+            made = self._submit_on(staged, lambda: self._make(staged.result(), speculated), [on_host])
+        done = then(all_of([made, self.scale]), lambda _: self._commit_or_redo(used))
+        return done, done
+
+    def deferred(
+        self, after: "Sequence[Future[Any]]", *, weights_first: bool = False, drop_second: bool = False
+    ) -> Submitted:
+        """Makes the step when the scale is known.
+
+        Nothing is staged before: staging buffers held while waiting would block units that the next forward needs
+        first.
+
+        Args:
+            after: further futures that the step depends on.
+            weights_first: whether a step of values in host memory is made in two halves where that is possible: the
+                compute weights, which the next forward waits for, and later, during the next backward, master weights
+                and optimizer states. The first half transfers about half of a step's bytes, and both halves transfer
+                half more than a whole step.
+            drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
+        """
+        if not self.store.in_memory:
+            whole = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
+            return whole, whole
+        done: Future[None] = Future()
+        opt_state: Future[None] | None = None
+
+        def run() -> Jobs:  # on the worker's thread
+            nonlocal opt_state
+            scale = self.scale.result()
+            if scale is not None and drop_second:
+                self.store.drop_second()
+            if scale is not None and weights_first and self._has_halves(scale):
+                yield from self._make(self.store.stage(step=True).result(), scale, "weights")
+                opt_state = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
+            else:
+                yield from self._make_in_memory(scale)
+
+        def end(weights: "Future[None]") -> None:  # on that thread, or the one that fails the job
+            if opt_state is None or weights.exception() is not None:
+                pass_on(weights, done)
+            else:
+                opt_state.add_done_callback(lambda made: pass_on(made, done))
+
+        weights = self._submit(run, [*after, self.scale])
+        weights.add_done_callback(end)
+        return weights, done
+
+    def on_device(
+        self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
+    ) -> Submitted:
+        """Makes the step on the device, when the scale is known.
+
+        The CPU makes it if the device can't, or fails before a value was overwritten. Values on SSDs are staged when
+        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped. If they are
+        transferred without staging memory (`StateStore.steps_directly`), a failed read fails the step, as it does where
+        they are staged.
+
+        Args:
+            stepper: makes the step.
+            after: as in `deferred`.
+            drop_second: as in `deferred`.
+        """
+        weights: Future[None] = Future()
+
+        def begin(_: None) -> "Future[None]":  # on the thread that completes the last of `after`, or the caller's
+            scale = self.scale.result()
+            if scale is None:
+                return on_cpu()
+            if self.store.steps_directly:
+                if not self.flat_optimizer.steps_on_device(self._input(scale), self.store.layout.empty_state):
+                    return on_cpu()
+                return then(self.store.stage_on_device(), lambda _: submit(None, scale))
+            staged = self.store.stage(step=True, priority=self.priority)
+            return then(staged, lambda values: submit_staged(values, scale))
+
+        def submit_staged(values: StagedState, scale: float) -> "Future[None]":
+            # On that thread, or the I/O thread of reads.
+            read = None if values.buffer is None else values  # others are staged again, without the second version
+            try:
+                possible = self.flat_optimizer.steps_on_device(self._input(scale), values)
+            except BaseException:
+                self.store.unstage(values, changed=False)
+                raise
+            if not possible:
+                return on_cpu() if read is None else self._make_staged(finished(read), scale, [to_host()])
+            return submit(read, scale)
+
+        def submit(read: StagedState | None, scale: float) -> "Future[None]":  # as `submit_staged`
+            gradient = self._gradient() if self.waiting is None else self.waiting
+            step = DeviceStep(
+                self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second, read
+            )
+            first, whole = stepper.submit(step, priority=self.priority)
+            # Weights in a second version, or on SSDs, are read from the commit on.
+            if self.store.in_memory and (drop_second or not self.store.has_second):
+                first.add_done_callback(pass_first)
+            return then(ended(whole), lambda _: commit(whole, read))
+
+        def pass_first(first: "Future[None]") -> None:
+            if first.exception() is None:
+                weights.set_result(None)
+
+        def commit(whole: "Future[None]", read: StagedState | None) -> "Future[None]":
+            # On the thread that completes the copies.
+            error = whole.exception()
+            if read is not None:  # its memory is free: a device that is lost executes no copy any more
+                self.store.unstage(read, changed=error is None, step=True)
+            if error is None:
+                self._end(committed=True)
+                return whole
+            if self.store.lost or isinstance(error, StorageError):  # the CPU would read the same bytes
+                return whole
+            log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
+            return on_cpu()
+
+        def to_host() -> "Future[None]":
+            skipped = self.scale.result() is None
+            return finished(None) if skipped or self.waiting is None else stepper.offload(self.waiting)
+
+        def on_cpu() -> "Future[None]":
+            return self.deferred([to_host()], drop_second=drop_second)[1]
+
+        def pass_done(done: "Future[None]") -> None:
+            if self.waiting is not None:
+                self.waiting.release()
+            if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there
+                pass_on(done, weights)
+
+        done = then(all_of([*after, self.scale]), begin)
+        done.add_done_callback(pass_done)
+        return weights, done
+
+    def serial(self, after: "Sequence[Future[Any]]") -> Submitted:
+        """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
+
+        def run() -> None:
+            for work in self._make_in_memory(self.scale.result()):
+                do_together([work])
+            self.store.written().result()
+
+        done = self._submit(run, [*after, self.scale])
+        return done, done
+
+    def _commit_or_redo(self, used: float | None) -> "Future[None]":
+        """Commits the step if it was made with the right scale, or skips it; else makes it now.
+
+        Args:
+            used: scale that the step was made with; None: it was not made.
+        """
+        scale = self.scale.result()
+        if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself
+            self._end(committed=scale is not None)
+            return finished(None)
+        if self.store.in_memory:
+            return self._submit(lambda: self._make_in_memory(scale), [])
+        return self._make_staged(self.store.stage(step=True, priority=self.priority), scale)
+
+    def _make_staged(
+        self, staged: "Future[StagedState]", scale: float, after: "Sequence[Future[Any]]" = ()
+    ) -> "Future[None]":
+        """Submits the step of values in staging memory, and its commit, for when `after` is done."""
+
+        def run() -> Jobs:
+            yield from self._make(staged.result(), scale)
+            self._end(committed=True)
+
+        return self._submit_on(staged, run, after)
+
+    def _submit_on(
+        self, staged: "Future[StagedState]", run: Callable[[], Jobs], after: "Sequence[Future[Any]]"
+    ) -> "Future[None]":
+        """Submits a job that unstages `staged`. If an error in `after` keeps it from beginning, this method unstages.
+
+        Otherwise the staging memory would never be freed, for which other steps and the end of training wait.
+        """
+        begun = False
+
+        def begin() -> Jobs:  # on the worker's thread
+            nonlocal begun
+            begun = True
+            return run()
+
+        def unstage(_: "Future[None]") -> None:  # on the thread that completes the last of both
+            if not begun and staged.exception() is None:
+                self.store.unstage(staged.result(), changed=False, step=True)
+
+        done = self._submit(begin, [*after, staged])
+        all_of([ended(done), ended(staged)]).add_done_callback(unstage)
+        return done
+
+    def _submit(
+        self, run: Callable[[], Jobs | None], after: "Sequence[Future[Any]]", priority: int | None = None
+    ) -> "Future[None]":
+        return self.worker.submit(run, after, priority=self.priority if priority is None else priority)
+
+    # ---- on the worker's thread ----
+
+    def _make_in_memory(self, scale: float | None, half: StepHalf = "whole") -> Jobs:
+        """Stages, makes and commits the step, or skips it if `scale` is None."""
+        if scale is not None:
+            yield from self._make(self.store.stage(step=True).result(), scale, half)
+        self._end(committed=scale is not None)
+
+    def _has_halves(self, scale: float) -> bool:
+        """Returns whether the step can be made in two halves."""
+        given = self._input(scale)
+        staged = self.store.stage(step=True).result()
+        return self.limit is None and all(given.has_grad) and self.flat_optimizer.has_halves(given, staged)
+
+    def _make(self, staged: StagedState, scale: float, half: StepHalf = "whole") -> Jobs:
+        """Computes the step, or a half of it, and submits the writes of the new values."""
+        begun = perf_counter()
+        changed = False
+        try:
+            given = self._input(scale)
+            if self.limit is not None:
+                clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
+                given = replace(given, gradient=clamped, scale=1.0)
+            with span(OPTIMIZER + self.store.flat.name):
+                calls = self.flat_optimizer.begin_step(given, staged, half)
+            work = StepWork(self.store.flat.name, calls, perf_counter() - begun)
+            if calls:
+                yield work
+            changed = True
+        finally:
+            self.store.unstage(staged, changed=changed, step=True)
+        if half != "weights":  # the second half transfers about the bytes of a whole step: its rate is comparable
+            self.count(self.store.flat.numel_of(given.has_grad), work.seconds)
+
+    def _input(self, scale: float) -> StepInput:
+        return StepInput(self.options, self._gradient(), self._has_grad(), scale)
+
+    def _gradient(self) -> Tensor:
+        gradient = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
+        assert gradient is not None
+        return gradient
+
+    def _has_grad(self) -> Sequence[bool]:
+        return self.gradient.has_accum if self.arrived is None else self.arrived
+
+    def _end(self, *, committed: bool) -> None:
+        """Commits or skips the step. Runs on the thread of `_commit_or_redo`, too."""
+        if committed:
+            self.flat_optimizer.commit(self._has_grad(), self.options)
+            self.store.commit()
+        self.gradient.end_step()

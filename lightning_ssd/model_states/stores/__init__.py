@@ -1,0 +1,46 @@
+"""Stores of flat parameters: compute weights, master weights and optimizer states in host memory or on SSDs.
+
+The modules, in the order in which they are best read:
+
+- `split`: the format of split master weights.
+- `layout`: the arrays of a store and their byte offsets.
+- `buffers`: bytes in host memory, or on SSDs with staging memory.
+- `state_store`: the store: stage, unstage, commit, revert.
+- `summoned`: whole weights on the CPU, for `whole_weights` and `load_state_dict`.
+- `staged`: values on the host for user code and state dicts, between two steps.
+"""
+
+from lightning_ssd.model_states.stores.buffers import (
+    HostBuffer,
+    SpareMemory,
+    SSDBuffer,
+    SSDStep,
+    StateBuffer,
+    StateStaging,
+)
+from lightning_ssd.model_states.stores.layout import MASTER, WEIGHT, WHOLE_DTYPES, Layout, StagedState, StoredArray
+from lightning_ssd.model_states.stores.split import join, split, write_changed
+from lightning_ssd.model_states.stores.staged import StagedFlats
+from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.stores.summoned import summon
+
+__all__ = [
+    "HostBuffer",
+    "Layout",
+    "MASTER",
+    "SSDBuffer",
+    "SSDStep",
+    "SpareMemory",
+    "StagedFlats",
+    "StagedState",
+    "StateBuffer",
+    "StateStaging",
+    "StateStore",
+    "StoredArray",
+    "WEIGHT",
+    "WHOLE_DTYPES",
+    "join",
+    "split",
+    "summon",
+    "write_changed",
+]

@@ -1,0 +1,192 @@
+"""The values of a flat parameter in memory: weights, master weights, optimizer states, and where each lies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.model_states.stores.split import join, split
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.storage import PinnedBuffer, align_up
+
+PAGED_ELEMENTS = 2**14
+"""Elements of the smallest flat parameter whose arrays begin at pages, which adds less than an eighth to its bytes."""
+
+WHOLE_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
+
+WEIGHT, MASTER = "weight", "master"
+"""Keys of compute weights, and of master weights that are apart from them."""
+
+
+@dataclass
+class StagedState:
+    """Values of a flat parameter on the host. One-dimensional, `flat.numel` elements each.
+
+    Attributes:
+        weights: compute weights, in the flat's dtype; undefined where `master` is another tensor.
+        master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
+        low: low half of split master weights (`weights` is the high half), int16.
+        states: fp32 optimizer states by name, zero before the first step.
+        memory: bytes that values on SSDs were read to; None: the values lie where they are stored.
+        buffer: staging memory that has these bytes; None: they are memory of their own.
+        uncommitted: destination of a step's new values; None: the step is made in place.
+    """
+
+    weights: Tensor
+    master: Tensor | None
+    low: Tensor | None
+    states: dict[str, Tensor]
+    memory: Tensor | None = None
+    buffer: PinnedBuffer | None = None
+    uncommitted: "StagedState | None" = None
+
+    @property
+    def out(self) -> "StagedState":
+        """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
+        return self if self.uncommitted is None else self.uncommitted
+
+    def by_key(self) -> dict[str, Tensor]:
+        """Returns all values by the keys of a `StoredArray`: compute weights, master weights if apart, states."""
+        kept = self.low if self.master is None else self.master
+        apart = {} if kept is None or kept is self.weights else {MASTER: kept}
+        return {WEIGHT: self.weights, **apart, **self.states}
+
+    def copy(self, other: "StagedState") -> None:
+        """Copies the values of another of the same layout."""
+        self.weights.copy_(other.weights)
+        if self.master is not None and other.master is not None and self.master is not self.weights:
+            self.master.copy_(other.master)
+        if self.low is not None and other.low is not None:
+            self.low.copy_(other.low)
+        for name, values in self.states.items():
+            values.copy_(other.states[name])
+
+    def masters(self) -> Tensor:
+        """Returns the fp32 master weights: a copy if they are split."""
+        if self.master is not None:
+            return self.master
+        assert self.low is not None
+        return join(self.weights, self.low)
+
+    def set_masters(self, masters: Tensor) -> None:
+        """Assigns master weights, which may be the tensor that `masters` has returned, and rounds them."""
+        if self.low is not None:
+            split(masters, self.weights, self.low)
+            return
+        assert self.master is not None
+        if masters is not self.master:
+            self.master.copy_(masters)
+        self.round()
+
+    def round(self) -> None:
+        """Rounds whole master weights to the compute weights."""
+        if self.master is not None and self.weights is not self.master:
+            self.weights.copy_(self.master)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a flat parameter, of `flat.numel` elements.
+
+    Attributes:
+        key: `WEIGHT`, `MASTER`, or the name of an optimizer state.
+        dtype: dtype of the elements; of split master weights, `MASTER` has the low half, int16.
+        buffer: 0: it is in the buffer of the compute weights; 1: in that of all other values.
+        start: offset in the buffer, bytes.
+    """
+
+    key: str
+    dtype: torch.dtype
+    buffer: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a flat parameter's values lie in memory: compute weights in one buffer, all others in a second one.
+
+    Attributes:
+        flat: the flat parameter.
+        split: whether its master weights are split; those of bf16 weights can be.
+        state_names: optimizer states that have an element for each weight.
+        steps: whether it is stepped, and has gradients.
+        versions: 2 if a step can be rolled back, else 1.
+    """
+
+    flat: FlatParameter
+    split: bool
+    state_names: Sequence[str]
+    steps: bool
+    versions: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient as it is copied from the device."""
+        return self.flat.nbytes if self.steps else 0
+
+    @property
+    def summed_gradient_bytes(self) -> int:
+        """Bytes of the gradients of several micro-batches, which are summed in fp32."""
+        return torch.float32.itemsize * self.flat.numel if self.steps else 0
+
+    @property
+    def whole_master(self) -> bool:
+        """Whether there are fp32 master weights beside the compute weights."""
+        evaluated = self.flat.dtype == torch.float16 and not self.flat.mixed
+        return self.flat.dtype not in WHOLE_DTYPES and not self.split and not evaluated
+
+    @property
+    def opt_state_bytes(self) -> int:
+        """Bytes of all values but the compute weights: master weights and optimizer states, and what aligns them."""
+        last = self.arrays[-1]
+        return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
+
+    @property
+    def paged(self) -> bool:
+        """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
+        return self.flat.numel >= PAGED_ELEMENTS
+
+    @cached_property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """All arrays: compute weights, optimizer states, master weights."""
+        kinds = [(name, torch.float32) for name in self.state_names]
+        if self.whole_master or self.split:
+            kinds.append((MASTER, torch.float32 if self.whole_master else torch.int16))
+        arrays, start = [StoredArray(WEIGHT, self.flat.dtype, 0, 0)], 0
+        for key, dtype in kinds:
+            arrays.append(StoredArray(key, dtype, 1, start))
+            nbytes = self.flat.numel * dtype.itemsize
+            start += align_up(nbytes) if self.paged else nbytes
+        return tuple(arrays)
+
+    def views(self, *buffers: Tensor) -> StagedState:
+        """Returns views of the values that lie in the bytes of the buffers."""
+        arrays: dict[str, Tensor] = {}
+        for index, memory in enumerate(buffers):
+            arrays |= self.arrays_in(index, memory)
+        return self.state_of(arrays)
+
+    def arrays_in(self, buffer: int, memory: Tensor) -> dict[str, Tensor]:
+        """Returns views of the arrays that lie in the bytes of a buffer, by their keys."""
+        return {
+            array.key: memory[array.start : array.start + self.flat.numel * array.dtype.itemsize].view(array.dtype)
+            for array in self.arrays
+            if array.buffer == buffer
+        }
+
+    @cached_property
+    def empty_state(self) -> StagedState:
+        """Empty tensors with the keys and dtypes of the arrays."""
+        with internals.without_dispatch():  # it may be made within a dispatch mode of user code
+            return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
+
+    def state_of(self, arrays: dict[str, Tensor]) -> StagedState:
+        """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""
+        compute, master = arrays.pop(WEIGHT), arrays.pop(MASTER, None)
+        if self.split:
+            return StagedState(compute, None, master, arrays)
+        return StagedState(compute, compute if master is None else master, None, arrays)

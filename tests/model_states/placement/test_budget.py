@@ -1,0 +1,93 @@
+"""Tiers of flat parameters within a budget."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_ssd.model_states.placement.budget import AHEAD, plan_memory
+from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.units.flat import FlatParameter
+from lightning_ssd.shared_gradients import shared_gradient_bytes
+
+sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
+
+
+def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
+    made = []
+    for numel in numels:
+        parameter = nn.Parameter(torch.empty(()).expand(numel))
+        flat = FlatParameter(str(numel), [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+        made.append(Layout(flat, halves, ("exp_avg", "exp_avg_sq"), steps=True, versions=slots))
+    return made
+
+
+@given(
+    numels=sizes,
+    slots=st.sampled_from([1, 2]),
+    halves=st.booleans(),
+    budget=st.integers(1, 10**6),
+    shared=st.booleans(),
+)
+@example(numels=[1, 641, 833, 1473, 1013, 641], slots=2, halves=False, budget=159734, shared=False)
+def test_auto_keeps_its_budget_and_wastes_little(
+    numels: list[int], slots: int, halves: bool, budget: int, shared: bool
+) -> None:
+    made = layouts(numels, slots, halves)
+    host, ssd = plan_memory(made, "host", None, shared=shared), plan_memory(made, "ssd", None, shared=shared)
+    assert host.ssd == host.param_staging == host.staging == 0
+    try:
+        places = plan_memory(made, "auto", budget, shared=shared)
+    except ValueError as error:
+        assert min(host.host, ssd.host) > budget and "`host_memory`" in str(error)
+        return
+    assert places.host <= budget
+    if host.host <= budget:
+        assert places == host
+        return
+    for index, (weights, rest) in enumerate(zip(places.weights, places.opt_state, strict=True)):
+        assert (weights, rest) != ("ssd", "host")
+        if weights == "host" and rest == "ssd":  # there was no room for it
+            moved = [*places.opt_state[:index], "host", *places.opt_state[index + 1 :]]
+            tiers = list(zip(places.weights, moved, strict=True))
+            assert plan_memory(made, "auto", None, shared=shared, tiers=tiers).host > budget
+
+
+@given(numels=sizes, slots=st.sampled_from([1, 2]))
+def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -> None:
+    made = layouts(numels, slots, False)
+    places = plan_memory(made, "ssd", None, shared=False)
+    opened = sorted(
+        -(-layout.flat.nbytes // 4096) * 4096 + -(-layout.opt_state_bytes // 4096) * 4096 for layout in made
+    )
+    assert places.staging == sum(opened[-AHEAD:])
+    assert places.ssd == slots * sum(opened)
+
+
+@given(numels=st.lists(st.integers(1, 2**23), min_size=1, max_size=40))
+def test_a_prediction_knows_the_memory_that_gradients_share(numels: list[int]) -> None:
+    made = layouts(numels, 1, False)
+    gradients = [layout.gradient_bytes for layout in made]
+    rounded = 4096 * len(made)  # to pages
+    for shared in (False, True):
+        found = plan_memory(made, "ssd", None, shared=shared).gradients
+        predicted = shared_gradient_bytes(gradients) if shared else sum(gradients)
+        assert predicted <= found <= predicted + rounded
+
+
+@given(numels=sizes, states=st.sampled_from(["host", "ssd"]), shared=st.booleans())
+def test_summed_gradients_have_memory_of_their_own(
+    numels: list[int], states: Literal["host", "ssd"], shared: bool
+) -> None:
+    made = layouts(numels, 1, False)
+    alone, summed = (plan_memory(made, states, None, shared=shared, summed=one) for one in (False, True))
+    assert summed == replace(alone, host=alone.host + 4 * sum(layout.flat.numel for layout in made))
+
+
+def test_a_needed_budget_is_named() -> None:
+    with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
+        plan_memory(layouts([1000], 1, False), "host", 1000, shared=False)
