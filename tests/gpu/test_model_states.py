@@ -19,7 +19,7 @@ from lightning_ssd.model_states.stores.buffers import SSDBuffer, SSDStep
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend, SlowCopies
 from tests.support.device_steps import Shared
-from tests.support.killed import FailAt, Failure, fit, outcome, recovering
+from tests.support.killed import FailAt, Failure, apart, fit, outcome, recovering
 from tests.support.killed import same as outcomes_are_the_same
 from tests.support.moves import Mover
 from tests.support.parity import SharedStorages, TinyGPT, exact, train
@@ -239,7 +239,7 @@ def test_clipping_in_manual_optimization(states: str, precision: str, monkeypatc
 def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `recover=True`, it equals one that did not fail, with dropout on the device and delays in every copy."""
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
-    expected = fit(recovering(tmp_path), **how)
+    expected = fit(recovering(apart(tmp_path)), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     DELAYS.seed(0)
     for batch in (5, 12, 24):
@@ -253,7 +253,7 @@ def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_failed_training_with_steps_on_the_device_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States are on SSDs; the GPU steps other units from step to step."""
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "accumulate_grad_batches": 1, "val_check_interval": 1.0}
-    expected = fit(recovering(tmp_path), **how)
+    expected = fit(recovering(apart(tmp_path)), **how)
     shared = Shared(monkeypatch)
     for batch in (5, 12, 24):
         with pytest.raises(Failure):
