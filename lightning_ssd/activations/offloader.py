@@ -250,7 +250,7 @@ class ActivationOffloader(Uncopied):
     def resume(self) -> None:
         """Applies the hooks and the mode again that `pause` has removed."""
         if self._saves_weights:
-            saved_tensors_hooks(self.pack, self.unpack).__exit__()
+            saved_tensors_hooks(self.pack_weight, self.unpack).__exit__()
             self._saves_weights = False
         saved_tensors_hooks(self.pack, self.unpack).__enter__()
         assert self._mode is not None
