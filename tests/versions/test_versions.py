@@ -106,7 +106,7 @@ def test_imports_look_up_no_private_interface_of_torch() -> None:
     modules = sorted(
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for file in (ROOT / "lightning_ssd").rglob("*.py")
-        if file.name not in ("__init__.py", "__main__.py")
+        if file.name not in ("__init__.py", "__main__.py") and "recipes" not in file.parts  # they need an extra
     )
     code = (
         f"import importlib\nfor name in {modules}:\n    importlib.import_module(name)\n"
