@@ -406,6 +406,8 @@ class ActivationOffloader(Uncopied):
         """Offloads and evicts waiting storages while the forward saves kept ones."""
         if in_backward() or not (self._waiting or self._in_flight.queue):
             return
+        if self._process != forks.process:  # a process that was forked in the forward lacks the threads
+            return
         self._num_kept += 1
         with self._lock:
             if self._placement.memory_is_scarce or self._num_kept % self.CHECK_EVERY == 0:
