@@ -14,10 +14,8 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._util import import_object
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import HostClock
 from lightning_ssd.model_states import (
@@ -151,11 +149,13 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
     dtype = _default_dtype(config)
     with fake_tensors() as mode, _default_type(dtype):
         module = _attach(_module(config), trainer)
-        with unset_fake_temporarily():
+        with internals.fake_tensor.unset_fake_temporarily():
             first = parse_batch(batch) if batch else _first_batch(config, module, trainer)
         _configure(module, named=bool(batch))
         if dtype is not torch.float32:
-            first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
+            first = internals.tree_map_only(
+                Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first
+            )
         units = [unit for unit in find_units(module, strategy_argument(config, "units")) if unit.parameters]
         try:
             yield module, units, first, mode
@@ -289,7 +289,7 @@ def _module(config: Any) -> pl.LightningModule:
     """Returns the recipe's module. Its constructor runs on real tensors if it builds layers in `configure_model`."""
     kind = import_object(config["model"]["class_path"])
     late = getattr(kind, "configure_model", None) is not pl.LightningModule.configure_model
-    with unset_fake_temporarily() if late else contextlib.nullcontext():
+    with internals.fake_tensor.unset_fake_temporarily() if late else contextlib.nullcontext():
         module: pl.LightningModule = _instantiate(config, "model", pl.LightningModule)
     return module
 
@@ -416,7 +416,7 @@ def _default_type(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-class _MovedBytes(TorchDispatchMode):
+class _MovedBytes(internals.TorchDispatchMode):
     """Counts the bytes that operations read and write."""
 
     def __init__(self) -> None:
@@ -456,7 +456,7 @@ def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
     """Returns the optimizers that the module configures."""
     with _quiet():
         found = module.configure_optimizers()
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
+    return [leaf for leaf in internals.tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def _state_bytes(

@@ -2,8 +2,9 @@
 
 import re
 
-import torch
 from torch.autograd import profiler
+
+from lightning_ssd import torch_internals as internals
 
 __all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "name_and_bytes", "span"]
 
@@ -40,15 +41,15 @@ class span:
         self._record: profiler.record_function | None = None
 
     def __enter__(self) -> None:
-        if profiler._is_profiler_enabled:
+        if internals.is_recording():
             name = self._name if self._nbytes is None else f"{self._name}, {self._nbytes} bytes"
             self._record = profiler.record_function(name)
-            with torch._C._DisableTorchDispatch():
+            with internals.without_dispatch():
                 self._record.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._record is not None:
-            with torch._C._DisableTorchDispatch():
+            with internals.without_dispatch():
                 self._record.__exit__(None, None, None)
 
 

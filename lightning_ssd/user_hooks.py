@@ -1,7 +1,6 @@
 """Hooks of user code that may read or change gradients between backward and the optimizer step."""
 
-import torch
-
+from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
 
 
@@ -18,7 +17,7 @@ def user_sees_gradients(trainer: pl.Trainer) -> bool:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return True
     if any(isinstance(callback, pl.callbacks.StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        if any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        if any(isinstance(part, internals.BatchNorm) for part in module.modules()):
             return True  # Lightning's epoch for the statistics of BatchNorm ends with a step of the last gradients
     return any(
         _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(callback, hook, None))

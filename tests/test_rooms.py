@@ -1,8 +1,10 @@
 """Folders of the package import in one direction only, and test modules import no other test module."""
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 import lightning_ssd
 
@@ -14,9 +16,9 @@ LEAVES = {
     "uncopied", "interrupts", "garbage", "forks", "extras", "shutdown",
     "torch_internals",
 }  # fmt: skip
-"""Modules that import nothing of the package."""
+"""Modules that import nothing of the package but torch's private interfaces."""
 
-ROOMS: dict[str, set[str]] = dict.fromkeys(LEAVES, set[str]()) | {
+ROOMS: dict[str, set[str]] = dict.fromkeys(LEAVES, {"torch_internals"}) | {
     "_autoload": {"_lightning", "strategy"},  # in the function that Lightning calls for a strategy's name
     "_lightning": {"_autoload"},
     "planning": LEAVES,
@@ -189,3 +191,72 @@ def test_large_folders_list_their_modules() -> None:
             missing = {name for name in modules if f"`{name}`" not in docstring}
             assert not missing, f"{init} does not list {missing}"
     assert {"activations", "autoplan", "callbacks", "model_states", "planning", *SUBJECTS} <= set(listed)
+
+
+PRIVATE_ATTRIBUTES = {
+    "_backward_cls", "_base", "_cdata", "_fix_weakref", "_indices", "_is_view", "_is_zerotensor", "_overloadpacket",
+    "_register_state_dict_hook", "_schema", "_sequence_nr", "_set_sequence_nr", "_use_count", "_values", "_version",
+}  # fmt: skip
+"""Private attributes of tensors, storages, nodes and operators. Those of `self` are the package's own."""
+
+
+def private_uses(code: str) -> Iterator[str]:
+    """Yields the private interfaces of torch that `code` imports or reads, without operators (`torch.ops`)."""
+    names = {"torch": "torch"}
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname is not None}
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            full = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= full
+            yield from filter(is_private, (node.module, *full.values()))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path, owner = [node.attr], node.value
+            while isinstance(owner, ast.Attribute):
+                path, owner = [owner.attr, *path], owner.value
+            first = owner.id if isinstance(owner, ast.Name) else ""
+            full_name = ".".join([names.get(first, first), *path])
+            if is_private(full_name):
+                yield full_name
+            elif node.attr in PRIVATE_ATTRIBUTES and full_name != f"self.{node.attr}":
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            if is_private(node.value.removesuffix(".")) and node.value != "torch._":
+                yield node.value
+
+
+def is_private(name: str) -> bool:
+    """Returns whether a dotted name is a private one of torch."""
+    first, *others = name.split(".")
+    private = any(part.startswith("_") and not part.startswith("__") for part in others)
+    return first == "torch" and private and not name.startswith("torch.ops.")
+
+
+def test_private_interfaces_of_torch_are_used_in_their_room_only() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        if file.name != "torch_internals.py":
+            uses = set(private_uses(file.read_text()))
+            assert not uses, f"{file} uses {uses}, which belong in torch_internals.py"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "import torch._functorch.config as config",
+        "from torch._C import DispatchKey",
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.utils.checkpoint import _checkpoint_without_reentrant_generator",
+        "import torch\nwith torch._C._DisableTorchDispatch():\n    pass",
+        "import torch\nnorms = torch._foreach_norm([])",
+        "from torch.autograd import profiler\nprofiler._is_profiler_enabled",
+        "import sys\nsys.modules.get('torch._dynamo.utils')",
+        "version = tensors[0]._version",
+        "self.tensor._is_view()",
+    ],
+)
+def test_private_uses_are_found(code: str) -> None:
+    assert list(private_uses(code))

@@ -12,33 +12,36 @@ from contextlib import AbstractContextManager
 
 import torch
 
-_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+from lightning_ssd import torch_internals as internals
+
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+"""Dispatch keys of autocast."""
 
 
 @functools.cache
-def calls_operators(func: torch._ops.OpOverload) -> bool:
+def calls_operators(func: "internals.OpOverload") -> bool:
     """Returns whether the kernel of an operator is the same for all devices, so that it computes by other operators.
 
     Views have such kernels, too, and compute nothing. Queries of attributes (`prim::device`) have no kernels.
     """
-    if not torch._C._dispatch_has_kernel(func.name()) or any(one.alias_info for one in func._schema.arguments):
+    if not internals.has_kernel(func.name()) or any(one.alias_info for one in internals.schema_of(func).arguments):
         return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = internals.has_kernel_for
     return not any(has_kernel(func.name(), key) for key in ("CPU", "CUDA"))
 
 
 @contextlib.contextmanager
 def outer_autocast() -> Iterator[None]:
     """Enables autocast within the context as it is around the operator that a mode handles."""
-    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+    with internals.around_dispatch_mode():
         enabled = [key for device, key in _KEYS.items() if torch.is_autocast_enabled(device)]
     for key in enabled:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        internals.exclude_dispatch_key(key, False)
     try:
         yield
     finally:
         for key in enabled:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+            internals.exclude_dispatch_key(key, True)
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:
@@ -48,12 +51,12 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
 
 def autocast_of(dtypes: Mapping[str, torch.dtype]) -> AbstractContextManager[object]:
     """Returns a context in which autocast is as `autocast_dtypes` has found it."""
-    return _enabled_autocast(dtypes) if dtypes else torch._C._DisableAutocast()
+    return _enabled_autocast(dtypes) if dtypes else internals.without_autocast()
 
 
 @contextlib.contextmanager
 def _enabled_autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    with torch._C._DisableAutocast(), contextlib.ExitStack() as stack:
+    with internals.without_autocast(), contextlib.ExitStack() as stack:
         for device, dtype in dtypes.items():
             stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
         yield

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
-from lightning_ssd.torch_internals import has_global_module_hooks
 from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -42,14 +40,12 @@ def allows_checkpointing(module: nn.Module) -> bool:
     no `TorchFunctionMode` of the forward is active.
     """
     kind = _class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
-    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.8
-        return False  # hooks can't be removed for the length of a call
     if kind is None or not isinstance(module, kind) or not module.training or "forward" in vars(module):
         return False
     if hasattr(type(module).forward, "_torchdynamo_orig_callable"):  # by `torch.compile`
         return False
     around = (*module._forward_pre_hooks.values(), *itertools.islice(module._forward_hooks.values(), 1))
-    if torch._C._len_torch_function_stack() or has_global_module_hooks() or any(map(is_users_hook, around)):
+    if internals.count_function_modes() or internals.has_global_module_hooks() or any(map(is_users_hook, around)):
         return False
     return all(_is_plain(inner, module) for inner in module.modules())
 
@@ -160,7 +156,8 @@ class Arguments:
 
     def _pack(self, value: Any) -> Any:
         kind = type(value)
-        if kind in (Tensor, nn.Parameter, FakeTensor) and torch._C._has_storage(value):  # not inside of `torch.vmap`
+        # Tensors inside of `torch.vmap` have no storage.
+        if kind in (Tensor, nn.Parameter, internals.FakeTensor) and internals.has_storage(value):
             if value.is_inference():  # torch saves the arguments, which autograd refuses then
                 raise _OtherArgumentError
             self.tensors.append(value)
@@ -232,8 +229,7 @@ class CheckpointedCall:
         self._arguments = arguments
         self._state = RerunState(module)
         self._is_interrupted = False
-        settings = _checkpoint_without_reentrant_generator.__defaults__ or ()
-        self._checkpoint = _checkpoint_without_reentrant_generator(self._run_again, *settings, *arguments.tensors)
+        self._checkpoint = internals.begin_checkpoint(self._run_again, arguments.tensors)
 
     def begin(self) -> None:
         """Called before the forward: applies torch's hooks for saved tensors."""

@@ -1,6 +1,5 @@
 """State of `torch.compile` in this process, without an import of it by trainings that do not compile."""
 
-import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, ClassVar
@@ -8,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "count_compiled", "records_cuda_graphs"]
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.torch_internals import compile_seconds, count_compiled
 
-_set_hook: Any = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
+__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "count_compiled", "records_cuda_graphs"]
 
 
 class GuardHook:
@@ -29,8 +29,8 @@ class GuardHook:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
-        if not self._open and _set_hook is not None:
-            GuardHook._replaced = _set_hook(_on_guards)
+        if not self._open:
+            GuardHook._replaced = internals.set_guard_hook(_on_guards)
         self._open.append(self)
 
     def close(self) -> None:
@@ -38,10 +38,10 @@ class GuardHook:
         if self not in self._open:
             return
         self._open.remove(self)
-        if not self._open and _set_hook is not None:
-            present = _set_hook(GuardHook._replaced)
+        if not self._open:
+            present = internals.set_guard_hook(GuardHook._replaced)
             if present is not _on_guards:  # other code has replaced ours since
-                _set_hook(present)
+                internals.set_guard_hook(present)
 
 
 def _on_guards(found: bool) -> bool:
@@ -51,33 +51,14 @@ def _on_guards(found: bool) -> bool:
     return found if GuardHook._replaced is None else GuardHook._replaced(found)
 
 
-def count_compiled() -> int:
-    """Returns a number that grows with each frame that `torch.compile` sees in this process, on any thread.
-
-    Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone.
-    """
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    return int(dynamo.counters["frames"]["total"] + dynamo.counters["stats"]["unique_graphs"])
-
-
-def compile_seconds() -> float:
-    """Returns the seconds that `torch.compile` has taken in this process since the last `torch.compiler.reset`."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
-
-
 def records_cuda_graphs(device: torch.device) -> bool:
     """Returns whether Inductor records CUDA graphs on `device`, as with `mode="reduce-overhead"`.
 
     Called on the training thread, which runs the compiled forwards.
     """
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or device.type != "cuda":
+    if device.type != "cuda":
         return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return trees.get_manager(index, create_if_none_exists=False) is not None
+    return internals.has_cuda_graphs(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def check_no_cuda_graphs(module: nn.Module, device: torch.device) -> None:

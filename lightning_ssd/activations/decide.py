@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import forks
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.micro_batch import MicroBatch
 from lightning_ssd.activations.placement import PlacementPolicy
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
@@ -91,7 +92,7 @@ def decide(tensor: Tensor, rules: Rules) -> Decision:
         or tensor.is_conj()
         or tensor.is_neg()
         or tensor.is_quantized
-        or tensor._is_zerotensor()
+        or internals.is_zero_tensor(tensor)
         or in_backward()  # recomputed, or made by a double backward: needed at once
     ):
         return None

@@ -10,21 +10,18 @@ The frame that calls the region tells its tensors from those of eager operators,
 while user code still reaches them.
 """
 
-import os
 import sys
 from types import FrameType
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.untraced import untraced
 
 __all__ = ["Counts", "counts_if_dropped", "is_dropped"]
 
 _FUNCTION_FILE = torch.autograd.function.__file__
-_COMPILED_FOLDER = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd", "")
-"""Folder of the frames that call compiled regions. A torch without it gets its copies one region later."""
 
 Counts = tuple[int, int, int, int]
 """References to a tensor and its storage: of each the Python object's, and its C++ object's."""
@@ -45,15 +42,15 @@ def is_dropped(tensor: Tensor, storage: torch.UntypedStorage, counts: Counts) ->
     caller: FrameType | None = sys._getframe(4)
     if caller is not None and caller.f_code.co_filename == _FUNCTION_FILE:
         caller = caller.f_back  # before torch 2.14, `Function.apply` is a function of Python
-    if caller is None or not caller.f_code.co_filename.startswith(_COMPILED_FOLDER):
+    if caller is None or not caller.f_code.co_filename.startswith(internals.COMPILED_CALLS):
         return False
     return _counts(tensor, storage) == counts
 
 
 def _counts(tensor: Tensor, storage: torch.UntypedStorage) -> Counts:
     """Returns the references to a tensor and its storage."""
-    uses: int = tensor._use_count()  # type: ignore[attr-defined]
-    storage_uses = torch._C._storage_Use_Count(storage._cdata)
+    uses: int = internals.use_count(tensor)
+    storage_uses = internals.storage_use_count(internals.storage_key(storage))
     return sys.getrefcount(tensor), uses, sys.getrefcount(storage), storage_uses
 
 
@@ -97,7 +94,7 @@ def counts_if_dropped() -> Counts:
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        _disable_current_modes(),
+        internals.without_dispatch_modes(),
         torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
     ):
         _Drop.apply(torch.empty(1, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]

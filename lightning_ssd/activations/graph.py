@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.transient_memory import TransientMemory
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall
 
@@ -157,7 +157,8 @@ class ForwardGraph:
         """
         begin = min(operations)
         for operation in (self.operations[index] for index in operations):
-            if changes_statistics(operation.func._schema.name) or operation.func.namespace in _COMMUNICATION:
+            name = internals.schema_of(operation.func).name
+            if changes_statistics(name) or operation.func.namespace in _COMMUNICATION:
                 return False
             for number in operation.inputs:
                 buffer = self.buffers[number]
@@ -270,7 +271,7 @@ def _add_tensors(tree: Any, found: list[Tensor]) -> None:
         for value in tree.values():
             _add_tensors(value, found)
     elif kind not in _WITHOUT_TENSORS:
-        found += [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+        found += [value for value in internals.tree_leaves(tree) if isinstance(value, Tensor)]
 
 
 _WITHOUT_TENSORS = frozenset(
@@ -280,12 +281,13 @@ _WITHOUT_TENSORS = frozenset(
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operation writes to."""
-    if not func._schema.is_mutable:
+    schema = internals.schema_of(func)
+    if not schema.is_mutable:
         return []
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
     mutated = [
         given.get(argument.name)
-        for argument in func._schema.arguments
+        for argument in schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tensors_of(mutated)
@@ -302,6 +304,6 @@ def changes_statistics(name: str) -> bool:
 
 
 def _name(maker: Operation, buffer: Buffer) -> str:
-    name = maker.func._schema.name.partition("::")[2]
+    name = internals.schema_of(maker.func).name.partition("::")[2]
     where = f"{maker.where}:{name}" if maker.where else name
     return f"{where}.{buffer.position}" if buffer.position else where

@@ -2,6 +2,8 @@
 
 import torch
 
+from lightning_ssd import torch_internals as internals
+
 __all__ = ["PartitionerBudget"]
 
 
@@ -32,7 +34,9 @@ class PartitionerBudget:
         digits from the same program, and when the setting changes depends on measured times. Nor may it under a stance
         (`torch.compiler.set_stance`), which may refuse to compile code, or run it uncompiled, once it is discarded.
         """
-        return (self._entered or _get() == 1.0) and not (torch.are_deterministic_algorithms_enabled() or _has_stance())
+        return (self._entered or internals.memory_budget() == 1.0) and not (
+            torch.are_deterministic_algorithms_enabled() or internals.has_stance()
+        )
 
     def change(self, value: float) -> None:
         """Makes torch compile code with another value from now on. Called between two steps."""
@@ -41,15 +45,15 @@ class PartitionerBudget:
 
     def enter(self) -> None:
         """Sets the value, unless the user has set one. Called at the begin of a micro-batch."""
-        if self.value != 1.0 and not self._entered and _get() == 1.0:
+        if self.value != 1.0 and not self._entered and internals.memory_budget() == 1.0:
             self._entered = True
-            _set(self.value)
+            internals.set_memory_budget(self.value)
 
     def exit(self) -> None:
         """Restores the user's value. Called at the end of a micro-batch."""
         if self._entered:
             self._entered = False
-            _set(1.0)
+            internals.set_memory_budget(1.0)
 
     def close(self) -> None:
         """Restores the user's value, with which code is compiled from now on. Called at the end of a training.
@@ -58,26 +62,7 @@ class PartitionerBudget:
         """
         self.exit()
         if self.value != 1.0:
-            if _has_stance():
+            if internals.has_stance():
                 self.value = 1.0
             else:
                 self.change(1.0)
-
-
-def _has_stance() -> bool:
-    """Returns whether the user has set another stance than the default one."""
-    from torch._dynamo import eval_frame
-
-    return eval_frame._stance.stance != "default"
-
-
-def _get() -> float:
-    import torch._functorch.config as config
-
-    return float(config.activation_memory_budget)
-
-
-def _set(value: float) -> None:
-    import torch._functorch.config as config
-
-    config.activation_memory_budget = value

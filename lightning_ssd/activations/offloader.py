@@ -22,11 +22,10 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from lightning_ssd import forks
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.decide import PLAIN, Decision, Rules, Tiers, decide, is_unwrapped
 from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
@@ -65,9 +64,6 @@ _WITHOUT_HOOKS = (
 )
 """Note on errors of functions that refuse saved-tensor hooks."""
 
-
-_num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-"""Return how many modes are active, of user code or ours, that would intercept the calls of a hook."""
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -233,17 +229,17 @@ class ActivationOffloader(Uncopied):
             save_weights: whether hooks remain that save references to offloaded weights, and keep all other tensors.
 
         Returns:
-            Whether they were removed; False before torch 2.8, which does not say whose hooks are the innermost.
+            Whether they were removed.
         """
         if _innermost() != ((self.pack, self.unpack), self._mode):
             return False
-        with torch._C._DisableTorchDispatch():
+        with internals.without_dispatch():
             self._make_all_progress()  # before they are removed: they remain if it fails
-        _pop_mode()
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        internals.pop_dispatch_mode()
+        saved_tensors_hooks(self.pack, self.unpack).__exit__()
         self._saves_weights = save_weights
         if save_weights:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_weight, self.unpack)
+            saved_tensors_hooks(self.pack_weight, self.unpack).__enter__()
         self._around = _innermost()
         return True
 
@@ -254,12 +250,12 @@ class ActivationOffloader(Uncopied):
     def resume(self) -> None:
         """Applies the hooks and the mode again that `pause` has removed."""
         if self._saves_weights:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            saved_tensors_hooks(self.pack_weight, self.unpack).__exit__()
             self._saves_weights = False
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        saved_tensors_hooks(self.pack, self.unpack).__enter__()
         assert self._mode is not None
-        _push_mode(self._mode)
-        with torch._C._DisableTorchDispatch():
+        internals.push_dispatch_mode(self._mode)
+        with internals.without_dispatch():
             self._make_all_progress()
 
     def limit_window(self, limit: Callable[[int, Callable[[int], int]], int] | None = None) -> None:
@@ -349,21 +345,24 @@ class ActivationOffloader(Uncopied):
         """Returns the object that autograd saves in place of `tensor`: the pack hook."""
         # Operators of the hook are no part of the forward: modes and classes of the user neither see nor change them.
         if type(tensor) in PLAIN:
-            if not (_num_dispatch_modes() or _num_function_modes()):
+            if not (internals.count_dispatch_modes() or internals.count_function_modes()):
                 decision = decide(tensor, self._rules)
                 if decision is None and not (self._waiting or self._in_flight.queue):
                     return _keep(tensor)
                 return self._pack(tensor, decision)
-            if not _traces():
-                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if not internals.is_traced():
+                with internals.without_any_torch_function(), internals.without_dispatch():
                     return self._pack(tensor, decide(tensor, self._rules))
-        if isinstance(tensor, FakeTensor) or _traces():
+        if isinstance(tensor, internals.FakeTensor) or internals.is_traced():
             return _keep(tensor)  # the trace follows tensors through all operators, and backward is a part of it
         if (weights := _weights_of(tensor)) is not None:
-            with torch._C._DisableTorchDispatch():
+            with internals.without_dispatch():
                 return weights.save(tensor)  # its class answers for its dtype, unless a caller has disabled functions
         # Without dispatch, a detached wrapper would be a tensor of no bytes.
-        with torch._C.DisableTorchFunction(), _disable_current_modes() if _num_dispatch_modes() else _NO_CONTEXT:
+        with (
+            internals.without_any_torch_function(),
+            internals.without_dispatch_modes() if internals.count_dispatch_modes() else _NO_CONTEXT,
+        ):
             if is_unwrapped(tensor, self._rules):
                 return SavedWrapper(tensor, self.pack)
             return self._pack(tensor, decide(tensor, self._rules))
@@ -371,12 +370,13 @@ class ActivationOffloader(Uncopied):
     @untraced
     def pack_weight(self, tensor: Tensor) -> InlineSaved:
         """Returns a reference to an offloaded weight, or keeps `tensor`: the pack hook of a paused forward."""
-        if type(tensor) in PLAIN and tensor.layout is torch.strided and not _num_function_modes():
+        if type(tensor) in PLAIN and tensor.layout is torch.strided and not internals.count_function_modes():
             weights: OffloadedWeights | None = getattr(tensor.untyped_storage(), OFFLOADED_WEIGHTS, None)
         else:
             weights = _weights_of(tensor)
-        if _num_dispatch_modes() and not (isinstance(tensor, FakeTensor) or _traces()):  # of the user
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+        # Modes of the user do not see the hook's operators.
+        if internals.count_dispatch_modes() and not (isinstance(tensor, internals.FakeTensor) or internals.is_traced()):
+            with internals.without_any_torch_function(), internals.without_dispatch_modes():
                 return _keep(tensor) if weights is None else weights.save(tensor)
         return _keep(tensor) if weights is None else weights.save(tensor)
 
@@ -405,6 +405,8 @@ class ActivationOffloader(Uncopied):
     def _make_progress(self) -> None:
         """Offloads and evicts waiting storages while the forward saves kept ones."""
         if in_backward() or not (self._waiting or self._in_flight.queue):
+            return
+        if self._process != forks.process:  # a process that was forked in the forward lacks the threads
             return
         self._num_kept += 1
         with self._lock:
@@ -507,7 +509,7 @@ class ActivationOffloader(Uncopied):
             return saved.rebuild(self.unpack)
         if self._on_saved is None:
             return self._unpack(saved)
-        with torch._C._DisableTorchDispatch():  # operators of the hook are no part of the backward
+        with internals.without_dispatch():  # operators of the hook are no part of the backward
             return self._unpack(saved)
 
     def _unpack(self, saved: "InlineSaved | SavedHandle") -> Tensor:
@@ -516,7 +518,7 @@ class ActivationOffloader(Uncopied):
                 tensor, version, original = saved
                 if original is not None:
                     tensor = as_plain_autograd_keeps(tensor, original)
-                if tensor._version != version:
+                if internals.version_of(tensor) != version:
                     raise modified_in_place(tensor, version, tensor.dtype, tensor.size())
             else:
                 self._check_process()
@@ -544,9 +546,9 @@ class ActivationOffloader(Uncopied):
                 self._restore(saved.record)
                 if self._on_unpacked is not None:
                     self._on_unpacked(saved.record)
-            if not _num_function_modes():
+            if not internals.count_function_modes():
                 return saved.materialize()
-            with torch._C.DisableTorchFunction():
+            with internals.without_any_torch_function():
                 return saved.materialize()
 
     def _check_process(self) -> None:
@@ -613,26 +615,17 @@ class ActivationOffloader(Uncopied):
 
 def _weights_of(tensor: Tensor) -> OffloadedWeights | None:
     """Returns the offloaded weights of which a tensor of any class is a part, or None."""
-    with torch._C.DisableTorchFunction():
+    with internals.without_any_torch_function():
         return offloaded_weights(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _innermost() -> tuple[object, object]:
-    """Returns the innermost saved-tensor hooks, pack and unpack, and the innermost mode.
-
-    The hooks are None if there are none, and before torch 2.8, which does not tell.
-    """
-    innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if innermost_hooks is None else innermost_hooks(False), _get_current_dispatch_mode()
-
-
-def _traces() -> bool:
-    """Returns whether operators are traced to a graph, as by `make_fx`, also inside of `torch.cond` and the like."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Returns the innermost saved-tensor hooks, pack and unpack, or None, and the innermost mode."""
+    return internals.innermost_saved_hooks(False), internals.innermost_dispatch_mode()
 
 
 def _keep(tensor: Tensor) -> "InlineSaved":
     if tensor.is_leaf:
-        return tensor, tensor._version, None
+        return tensor, internals.version_of(tensor), None
     # Detached, because a node that saves its own output would own itself otherwise, and never be freed.
-    return tensor.detach(), tensor._version, weakref.ref(tensor)
+    return tensor.detach(), internals.version_of(tensor), weakref.ref(tensor)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.checkpointed_call import CheckpointedCall, EmptyCaches, rerun_arguments
 from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
 from lightning_ssd.activations.recompute import (
@@ -143,7 +144,7 @@ def _plain_calls(
     }
     for index, operation in enumerate(graph.operations):
         if operation.segment.begun_by == "enter" and (
-            operation.func._schema.is_mutable
+            internals.schema_of(operation.func).is_mutable
             or any(choice != "keep" for choice in of_operation.get(index, {}).values())
             or not unsure.isdisjoint(operation.inputs)
         ):
@@ -259,7 +260,7 @@ class PlanMode(UnitDispatchMode):
             self._end_pause()
         for tensor in tensors_of(output):
             # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
-            if type(tensor) is Tensor and tensor.layout is torch.strided and torch._C._has_storage(tensor):
+            if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
                 storage = tensor.untyped_storage()
                 if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
                     setattr(storage, CHOICE, "keep")
@@ -273,7 +274,7 @@ class PlanMode(UnitDispatchMode):
             self._hooks.resume()
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func._schema.is_mutable:
+        if internals.schema_of(func).is_mutable:
             before_change(written(func, args, kwargs))
         planned = self._next_operation(func)
         if planned is None or not planned.choices:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.autocast import autocast_dtypes, autocast_of
 from lightning_ssd.activations.graph import is_random, tensors_of
 from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, bytes_of, forget_original
@@ -109,7 +109,7 @@ class RecomputeNode:
         args = _mapped(self._args, _Packed, unpack_argument)
         kwargs = {name: _mapped(value, _Packed, unpack_argument) for name, value in self._kwargs.items()}
         with (
-            torch._C._AutoDispatchBelowAutograd(),
+            internals.without_autograd(),
             torch.set_grad_enabled(self._grad_enabled),
             autocast_of(self._autocast),
             _restored_generator(self._random),
@@ -169,7 +169,7 @@ class Recomputed(RefCountedBytes):
     def __init__(self, tensor: Tensor, position: int, node: RecomputeNode) -> None:
         super().__init__()
         self.position = position
-        self.version = tensor._version
+        self.version = internals.version_of(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
         self.expired = False
         self._node = node
@@ -225,7 +225,7 @@ def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
 def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
     """Returns the value that recomputes `tensor` in its present version, or None."""
     recomputed = _marked(storage)
-    if recomputed is None or recomputed.expired or recomputed.version != tensor._version:
+    if recomputed is None or recomputed.expired or recomputed.version != internals.version_of(tensor):
         return None
     return recomputed
 
@@ -274,7 +274,4 @@ def _restored_generator(random: GeneratorState | None) -> Iterator[None]:
 
 def _share_version_counters() -> AbstractContextManager[object]:
     """Makes `detach` share the version counter, which it does not below autograd."""
-    included = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.ADInplaceOrView)
-    guard: AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(included, excluded)
-    return guard
+    return internals.with_dispatch_key("ADInplaceOrView")

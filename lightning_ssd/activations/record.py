@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.activations.weights import SavedWeight
 from lightning_ssd.device import Mark
@@ -150,7 +151,7 @@ class SavedStorage(RefCountedBytes):
     def __init__(self, data: Tensor, batch: "MicroBatch", index: int, pending_frees: "deque[PendingFree]") -> None:
         super().__init__()
         self.data = data
-        self._storage: int = data.untyped_storage()._cdata
+        self._storage = internals.storage_key(data.untyped_storage())
         """The storage's C++ object, which `data` keeps alive while the record is `RESIDENT`."""
         self.nbytes = data.numel()
         self.batch = batch
@@ -168,10 +169,11 @@ class SavedStorage(RefCountedBytes):
     def is_shared(self) -> bool:
         """Returns whether anything but the storage's records references it. The record must be `RESIDENT`."""
         assert self.data is not None
-        if torch._C._storage_Use_Count(self._storage) > _USE_COUNT_OF_ONE_OWNER:
+        use_count, references = _counts_of_one_owner()
+        if internals.storage_use_count(self._storage) > use_count:
             return True
         # References of user code to the Python storage object are not in the use count.
-        return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
+        return sys.getrefcount(self.data.untyped_storage()) > references
 
     def offload(self, copy: StoredCopy, tier: OffloadTierName) -> None:
         """Called when a tier has begun to store the bytes. The device's bytes are held until `evict`."""
@@ -225,7 +227,7 @@ class SavedHandle:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        self._version = tensor._version
+        self._version = internals.version_of(tensor)
         probe = tensor.detach()
         probe.data = empty
         self._probe = probe
@@ -240,7 +242,7 @@ class SavedHandle:
         Raises:
             RuntimeError: the tensor was changed after it was saved (PyTorch's own message).
         """
-        if self._probe._version != self._version:
+        if internals.version_of(self._probe) != self._version:
             raise modified_in_place(self._probe, self._version, self.dtype, self.size)
 
     def materialize(self) -> Tensor:
@@ -291,8 +293,8 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
         return saved
     if tensor.is_nested:  # `is_set_to` has no kernel for it
         return saved
-    tensor._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be owned by C++ alone
-    if tensor.is_set_to(saved) or tensor.grad_fn is torch._C._current_autograd_node():
+    internals.fix_weakref(tensor)  # its Python object may be owned by C++ alone
+    if tensor.is_set_to(saved) or tensor.grad_fn is internals.autograd_node():
         return saved
     return tensor.detach()
 
@@ -312,7 +314,7 @@ def check_version(
     Raises:
         RuntimeError: the tensor was changed after it was saved (PyTorch's own message, and `remedy`).
     """
-    if tensor._version != expected:
+    if internals.version_of(tensor) != expected:
         raise RuntimeError(f"{modified_in_place(tensor, expected, dtype, size)}{remedy()}")
 
 
@@ -327,7 +329,7 @@ def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: t
     """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{dtype} {list(size)}] is at version {tensor._version}; expected version {expected} instead. "
+        f"[{dtype} {list(size)}] is at version {internals.version_of(tensor)}; expected version {expected} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True)."
     )
@@ -356,16 +358,16 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 @functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a cached empty tensor, whose `.data` is a new tensor in a third of the time of `torch.empty`."""
-    with torch.inference_mode(False), torch._C._DisableTorchDispatch():  # it is used outside of the active modes, too
+    with torch.inference_mode(False), internals.without_dispatch():  # it is used outside of the active modes, too
         return torch.empty(0, dtype=dtype, device=device)
 
 
+@functools.cache
 def _counts_of_one_owner() -> tuple[int, int]:
     """Returns the use count and the reference count of a storage with one owner, which depend on torch's version."""
-    owner = torch.empty(1, dtype=torch.uint8, device="cpu")
+    # The first call may be within modes of user code, which could keep the tensor or replace it.
+    with torch.inference_mode(False), internals.without_any_torch_function(), internals.without_dispatch():
+        owner = torch.empty(1, dtype=torch.uint8, device="cpu")
     attach_saved_storage(owner.untyped_storage(), None)
-    count: int = torch._C._storage_Use_Count(owner.untyped_storage()._cdata)
+    count = internals.storage_use_count(internals.storage_key(owner.untyped_storage()))
     return count, sys.getrefcount(owner.untyped_storage())
-
-
-_USE_COUNT_OF_ONE_OWNER, _REFERENCES_OF_ONE_OWNER = _counts_of_one_owner()

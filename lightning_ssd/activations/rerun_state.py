@@ -9,6 +9,7 @@ import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.record import check_version
 
 _CONTAINERS = frozenset({dict, list, set, OrderedDict})
@@ -24,12 +26,12 @@ _CONTAINERS = frozenset({dict, list, set, OrderedDict})
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (partial(getattr, torch.backends.cudnn, "enabled"), partial(setattr, torch.backends.cudnn, "enabled")),
+    (partial(getattr, torch.backends.cudnn, "deterministic"), partial(setattr, torch.backends.cudnn, "deterministic")),
 )
 """Functions that return and change settings of the process by which torch chooses dtypes and kernels. Those of fp32
 products are not among them: which of torch's two sets of functions may read them depends on the user's calls."""
@@ -56,8 +58,10 @@ class RerunState:
             containers = [value for value in attributes.values() if type(value) in _CONTAINERS]
             self._empty += [value for value in containers if not value]
             self._filled += [(value, value.copy()) for value in (attributes, *containers) if value]
-            with torch._C.DisableTorchFunctionSubclass():  # offloaded weights would answer for their versions
-                self._versions += [(one, one._version) for one in inner._parameters.values() if one is not None]
+            with internals.without_torch_function():  # offloaded weights would answer for their versions
+                self._versions += [
+                    (one, internals.version_of(one)) for one in inner._parameters.values() if one is not None
+                ]
 
     def check_versions(self) -> None:
         """Checks that no parameter was changed in place since.
@@ -65,7 +69,7 @@ class RerunState:
         Raises:
             RuntimeError: one was (PyTorch's message for a saved tensor).
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             for parameter, version in self._versions:
                 check_version(parameter, version, parameter.dtype, parameter.size(), self._remedy)
 

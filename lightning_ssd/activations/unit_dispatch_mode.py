@@ -12,17 +12,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.compiled_code import GuardHook, count_compiled
-from lightning_ssd.activations.untraced import skipped
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
-_COMPILES = hasattr(TorchDispatchMode, "ignore_compile_internals")
+_COMPILES = hasattr(internals.TorchDispatchMode, "ignore_compile_internals")
 """Whether torch compiles code under modes that allow it."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__  # inherited by classes that do not dispatch
@@ -55,7 +52,7 @@ class UnitCall(NamedTuple):
     call_index: int
 
 
-class UnitDispatchMode(Uncopied, TorchDispatchMode):
+class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
     """Intercepts every operation of the forwards that run inside it. Operations of backwards are not intercepted.
 
     The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it. Unit
@@ -136,20 +133,20 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         """Returns False: torch would wrap `__torch_dispatch__` so that each operation takes twice as long."""
         return False
 
-    @skipped
+    @internals.skipped_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        callback = set_eval_frame(None)
+        callback = internals.set_eval_frame(None)
         if callable(callback) and not _COMPILES:  # Dynamo's, which compiles the code that calls the operation
             UnitDispatchMode.num_not_compiled += 1
         try:
             return self._dispatch(func, types, args, kwargs)
         finally:
-            set_eval_frame(callback)
+            internals.set_eval_frame(callback)
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if wraps(types):
             return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation
+        if not isinstance(func, internals.OpOverload):  # higher-order operators are not one operation
             return func(*args, **(kwargs or {}))
         if not calls_operators(func):
             return self._run(func, args, kwargs or {})
@@ -211,7 +208,7 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
 
 def in_backward() -> bool:
     """Returns whether a backward runs on this thread, in which recomputed operations are not part of a forward."""
-    return torch._C._current_graph_task_id() != -1
+    return internals.graph_task() != -1
 
 
 def wraps(types: Iterable[type]) -> bool:
@@ -225,4 +222,4 @@ def wraps(types: Iterable[type]) -> bool:
             which autograd unpacks a saved tensor.
     """
     dispatching = (kind for kind in types if getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH)
-    return any(not issubclass(kind, FakeTensor) for kind in dispatching)
+    return any(not issubclass(kind, internals.FakeTensor) for kind in dispatching)

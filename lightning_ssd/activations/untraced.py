@@ -4,8 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo.eval_frame import skip_code
+from lightning_ssd import torch_internals as internals
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -20,17 +19,10 @@ def untraced(hook: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """
 
     def run(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
-        callback = set_eval_frame(None)
+        callback = internals.set_eval_frame(None)
         try:
             return hook(*arguments, **keywords)
         finally:
-            set_eval_frame(callback)
+            internals.set_eval_frame(callback)
 
-    return functools.update_wrapper(skipped(run), hook)
-
-
-def skipped(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates a function that Dynamo must neither compile nor trace. Functions that it calls may be compiled."""
-    skip_code(function.__code__)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from compiled code
-    return function
+    return functools.update_wrapper(internals.skipped_by_dynamo(run), hook)

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.storage_tags import OFFLOADED_WEIGHTS, WEIGHT
 
 
@@ -39,7 +40,7 @@ def mark_weights(module: nn.Module) -> None:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Returns the storage of `tensor` itself, where the class of an offloaded weight would refuse or replace it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with internals.without_torch_function():
         return tensor.untyped_storage()
 
 
@@ -65,7 +66,7 @@ def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """
     if hasattr(storage, WEIGHT):
         return True
-    base = tensor._base
+    base = internals.base_of(tensor)
     if base is None:
         base = tensor
     # The type is checked first because `isinstance` of a plain tensor is slow: `Parameter` has its own instance check.

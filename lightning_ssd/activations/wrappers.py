@@ -9,15 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.record import check_version
-
-_NOT_UNWRAPPED: tuple[type, ...] = (AsyncCollectiveTensor, NestedTensor)
-"""Classes that are not unwrapped: an asynchronous result is still being written, and the sizes of a jagged tensor refer
-to the identity of its offsets tensor."""
 
 
 class SavedWrapper:
@@ -38,7 +32,7 @@ class SavedWrapper:
         self._others = {name: value for name, value in wrapped.items() if name not in self._packed}
         self._type = type(tensor)
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
-        self._version = tensor._version
+        self._version = internals.version_of(tensor)
         self._probe = tensor.detach()
         for name in self._packed:
             setattr(self._probe, name, torch.empty(0, dtype=wrapped[name].dtype, device=wrapped[name].device))
@@ -59,7 +53,10 @@ class SavedWrapper:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Returns whether `tensor` is described completely by wrapped tensors and a context."""
-    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _NOT_UNWRAPPED)
+    # An asynchronous result is still being written, and the sizes of a jagged tensor refer to the identity of its
+    # offsets tensor.
+    not_unwrapped = (internals.AsyncCollectiveTensor, internals.NestedTensor)
+    return internals.is_wrapper(tensor) and not isinstance(tensor, not_unwrapped)
 
 
 def _is_packed(value: Any) -> bool:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_ssd import torch_internals as internals
 
 __all__ = ["ROWS", "BatchShape", "BatchSizes", "SeenBatches", "row_of", "size_of_row"]
 
@@ -168,7 +169,7 @@ def size_of_row(number: int) -> float:
 
 def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
     """Yields the tensors of containers and of attributes of objects, which are searched to a depth."""
-    for value in tree_leaves(batch):
+    for value in internals.tree_leaves(batch):
         if isinstance(value, Tensor):
             yield value
         elif depth:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.sizes import check_count, parse_path
@@ -141,7 +142,7 @@ class TimelineRecorder(pl.Callback):
             self._profile.mark(name)
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:
+        if internals.is_recording():
             self._done = True
             log.warning("another torch profiler records: there is no timeline of step %d", self._step)
             return

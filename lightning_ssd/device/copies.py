@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device.cuda_events import Event, Events, Mark
 from lightning_ssd.device.futures import finished
 from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
@@ -140,7 +141,7 @@ class CPUCopyEngine(CopyEngine):
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
         # The copy is no operator of the model: dispatch modes that are active in a forward must not see it.
-        with torch._C._DisableTorchDispatch(), span(COPY_OUT, src.numel()):
+        with internals.without_dispatch(), span(COPY_OUT, src.numel()):
             dst[: src.numel()].copy_(src)
         with self._lock:
             self._out_busy = self._out_busy.plus(src.numel(), perf_counter() - start)
@@ -149,7 +150,7 @@ class CPUCopyEngine(CopyEngine):
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
         # Transforms of `torch.func`, in which a unit's forward may begin, would refuse to write memory from outside.
-        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch(), span(COPY_IN, dst.numel()):
+        with internals.without_dispatch(), internals.without_functorch(), span(COPY_IN, dst.numel()):
             dst.copy_(src[: dst.numel()])
         with self._lock:
             self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_ssd import torch_internals as internals
+
 Stream = int | ctypes.c_void_p
 
 
@@ -78,7 +80,7 @@ class Events:
 
     def compute_stream(self) -> int:
         """Returns the handle of the stream that is current on this thread."""
-        return torch._C._cuda_getCurrentRawStream(self._index)
+        return internals.raw_stream(self._index)
 
     def record(self, stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:
         """Records an event at the present end of `stream`.

@@ -7,8 +7,7 @@ graphs. Torch that is built without CUDA has no such function, and older version
 
 import torch
 
-_REFUSE = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-_ALLOW = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+from lightning_ssd import torch_internals as internals
 
 
 def refuse_access(storage: torch.UntypedStorage, owner: str) -> None:
@@ -18,16 +17,14 @@ def refuse_access(storage: torch.UntypedStorage, owner: str) -> None:
         storage: the storage.
         owner: names the offloaded tensors in the message.
     """
-    if _REFUSE is not None and _ALLOW is not None:
-        _REFUSE(
-            storage._cdata,
-            f"the memory of {owner} is used, which is offloaded, by a function that torch has no hook for. Use "
-            "`.detach()` or `.clone()` of the tensor, or call the function inside `with "
-            "trainer.strategy.whole_weights():`.",
-        )
+    internals.refuse_storage_access(
+        storage,
+        f"the memory of {owner} is used, which is offloaded, by a function that torch has no hook for. Use "
+        "`.detach()` or `.clone()` of the tensor, or call the function inside `with "
+        "trainer.strategy.whole_weights():`.",
+    )
 
 
 def allow_access(storage: torch.UntypedStorage) -> None:
     """Allows reads and writes again, before memory is allocated."""
-    if _REFUSE is not None and _ALLOW is not None:
-        _ALLOW(storage._cdata)
+    internals.allow_storage_access(storage)

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
 
 __all__ = ["ExpandableSegments"]
@@ -69,8 +69,5 @@ def _setting() -> Callable[[bool], None] | None:
     user = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments" in user or torch.cuda.get_allocator_backend() != "native":
         return None
-    # torch 2.6 has the second name only, later versions deprecate it.
-    module: Any = torch._C
-    change = getattr(module, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     # Each call sets all settings: those of the user are repeated.
-    return lambda enabled: change(",".join(filter(None, (user, f"expandable_segments:{enabled}"))))
+    return lambda enabled: internals.set_allocator(",".join(filter(None, (user, f"expandable_segments:{enabled}"))))

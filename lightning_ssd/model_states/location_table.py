@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.optimizers import resident_states
 from lightning_ssd.model_states.stores import MASTER, WEIGHT, StateStore
@@ -93,7 +94,7 @@ def locate_tensors(
         for flat, store in states.stores.items():
             where |= {item.parameter: (store, index) for index, item in enumerate(flat.param_views)}
     rows: list[TensorLocation] = []
-    with torch._C.DisableTorchFunctionSubclass():  # reads of an offloaded parameter's attributes could prefetch it
+    with internals.without_torch_function():  # reads of an offloaded parameter's attributes could prefetch it
         for unit in units:
             for part in unit.parts if states is None else states.parts_of(unit):
                 row = partial(TensorLocation, unit=unit.name, part=part.name)
@@ -158,4 +159,6 @@ def _in_memory(
 
 def count_stored_bytes(tensor: Tensor) -> int:
     """Returns the bytes of the elements of `tensor`, and of their indices if it is sparse, as some states are."""
-    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
+    if not tensor.is_sparse:
+        return tensor.nbytes
+    return internals.indices_of(tensor).nbytes + internals.values_of(tensor).nbytes

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access, GradDtype, GradientAccess, end_aliases
@@ -315,7 +316,7 @@ class ModelStates(Uncopied):
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
         self._prefetcher.check_caller()
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             grad, parameter.grad = parameter.grad, None
         if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
             return
@@ -393,7 +394,7 @@ class ModelStates(Uncopied):
     @property
     def gradients_are_hooked(self) -> bool:
         """Whether user code has registered hooks of gradients of offloaded parameters, beside the one of this class."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
 
     @uninterrupted

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import usable_memory
 from lightning_ssd.model_states.access import end_aliases
 from lightning_ssd.model_states.build import assemble, check_flats_apart
@@ -221,7 +222,7 @@ def _parts(units: Sequence[Unit], setup: Setup) -> list[tuple[int, UnitPart]]:
 def _as_built(flat_params: Sequence[FlatParameter]) -> Iterator[None]:
     """Makes the parameters have the dtypes with which the model was built, without values, within the context."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             for flat in flat_params:
                 for item in flat.param_views:
                     item.parameter.data = torch.zeros((), dtype=item.dtype).expand(item.parameter.shape)

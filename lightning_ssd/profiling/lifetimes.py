@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import tensors_of
 from lightning_ssd.device import Clock
 from lightning_ssd.model_states import Unit, state_tensors, states_in_memory
@@ -98,13 +99,13 @@ class LifetimeRecorder:
             span: begin and end on the device's clock.
         """
         index = len(self._operators)
-        self._operators.append((func._schema.name.removeprefix("aten::"), self.phase, span))
+        self._operators.append((internals.schema_of(func).name.removeprefix("aten::"), self.phase, span))
         for tree, allocated in ((given, False), (result, True)):
             for value in tensors_of(tree):
                 if value.layout is not torch.strided or value.is_quantized:
                     continue
                 storage = value.untyped_storage()
-                lifetime = self._lifetimes[self._number(storage, func._schema.name, allocated=allocated)]
+                lifetime = self._lifetimes[self._number(storage, internals.schema_of(func).name, allocated=allocated)]
                 lifetime.communicates |= func.namespace in COLLECTIVES
                 if not lifetime.uses or lifetime.uses[-1] != index:
                     lifetime.uses.append(index)

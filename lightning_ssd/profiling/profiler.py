@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
     ActivationOffloader,
     ForwardGraph,
@@ -503,7 +503,7 @@ def count_samples(batch: Any) -> tuple[int, int]:
     Samples are the rows of its first tensor; tokens are the elements of that tensor if it is a matrix of integers, else
     the samples.
     """
-    for value in tree_leaves(batch):
+    for value in internals.tree_leaves(batch):
         if isinstance(value, Tensor) and value.dim():
             rows = value.size(0)  # a nested tensor has no `shape`
             return rows, value.numel() if not value.is_floating_point() and value.dim() == 2 else rows

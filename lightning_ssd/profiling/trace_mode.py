@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
     Buffer,
     EmptyCaches,
@@ -179,7 +179,7 @@ class TraceMode(UnitDispatchMode):
         """
         if self._device.type != "cuda":
             return
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), internals.without_autocast():
             values = torch.arange(MATRIX_SIZE, dtype=torch.float32, device=self._device).sin().half()
             matrix = torch.outer(values, values)
             result = torch.empty_like(matrix)
@@ -236,9 +236,9 @@ class TraceMode(UnitDispatchMode):
             if self._lifetimes is not None:
                 self._lifetimes.ran(func, (args, kwargs), result, span)
         self.graph.transients.enter(unit_call, backward=True)
-        read = {storage._cdata for storage in _read((args, kwargs))}
+        read = {internals.storage_key(storage) for storage in _read((args, kwargs))}
         for storage in _read(result):
-            if storage._cdata not in read:
+            if internals.storage_key(storage) not in read:
                 self.graph.transients.alloc(storage)
         return result
 
@@ -248,7 +248,7 @@ class TraceMode(UnitDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         read = _read((args, kwargs))
         inputs = tuple(dict.fromkeys(self._number(storage) for storage, weight in read.items() if not weight))
-        seen = {storage._cdata for storage in read}
+        seen = {internals.storage_key(storage) for storage in read}
         self.graph.transients.enter(self.unit_call, backward=False)
         index = len(self.graph.operations)
         if kwargs.get("generator") is not None:  # of the user: another run would draw other numbers
@@ -269,12 +269,12 @@ class TraceMode(UnitDispatchMode):
             if value.layout is not torch.strided or value.is_quantized:
                 continue
             storage = value.untyped_storage()
-            if storage._cdata not in seen and self._known(storage) is None:
+            if internals.storage_key(storage) not in seen and self._known(storage) is None:
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
                 self.graph.transients.alloc(storage)
                 # With its cache, which Lightning disables, autocast keeps casts alive until its context ends.
-                is_cast = func is torch.ops.aten._to_copy.default and all(read.values())
+                is_cast = internals.schema_of(func).name == "aten::_to_copy" and all(read.values())
                 if is_cast and not torch.is_autocast_cache_enabled():
                     self._casts.append((self.unit_call, weakref.ref(storage), storage.nbytes()))
         flops = count_flops(func, args, kwargs, result)
@@ -324,7 +324,7 @@ class TraceMode(UnitDispatchMode):
         yield module.register_forward_hook(ModuleHook(after), always_call=True)
 
 
-class OptimizerTrace(TorchDispatchMode):
+class OptimizerTrace(internals.TorchDispatchMode):
     """Records the operations of an optimizer step that runs inside it.
 
     Args:
@@ -352,7 +352,7 @@ class OptimizerTrace(TorchDispatchMode):
         return result
 
 
-class _BackwardMode(TorchDispatchMode):
+class _BackwardMode(internals.TorchDispatchMode):
     """Intercepts every operation of a backward. Autograd's threads inherit it from the thread that calls backward."""
 
     supports_higher_order_operators = True
@@ -364,7 +364,7 @@ class _BackwardMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, internals.OpOverload):
             return func(*args, **(kwargs or {}))
         with outer_autocast() if calls_operators(func) else contextlib.nullcontext():
             return self._recorder.run_backward(func, args, kwargs or {})
@@ -373,19 +373,19 @@ class _BackwardMode(TorchDispatchMode):
 @functools.cache
 def returns_view(func: Any) -> bool:
     """Returns True if an operation only returns views. Composite ones, not decomposed in inference mode, may copy."""
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    composite = internals.has_kernel_for(func.name(), "CompositeImplicitAutograd")
     return func.is_view and not composite
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Returns the FLOPs of an operation by torch's formulas, 0 if torch has no formula for it."""
-    packet = func._overloadpacket
+    name = internals.schema_of(func).name
     with contextlib.suppress(Exception):  # shapes that torch's formula does not support
-        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
             return float(sdpa_flop_count(*(value.shape for value in args[:3])))
-        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
             return float(sdpa_backward_flop_count(*(value.shape for value in args[:4])))
-        if (count := flop_registry.get(packet)) is not None:
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
             return float(count(*args, **kwargs, out_val=result))
     return 0.0
 
@@ -414,8 +414,8 @@ def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: A
         result: its result.
         device: the training device, whose generator is set back for the second execution.
     """
-    name = func._schema.name
-    if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
+    name = internals.schema_of(func).name
+    if internals.schema_of(func).is_mutable or func.namespace not in ("aten", "prims"):
         return False
     if changes_statistics(name) or "empty" in name:  # uninitialized memory has other values each time
         return False

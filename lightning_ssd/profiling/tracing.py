@@ -13,19 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import ForwardGraph, is_weight, tensors_of, written
 from lightning_ssd.model_states import Unit
 from lightning_ssd.planning import HardwareProfile
@@ -43,11 +34,11 @@ class TracingError(ValueError):
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
+def fake_tensors() -> Iterator["internals.fake_tensor.FakeTensorMode"]:
     """Yields a mode under which modules are built and run without memory. Scalars (`loss.item()`) are unknown there."""
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode:
-        FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]  # torch's own copies the bytes, of which there are none
+    with internals.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode:
+        internals.FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]  # torch's own copies the bytes, of which there are none
         # `Module.to` swaps such tensors. Torch refuses to swap tensors with weak references, which the mode holds.
         utils: Any = torch.utils
         weakref, utils.weakref = utils.weakref, SimpleNamespace(getweakrefs=lambda tensor: [])
@@ -55,7 +46,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
             yield mode
         finally:
             utils.weakref = weakref
-            del FakeTensor.__deepcopy__
+            del internals.FakeTensor.__deepcopy__
 
 
 def _copy(tensor: Any, memo: dict[int, Any]) -> Any:
@@ -70,7 +61,7 @@ def trace(
     module: nn.Module,
     run: Callable[[Any], Tensor],
     batch: Any,
-    mode: FakeTensorMode,
+    mode: "internals.fake_tensor.FakeTensorMode",
     hardware: HardwareProfile,
     min_bytes: int,
     lifetimes: LifetimeRecorder | None = None,
@@ -99,9 +90,9 @@ def trace(
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         if storage is None or storage.nbytes() < min_bytes or is_weight(tensor, storage):
             return tensor
-        saved = recorder.saved_storages.get(storage._cdata)
+        saved = recorder.saved_storages.get(internals.storage_key(storage))
         if saved is None:
-            saved = recorder.saved_storages[storage._cdata] = _SavedStorage()
+            saved = recorder.saved_storages[internals.storage_key(storage)] = _SavedStorage()
             recorder.on_saved(storage, saved)  # type: ignore[arg-type]  # it needs the identity alone
         return _SavedHandle(tensor, saved)
 
@@ -117,7 +108,7 @@ def trace(
             is_weight(nn.Parameter(weight.detach(), requires_grad=False), weight.untyped_storage())
 
         def without_memory(value: Tensor) -> Tensor:
-            if isinstance(value, FakeTensor):
+            if isinstance(value, internals.FakeTensor):
                 return value
             fake = mode.from_tensor(value)
             recorder.give_value(fake, value.clone())
@@ -125,8 +116,8 @@ def trace(
 
         if lifetimes is not None:
             lifetimes.register_model(units, module, ())
-        with unset_fake_temporarily():
-            batch = tree_map_only(Tensor, without_memory, batch)
+        with internals.fake_tensor.unset_fake_temporarily():
+            batch = internals.tree_map_only(Tensor, without_memory, batch)
         with _explained(recorder):
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack), recorder:
                 loss = run(batch)
@@ -184,7 +175,7 @@ class _Tracer(TraceMode):
             return func(*args, **kwargs)
         self.last_operator = func
         known = self._compute(func, args, kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and known is not None:
+        if internals.schema_of(func).name == "aten::_local_scalar_dense" and known is not None:
             return known
         result = super().operation(func, args, kwargs)
         if isinstance(result, Tensor) and isinstance(known, Tensor):
@@ -195,18 +186,18 @@ class _Tracer(TraceMode):
         """Returns the real result of an operation if all its inputs have known values, else None."""
         given = tensors_of((args, kwargs))
         computable = all(value in self._values for value in given)
-        if func._schema.is_mutable and not computable:
+        if internals.schema_of(func).is_mutable and not computable:
             for value in given:  # its views may be known, too: all known values are dropped
                 if value in self._values:
                     self._values.clear()
                     break
             return None
-        if not computable or func.namespace != "aten" or "empty" in func._schema.name:
+        if not computable or func.namespace != "aten" or "empty" in internals.schema_of(func).name:
             return None
         if not given and prod(args[0] if args and isinstance(args[0], list | tuple) else ()) > MAX_CREATED:
             return None
-        with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-            args, kwargs = tree_map_only(Tensor, lambda value: self._values[value], (args, kwargs))
+        with internals.fake_tensor.unset_fake_temporarily(), internals.without_dispatch():
+            args, kwargs = internals.tree_map_only(Tensor, lambda value: self._values[value], (args, kwargs))
             return func(*args, **kwargs)
 
     def run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -245,14 +236,14 @@ def _explained(recorder: _Tracer) -> Iterator[None]:
     except TracingError:
         raise
     except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
+        internals.fake_tensor.DataDependentOutputException,
+        internals.fake_tensor.DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
         NotImplementedError,
         RuntimeError,
         TypeError,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
+        internals.fake_tensor.UnsupportedFakeTensorException,
+        internals.fake_tensor.UnsupportedOperatorException,
     ) as error:
         reason = "".join(str(error).strip().splitlines()[:1]).rstrip(".")
         raise TracingError(
@@ -263,7 +254,7 @@ def _explained(recorder: _Tracer) -> Iterator[None]:
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Returns True if an attention is causal, which needs half of the products that torch's formula counts."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in internals.schema_of(func).arguments]
     if "is_causal" not in names:
         return False
     index = names.index("is_causal")

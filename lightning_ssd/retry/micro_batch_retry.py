@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import backward_nodes, compile_seconds
 from lightning_ssd.model_states import ModelStates
@@ -257,9 +257,11 @@ class _Gradients:
     """The gradients of parameters, and of other leaves of graphs, before a backward."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # classes of the user see no reads
+        with internals.without_torch_function():  # classes of the user see no reads
             trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
-            self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
+            self._before = [
+                (one, one.grad, 0 if one.grad is None else internals.version_of(one.grad)) for one in trained
+            ]
         self._complete: dict[Tensor, Tensor] = {}
         """Gradients to which failed backwards have added their own, by parameter. They are not in `.grad`."""
 
@@ -319,7 +321,7 @@ class _Gradients:
 
 
 def _is_changed(grad: Tensor | None, version: int) -> bool:
-    return grad is not None and grad._version != version
+    return grad is not None and internals.version_of(grad) != version
 
 
 def _set_grad(grad: Tensor, parameter: Tensor) -> None:
@@ -335,21 +337,21 @@ class _Output:
 
     def __init__(self, output: Any) -> None:
         self._emptied: list[tuple[int, Tensor]] = []
-        for index, value in enumerate(tree_leaves(output)):
+        for index, value in enumerate(internals.tree_leaves(output)):
             if isinstance(value, Tensor) and _drop_graph(value):
                 value.data = value.data.new_empty(0)
                 self._emptied.append((index, value))
 
     def fill(self, output: Any) -> None:
         """Gives the tensors the equal values of the second result."""
-        values = tree_leaves(output)
+        values = internals.tree_leaves(output)
         for index, tensor in self._emptied:
             tensor.data = values[index].detach()
 
 
 def _drop_graph(tensor: Tensor) -> bool:
     """Frees the graph of a tensor, unless another tensor has it, too. Returns whether there was one."""
-    if tensor.grad_fn is None or tensor._is_view():
+    if tensor.grad_fn is None or internals.is_view(tensor):
         return False
     tensor.detach_()
     return True

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
 from lightning_ssd.model_states import ModelStates, TensorLocation
@@ -69,7 +68,7 @@ def explain_out_of_memory(
     )
 
 
-class NamedOperators(Uncopied, TorchDispatchMode):
+class NamedOperators(Uncopied, internals.TorchDispatchMode):
     """Adds the operator that raises an error to the error's traceback, which `_describe_failure` reads.
 
     Autograd calls the operators of a backward from C++, so that a traceback does not contain them otherwise. The mode
@@ -96,7 +95,7 @@ def _describe_failure(error: BaseException, module: nn.Module) -> str:
         if isinstance(ran, nn.Module) and id(ran) in names:
             part = f" in the module `{names[id(ran)]}` ({type(ran).__name__})"
         for called in (frame.f_locals.get("func"), ran):
-            if isinstance(called, torch._ops.OperatorBase):
+            if isinstance(called, internals.OperatorBase):
                 operator = f" in the operator `{called}`{_describe_tensors(frame.f_locals.get('args'))}"
     last = traceback.extract_tb(error.__traceback__)[-1:]
     if not operator and last and last[0].line:
@@ -108,8 +107,8 @@ def _describe_failure(error: BaseException, module: nn.Module) -> str:
 
 def _describe_tensors(args: object) -> str:
     """Returns the dtypes and shapes of the tensors among `args`, for a sentence, or nothing."""
-    tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
-    with torch._C.DisableTorchFunctionSubclass():
+    tensors = [value for value in internals.tree_leaves(args) if isinstance(value, Tensor)]
+    with internals.without_torch_function():
         return " of " + ", ".join(f"{str(one.dtype)[6:]}{list(one.shape)}" for one in tensors) if tensors else ""
 
 

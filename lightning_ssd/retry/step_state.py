@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.interrupts import uninterrupted
 
@@ -128,13 +129,13 @@ class StepState:
         self._copied = 0
         """Bytes that were copied."""
         # Modes and subclasses of the user see no copies.
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        with internals.without_dispatch(), internals.without_torch_function():
             parameters = list(module.parameters())
             self._seen: dict[int, object] = {id(parameter): parameter for parameter in parameters}
             """Recorded objects by their identity; the values keep them alive."""
             self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
             self.leaves: list[Tensor] = [parameter for parameter in parameters if parameter not in offloaded]
-            self._compared += [(parameter, parameter._version) for parameter in self.leaves]
+            self._compared += [(parameter, internals.version_of(parameter)) for parameter in self.leaves]
             # Buffers of TorchScript's modules are no attributes.
             self._record([module, *module.buffers(), *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
@@ -145,8 +146,8 @@ class StepState:
 
     def obstacle(self) -> str | None:
         """Returns why the state can't be restored; `None`: it can."""
-        with torch._C.DisableTorchFunctionSubclass():
-            changed = any(tensor._version != version for tensor, version in self._compared)
+        with internals.without_torch_function():
+            changed = any(internals.version_of(tensor) != version for tensor, version in self._compared)
         if changed:
             return "`training_step` has changed a parameter, its batch, or a large tensor in place"
         return None if self._opaque is None else f"`training_step` may have read or written a {self._opaque.__name__}"
@@ -157,7 +158,7 @@ class StepState:
         if self._logged is not None:
             for key in [key for key in self._logged if key.startswith(_LOGGED_BY) and key not in self._keys]:
                 del self._logged[key]
-        with torch._C._DisableTorchDispatch():
+        with internals.without_dispatch():
             for base, container, before in self._containers:
                 if not _is_same(_copy(base, container), before):
                     base.clear(container)
@@ -295,10 +296,10 @@ class StepState:
         if tensor.is_leaf:
             self.leaves.append(tensor)
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
-        plain = plain and not (tensor.is_nested or tensor._is_zerotensor())
+        plain = plain and not (tensor.is_nested or internals.is_zero_tensor(tensor))
         # Expanded tensors can't be written, only the tensors that they are views of.
-        if not (copy and plain and torch._debug_has_internal_overlap(tensor) != 1 and self._may_copy(tensor.nbytes)):
-            self._compared.append((tensor, tensor._version))
+        if not (copy and plain and internals.may_overlap(tensor) != 1 and self._may_copy(tensor.nbytes)):
+            self._compared.append((tensor, internals.version_of(tensor)))
             return
         data = tensor.data
         if data.device.type == "cuda":

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.spans import COPY_IN, COPY_OUT, OPTIMIZER, SSD_READ, SSD_WRITE, WAIT, name_and_bytes, span
 from lightning_ssd.timeline.timeline import COLORS, PHASE_COLORS, Span, Timeline, clip, without
 
@@ -43,7 +43,7 @@ class TimelineProfile:
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
-            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
+            activities=activities, experimental_config=internals.profiling_all_threads()
         )
         self._events: list[Any] = []
         """CUDA events of the marks on the compute stream."""

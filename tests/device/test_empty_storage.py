@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ssd.activations.weights import storage_of
-from lightning_ssd.device import empty_storage
 from tests.support.access import Toy, fit
 
 
 def test_weights_are_readable_exactly_while_they_have_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: dict[int, str] = {}
-    monkeypatch.setattr(empty_storage, "_REFUSE", refused.__setitem__)
-    monkeypatch.setattr(empty_storage, "_ALLOW", lambda storage: refused.pop(storage, None))
+    refuse, allow = refused.__setitem__, lambda storage: refused.pop(storage, None)
+    monkeypatch.setattr(torch._C, "_set_storage_data_ptr_access_error_msg", refuse, raising=False)
+    monkeypatch.setattr(torch._C, "_clear_storage_data_ptr_access_error_msg", allow, raising=False)
     found: list[tuple[bool, str]] = []
 
     def look(module: Any) -> None:

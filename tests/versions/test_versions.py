@@ -5,6 +5,8 @@ checkpoints.
 """
 
 import gc
+import subprocess
+import sys
 import tomllib
 import warnings
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from lightning_ssd import SSDOffloadStrategy, versions
+from lightning_ssd import torch_internals as internals
 from tests.support.compare import assert_same
 from tests.support.compiled import fresh_dynamo  # noqa: F401
 from tests.support.models import Block, Model
@@ -91,3 +94,24 @@ def test_tested_versions_are_those_of_the_requirements_and_of_the_readme() -> No
     readme = " ".join((ROOT / "README.md").read_text().split())
     for name, tested in versions.TESTED.items():
         assert f"{name} {' to '.join(dict.fromkeys(tested))}" in readme
+
+
+@pytest.mark.parametrize("name", sorted(internals._INTERFACES))
+def test_this_torch_has_each_private_interface(name: str) -> None:
+    assert getattr(internals, name) is not None
+
+
+def test_imports_look_up_no_private_interface_of_torch() -> None:
+    """So a torch without one of them imports the package: all but the base class of dispatch modes, and no other."""
+    modules = sorted(
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in (ROOT / "lightning_ssd").rglob("*.py")
+        if file.name not in ("__init__.py", "__main__.py") and "recipes" not in file.parts  # they need an extra
+    )
+    code = (
+        f"import importlib\nfor name in {modules}:\n    importlib.import_module(name)\n"
+        "import lightning_ssd.torch_internals as internals\n"
+        "print(*(name for name in internals._INTERFACES if name in vars(internals)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["TorchDispatchMode"]

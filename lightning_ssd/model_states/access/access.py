@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import in_backward
 from lightning_ssd.model_states.access.grad_dtype import GradDtype
 from lightning_ssd.model_states.access.gradient_access import GradientAccess
@@ -149,7 +149,7 @@ class Access:
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
         for flat in {parameter.flat: None for parameter in offloaded}:
             self.staged.pull(flat)
-        versions = [parameter._version for parameter in offloaded]
+        versions = [internals.version_of(parameter) for parameter in offloaded]
         for parameter in offloaded:
             if parameter.flat.mixed and torch.is_grad_enabled():
                 self.grad_dtype.note_use(parameter)
@@ -162,7 +162,7 @@ class Access:
                     "offloaded. Change it outside of the compiled module, or set `states='gpu'`."
                 )
         for parameter, version in zip(offloaded, versions, strict=True):
-            if parameter._version == version:
+            if internals.version_of(parameter) == version:
                 continue
             weights = _weights(parameter)
             if weights.flat.mixed:
@@ -190,7 +190,7 @@ class Access:
             return
         parameters = {id(parameter): parameter for parameter in found.values()}
         with self._values(parameters, computing=torch.is_grad_enabled()) as values:
-            versions = {key: value._version for key, value in values.items()}
+            versions = {key: internals.version_of(value) for key, value in values.items()}
         try:
             for (module, name), parameter in found.items():
                 module._parameters[name] = values[id(parameter)]  # type: ignore[assignment]
@@ -199,7 +199,7 @@ class Access:
             for (module, name), parameter in found.items():
                 module._parameters[name] = parameter
         for key, value in values.items():
-            if value._version != versions[key]:
+            if internals.version_of(value) != versions[key]:
                 raise _changed_by_compiled(parameters[key].source.name)
 
     def begin_forward(self, flat_params: Iterable[FlatParameter]) -> None:
@@ -322,7 +322,7 @@ class Access:
 
     def _check_graph(self, outputs: Any) -> None:
         """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
-        lost = any(isinstance(output, Tensor) and not output.requires_grad for output in tree_leaves(outputs))
+        lost = any(isinstance(output, Tensor) and not output.requires_grad for output in internals.tree_leaves(outputs))
         if lost and (name := self._grads.without_graph()) is not None:
             raise not_followed(name)
 
@@ -344,7 +344,7 @@ class Access:
             self._note_repeated((*args, *kwargs.values()))
         with self._values(found, computing=computing, matmul=matmul) as values, references_saved():
             nodes = {key: value.grad_fn for key, value in values.items()}
-            versions = {key: value._version for key, value in values.items()}
+            versions = {key: internals.version_of(value) for key, value in values.items()}
             shapes = {key: geometry(value) for key, value in values.items()}
             if kind is Kind.STRIDED and first is not None:
                 source = first.source
@@ -353,7 +353,7 @@ class Access:
             if matmul and computing:
                 given, named = in_order_of_casts(given, named)
             result = func(*given, **named)
-            changed = [key for key, value in values.items() if value._version != versions[key]]
+            changed = [key for key, value in values.items() if internals.version_of(value) != versions[key]]
             unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
             if any(tensor.requires_grad for tensor in unfollowed.values()):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -495,14 +495,14 @@ class Access:
                 return originals[id(value)]
             if type(value) is not Tensor or value.layout is not torch.strided:
                 return value
-            if torch._C._functorch.is_functorch_wrapped_tensor(value):  # a transform's result, no view of a weight
+            if internals.is_transformed(value):  # a transform's result, no view of a weight
                 return value
             for key, base in bases.items():
                 if (offset := offset_in(value, base)) is None:
                     continue
                 source = sources[key]
-                counted, backed = versioned and value._is_view(), source.backs_views  # no view: `unsafe_chunk`
-                graph = graphs_of_values.get(id(value._base), graphs.get(key))
+                counted, backed = versioned and internals.is_view(value), source.backs_views  # no view: `unsafe_chunk`
+                graph = graphs_of_values.get(id(internals.base_of(value)), graphs.get(key))
                 if not value.requires_grad or (graph is not None and graph.freed):
                     memory = as_non_view(value, backed=backed)
                     return OffloadedView.make(source, offset, memory, versioned=counted, backed=backed, graph=graph)
@@ -673,7 +673,7 @@ def _changed_by_compiled(name: str) -> RuntimeError:
 
 def _check_not_compiled(tensor: OffloadedTensor) -> None:
     """Raises RuntimeError if Dynamo compiles a function that is given `tensor`."""
-    if torch._guards.CompileContext.try_get() is not None:
+    if internals.compile_context() is not None:
         raise RuntimeError(
             f"{tensor.source.name}, which is offloaded, is given to a compiled function, or to `torch.cond` or another "
             "operator that compiles its functions. Compile the module whose forward calls it (`module.compile()`), in "
@@ -693,7 +693,7 @@ def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwar
     copies = sum(isinstance(arg, bool) for arg in args) > 1 or not {*kwargs} <= {"device", "dtype", "non_blocking"}
     if func is not Tensor.to or copies:  # `copy` is the second flag
         return False
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = internals.parse_to(*args, **kwargs)
     return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
 
 

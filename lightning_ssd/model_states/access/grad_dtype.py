@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access.parameter import OffloadedParameter
 from lightning_ssd.model_states.units import FlatParameter
 
@@ -79,9 +80,9 @@ class GradDtype:
 
     def note_use(self, parameter: OffloadedParameter) -> None:
         """Counts an operator on 16-bit weights. From the second one in a graph on, gradients are summed in fp32."""
-        node = torch._C._current_autograd_node()
+        node = internals.autograd_node()
         # A recomputation in backward makes a graph of its own, which the number of its node identifies.
-        graph = self._micro_batch if node is None else -1 - node._sequence_nr()
+        graph = self._micro_batch if node is None else -1 - internals.sequence_of(node)
         if parameter.used == graph:
             self.sum_in_fp32(parameter)
         parameter.used = graph
@@ -102,7 +103,7 @@ class GradDtype:
         self.summed_on_host.add(flat)
 
     def _end_sums(self, parameters: Iterable[nn.Parameter]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             for parameter in parameters:
                 parameter.grad_dtype = None  # the dtype of the operators' gradients
                 del self._in_fp32[parameter]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access.parameter import OffloadedParameter, OffloadedTensor, offloaded_in
 
 
@@ -51,7 +52,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def offset_in(value: Tensor, base: Tensor) -> int | None:
     """Returns the offset of `value` in `base` in bytes, or None if it lies elsewhere in their storage."""
     offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
-    same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
+    same = internals.storage_key(value.untyped_storage()) == internals.storage_key(base.untyped_storage())
     return offset if same and 0 <= offset < max(1, base.nbytes) else None
 
 
@@ -96,7 +97,7 @@ def geometry(tensor: Tensor) -> tuple[object, ...]:
         tensor.size(),
         tensor.stride(),
         tensor.storage_offset(),
-        tensor.untyped_storage()._cdata,
+        internals.storage_key(tensor.untyped_storage()),
     )
 
 
@@ -137,7 +138,7 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     arguments = (outputs,) if func is torch.autograd.backward else (outputs, substitute(inputs, edges))
     if func is torch.autograd.backward:
         options["inputs"] = substitute(inputs, edges)
-    with torch._C._EnableTorchFunction():
+    with internals.with_torch_function():
         result = func(*arguments, **options)
     if not materialize:
         return result

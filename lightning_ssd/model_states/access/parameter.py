@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
     SavedWeight,
     check_version,
@@ -52,7 +52,7 @@ class _RunsOperators:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             kind = KINDS.get(func) or kind_of(func)
             reads_grad = kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter
             if not (reads_grad or torch.is_grad_enabled()):
@@ -72,7 +72,7 @@ class _RunsOperators:
                     return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
                 return access_of(args, kwargs).run(kind, func, args, kwargs or {})
             except RuntimeError as error:
-                if torch._C._functorch.peek_interpreter_stack() is not None:
+                if internals.innermost_transform() is not None:
                     error.add_note(_IN_TRANSFORM)
                 raise
 
@@ -199,13 +199,13 @@ class OffloadedView(_RunsOperators, Tensor):
         self.backed = False
         if keep:
             return
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
         mark_offloaded(storage_of(self), _ViewReferences(self))
 
     def end(self, values: Tensor) -> None:
         """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
             start = values.storage_offset() * values.itemsize + self.offset
             self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
                 values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
@@ -245,9 +245,9 @@ class FollowedView(OffloadedView):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """The node of the operator that made the view, as in plain torch: user code looks for the parameter's there."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             node: Any = super().grad_fn
-        if isinstance(node, _AsNonView._backward_cls):
+        if isinstance(node, internals.node_class(_AsNonView)):
             node = cast(Any, node).next_functions[0][0]
         if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
             return _ViewNode(node)
@@ -402,7 +402,7 @@ class ForwardValueReferences:
         self._start = int(values.storage_offset()) * values.itemsize
 
     def save(self, tensor: Tensor) -> SavedWeight:
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             offset = int(tensor.storage_offset()) * tensor.itemsize - self._start
             memory = as_non_view(tensor, backed=False)
         return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, backed=False))
@@ -416,7 +416,7 @@ class _SavedOffloadedView(SavedWeight):
     def __init__(self, view: OffloadedView) -> None:
         self._view = view
         self._counter = view.source.counter if view.versioned else None
-        self._version = 0 if self._counter is None else self._counter._version
+        self._version = 0 if self._counter is None else internals.version_of(self._counter)
 
     def load(self) -> Tensor:
         view = self._view
@@ -428,8 +428,8 @@ class _SavedOffloadedView(SavedWeight):
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Applies an autograd function to tensors that no transform of `torch.func` maps, outside of the transforms."""
     outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        outside = temporarily_clear_interpreter_stack()
+    if internals.innermost_transform() is not None:
+        outside = internals.without_transforms()
     with outside:
         return cast(Tensor, function.apply(*args))
 
@@ -447,7 +447,7 @@ class WholeWeight(torch.autograd.Function):
         So hooks of gradients run in the order of plain training.
         """
         weights = apply(WholeWeight, parameter, source)
-        cast(Any, weights.grad_fn)._set_sequence_nr(_FIRST)
+        internals.run_node_first(weights.grad_fn)
         return weights
 
     @staticmethod
@@ -463,10 +463,6 @@ class WholeWeight(torch.autograd.Function):
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
-
-
-_FIRST = 2**64 - 1
-"""Autograd's sequence number of nodes that accumulate gradients: of the nodes that are ready, they run first."""
 
 
 class _ViewNode:
@@ -487,7 +483,7 @@ class _ViewNode:
 
 
 def _is_of_weights(node: Any) -> bool:
-    return isinstance(node, WholeWeight._backward_cls)
+    return isinstance(node, internals.node_class(WholeWeight))
 
 
 class _AsNonView(torch.autograd.Function):
@@ -560,7 +556,7 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
     return (
         torch.is_autocast_enabled(device.type)
         and torch.get_autocast_dtype(device.type) == dtype
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and internals.innermost_transform() is None
     )
 
 
@@ -636,7 +632,7 @@ def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[l
     for name in reversed(leaves[1:]):
         parameter = given[name]
         if type(parameter) is OffloadedParameter and parameter.flat.mixed:
-            with torch._C._DisableTorchDispatch():  # no operator of plain training, which modes would report
+            with internals.without_dispatch():  # no operator of plain training, which modes would report
                 given[name] = parameter.view_as(parameter)
     return [given.pop(index) for index in range(len(args))], given
 

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
 
 
 def saves_references() -> bool:
     """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return not torch.is_grad_enabled() or internals.innermost_saved_hooks(False) is not None
 
 
 def references_saved() -> contextlib.AbstractContextManager[object]:
@@ -24,7 +24,7 @@ def references_saved() -> contextlib.AbstractContextManager[object]:
     """
     if not torch.is_grad_enabled():
         return _UNCHANGED
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = internals.innermost_saved_hooks(False)
     if hooks is None:
         return saved_tensors_hooks(_pack, _unpack)
     pack, unpack = hooks
@@ -33,12 +33,14 @@ def references_saved() -> contextlib.AbstractContextManager[object]:
 
     def pack_for_user(tensor: Tensor) -> Any:
         packed = pack(tensor)
-        if not any(isinstance(leaf, Tensor) and _weights_of(leaf) is not None for leaf in tree_leaves(packed)):
+        if not any(
+            isinstance(leaf, Tensor) and _weights_of(leaf) is not None for leaf in internals.tree_leaves(packed)
+        ):
             return packed
-        return tree_map_only(Tensor, _reference, packed)
+        return internals.tree_map_only(Tensor, _reference, packed)
 
     def unpack_for_user(packed: Any) -> Tensor:
-        loaded: Tensor = unpack(tree_map_only(SavedWeight, lambda reference: reference.load(), packed))
+        loaded: Tensor = unpack(internals.tree_map_only(SavedWeight, lambda reference: reference.load(), packed))
         return loaded
 
     return saved_tensors_hooks(pack_for_user, unpack_for_user)
@@ -63,7 +65,7 @@ def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":
     reference = _reference(tensor)
     if isinstance(reference, SavedWeight):
         return reference
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+    return (tensor if tensor.is_leaf else tensor.detach()), internals.version_of(tensor)
 
 
 def _unpack(saved: "SavedWeight | tuple[Tensor, int]") -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
+
 
 class Kind(Enum):
     """The effect of a function on its tensor arguments."""
@@ -123,7 +125,7 @@ KINDS: dict[Any, Kind] = {
             torch.is_complex,
             torch.numel,
             torch.is_same_size,
-            torch._has_compatible_shallow_copy_type,
+            *internals.assignment_queries(),
         ),
         Kind.METADATA,
     ),

@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.checkpoints.replace import remove, replacing
 from lightning_ssd.model_states.checkpoints.values import replace_values
 from lightning_ssd.model_states.units import in_memory_order
@@ -44,7 +45,7 @@ class LazyTensor(Tensor):
             read: returns the values, on the CPU, with any strides.
         """
         with torch.inference_mode(False):  # an evaluation may make it, and its end read the values
-            tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            tensor: LazyTensor = internals.make_wrapper(
                 LazyTensor,
                 like.shape,
                 strides=like.stride(),
@@ -52,7 +53,7 @@ class LazyTensor(Tensor):
                 device=torch.device("meta"),
                 dispatch_device=True,
             )
-            torch._C._set_throw_on_mutable_data_ptr(tensor)
+            internals.refuse_data_pointer(tensor)
         tensor._read = read
         tensor._loaded = None
         return tensor
@@ -61,7 +62,7 @@ class LazyTensor(Tensor):
         """Reads the values unless they were read before, and returns this tensor, which is an ordinary one now."""
         with torch.inference_mode(False):
             values = self._alias()
-        torch._C._swap_tensor_impl(self, values)
+        internals.swap_tensor(self, values)
         del self._read, self._loaded
         self.__class__ = Tensor  # type: ignore[assignment]
         return self
@@ -91,7 +92,7 @@ class LazyTensor(Tensor):
         if shown in _CONVERSIONS and _changes_nothing(*args, **(kwargs or {})):
             return args[0]
         if shown in _SHAPES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with internals.without_torch_function():
                 return func(*args, **(kwargs or {}))
         args, kwargs = load_lazy((args, dict(kwargs or {})))
         return func(*args, **kwargs)
@@ -222,7 +223,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
             return stand_ins[tensor]
         if tensor._loaded is not None or tensor.nbytes < _MARK_BYTES:
             return tensor.load()
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             mark = secrets.token_bytes(_MARK_BYTES)
             in_memory_order(plain, plain.stride()).view(torch.uint8)[:_MARK_BYTES] = torch.frombuffer(

@@ -23,6 +23,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensor, save
 from lightning_ssd.model_states.checkpoints.replace import find_replaced, put_in_place, remove, sync_directory
 from lightning_ssd.model_states.checkpoints.values import replace_values
@@ -110,7 +111,7 @@ def _save_distributed(states: Mapping[str, Any], folder: Path, names: Sequence[M
     it has written the last one.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import WriteItemType
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -136,7 +137,7 @@ def _save_distributed(states: Mapping[str, Any], folder: Path, names: Sequence[M
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     results: list[WriteResult] = []
     offsets: dict[object, int] = {}
-    written: dict[object, _StorageInfo] = {}
+    written: dict[object, Any] = {}
     with open(folder / _DATA, "w+b") as file:
         for item in plan.items:
             start = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
@@ -150,7 +151,7 @@ def _save_distributed(states: Mapping[str, Any], folder: Path, names: Sequence[M
                     torch.save(_plain(tensor), file)
                     offsets[identity] = _find_data(file)
             if identity not in written:
-                written[identity] = _StorageInfo(_DATA, start, file.seek(0, os.SEEK_END) - start)
+                written[identity] = internals.new_storage_info(_DATA, start, file.seek(0, os.SEEK_END) - start)
             results.append(WriteResult(item.index, written[identity].length, written[identity]))
         file.flush()
         os.fsync(file.fileno())

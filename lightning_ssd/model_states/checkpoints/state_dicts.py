@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access import OffloadedView
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensors
 from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
@@ -73,7 +74,7 @@ class StateDicts:
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._offloaded(owner) or self._mastered(owner):
-                self._handles.append(owner._register_state_dict_hook(ModuleHook(self._after_state_dict)))
+                self._handles.append(internals.register_state_dict_hook(owner, ModuleHook(self._after_state_dict)))
                 self._handles.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._before_load)))
                 self._handles.append(owner.register_load_state_dict_post_hook(ModuleHook(self._after_load)))
         for optimizer in optimizers:

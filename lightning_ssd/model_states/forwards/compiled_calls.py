@@ -11,9 +11,9 @@ from functools import partial, wraps
 from typing import Any
 
 from torch import nn
-from torch._dynamo.callback import callback_handler
 from torch.compiler import is_dynamo_compiling
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.units import (
     compiled_functions,
     compiled_methods,
@@ -122,12 +122,12 @@ def before_compilations(action: Callable[[], None]) -> Iterator[None]:
         if threading.get_ident() == thread:
             action()
 
-    callback_handler.register_start_callback(begin)
+    internals.compile_callbacks.register_start_callback(begin)
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):  # `torch.compiler.reset` has removed it
-            callback_handler.remove_start_callback(begin)
+            internals.compile_callbacks.remove_start_callback(begin)
 
 
 def run_functions_within(model: nn.Module, context: CallContext) -> list[Callable[[], None]]:

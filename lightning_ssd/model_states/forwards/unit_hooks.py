@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access import Access, OffloadedTensor
 from lightning_ssd.model_states.forwards.compiled_calls import (
     around_calls,
@@ -111,7 +112,7 @@ class UnitHooks:
             return tuple(map(replaced, value)) if type(value) is tuple else value
 
         arguments = [replaced(value) for value in args], {name: replaced(value) for name, value in kwargs.items()}
-        versions = [clone._version for clone in clones.values()]
+        versions = [internals.version_of(clone) for clone in clones.values()]
         values = (*args, *kwargs.values())
         items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
         given = [item for item in items if isinstance(item, nn.Module)]
@@ -119,7 +120,7 @@ class UnitHooks:
         with self._around_compiled(self._weights_of(given, inner)):
             yield arguments
         for (parameter, clone), version in zip(clones.items(), versions, strict=True):
-            if clone._version != version:
+            if internals.version_of(clone) != version:
                 flat, index = self._flat_of[parameter]
                 raise RuntimeError(
                     f"a compiled function has changed {flat.param_views[index].name} in place, which is offloaded and "
@@ -225,18 +226,18 @@ def _check_transforms(module: nn.Module) -> None:
     Args:
         module: module whose forward begins.
     """
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(
             f"`torch.jit.trace` of {type(module).__name__}, which has offloaded weights, would trace memory that is "
             "freed. Trace a `copy.deepcopy` of the module, or trace and call it inside `with "
             "trainer.strategy.whole_weights():`."
         )
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if internals.innermost_transform() is None:
         return
     for name, value in module.named_parameters():
         wrapped: Tensor = value
-        while torch._C._functorch.is_functorch_wrapped_tensor(wrapped):
-            wrapped = torch._C._functorch.get_unwrapped(wrapped)
+        while internals.is_transformed(wrapped):
+            wrapped = internals.untransformed(wrapped)
         if wrapped is not value and isinstance(wrapped, OffloadedTensor):
             raise RuntimeError(
                 f"`torch.func` transforms {wrapped.source.name}, which is offloaded and given as {name} of "

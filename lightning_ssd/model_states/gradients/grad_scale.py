@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine, Mark, finished
 from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
@@ -132,7 +132,7 @@ class GradScaleDecision:
     def check(self, gradient: Tensor) -> None:
         """Checks on the device whether a gradient is finite."""
         one = torch.ones_like(self._not_finite)
-        torch._amp_foreach_non_finite_check_and_unscale_([gradient], self._not_finite, one)
+        internals.check_finite_([gradient], self._not_finite, one)
 
     def check_value(self, gradient: Tensor) -> None:
         """Checks whether a gradient in host memory is finite."""
@@ -180,7 +180,7 @@ class GradScaleDecision:
             if norm is None and parameter.grad is not None  # in that order: `.grad` of an offloaded one takes long
         ]
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
-        here = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
+        here = dict(zip(resident, internals.foreach_norm(grads), strict=True)) if grads else {}
         device = self._copies.device
         scale = None if unscale is None else unscale.squeeze(0)
 
@@ -199,7 +199,7 @@ class GradScaleDecision:
         total = torch.linalg.vector_norm(torch.stack([every[index] for index in _grouped(dtypes, device)]))
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)  # fp64 if a gradient is
         if grads:
-            torch._foreach_mul_(grads, coefficient)
+            torch.nn.utils.clip_grads_with_norm_(resident, limit, total)
         return coefficient.float().view(1)
 
     def cancel(self) -> None:
@@ -281,5 +281,4 @@ def is_power_of_two(factor: float) -> bool:
 def _grouped(dtypes: Sequence[torch.dtype], device: torch.device) -> list[int]:
     """Returns the order in which torch combines the norms of gradients with these dtypes: dtype by dtype."""
     gradients: list[Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
-    groups = _group_tensors_by_device_and_dtype([gradients], with_indices=True)
-    return [index for _, indices in groups.values() for index in indices]
+    return internals.dtype_order(gradients)

@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine, Mark, Worker
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
@@ -235,7 +236,7 @@ class GradientOffloader:
         if check_finite and self._decision.loss_scaled:
             self._decision.check(grad)
         if self._decision.needs_norm and not self._gradients[flat].accumulating:
-            self._norms[flat][parameter] = torch._foreach_norm([grad.float()])[0]
+            self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
             if self._delayed is not None:
                 self._delayed.measured.append((flat, parameter))
 
@@ -432,14 +433,14 @@ class GradientOffloader:
         gradient, norms = self._gradients[flat], self._norms[flat]
         for index, item in enumerate(flat.param_views):
             if index in gradient.assigned:
-                norms[item.parameter] = torch._foreach_norm([gradient.assigned[index].detach()])[0]
+                norms[item.parameter] = internals.foreach_norm([gradient.assigned[index].detach()])[0]
             if gradient.states[index] is not GradientState.PRESENT or item.parameter in norms:
                 continue
             if gradient.arrived[index]:
                 self.offload_kept(flat)
                 wait_for(self._on_host(gradient), "gradients")
                 copied = item.of(gradient.host_grad).to(self._copies.device)
-                norms[item.parameter] = torch._foreach_norm([copied.float()])[0]
+                norms[item.parameter] = internals.foreach_norm([copied.float()])[0]
             else:
                 _measure_accumulated(gradient, flat, index, norms)
         return norms
@@ -528,9 +529,9 @@ def _measure_accumulated(
 ) -> None:
     item = flat.param_views[index]
     if gradient.has_accum[index]:
-        norms[item.parameter] = torch._foreach_norm([item.of(gradient.accumulated())])[0]
+        norms[item.parameter] = internals.foreach_norm([item.of(gradient.accumulated())])[0]
 
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with internals.without_torch_function():
         return tuple([item.parameter.requires_grad for item in flat.param_views])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.optimizers.adam import CHECKED_OPTIONS, AdamKernel, make_calls, settings_of
 from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
 
@@ -57,7 +58,7 @@ class CUDAAdamKernel:
             arrays: weights, master weights or low halves, two moments, gradient: contiguous.
             settings: as `settings_of` returns them.
         """
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(arrays[0].device.index))
+        stream = ctypes.c_void_p(internals.raw_stream(arrays[0].device.index))
         addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
         for start, numel in spans:
             arguments = (ctypes.c_int64(start), ctypes.c_int64(numel), *addresses, settings)

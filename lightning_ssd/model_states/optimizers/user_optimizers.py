@@ -9,8 +9,8 @@ from types import FrameType
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.units import is_compiled_function
 from lightning_ssd.sizes import show_argument
 
@@ -95,8 +95,7 @@ def steps_whole(optimizer: Optimizer) -> bool:
         registered_class(type(optimizer)) is None
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+        or internals.has_global_optimizer_hooks()
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.optimizers.user_optimizers import parameters_of
 from lightning_ssd.spans import OPTIMIZER, span
 
@@ -98,8 +98,8 @@ def _on_cpu(optimizer: Optimizer) -> Iterator[None]:
             moved.append((parameter, resident))
     for owner, state in optimizer.state.items():
         # Loading a checkpoint moves states to the parameter's device.
-        if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in tree_leaves(state)):
-            optimizer.state[owner] = tree_map_only(Tensor, Tensor.cpu, state)
+        if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in internals.tree_leaves(state)):
+            optimizer.state[owner] = internals.tree_map_only(Tensor, Tensor.cpu, state)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, Groups, make_flat_optimizer
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
@@ -139,7 +140,7 @@ def _divide(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterat
 
 def _multiplies(module: nn.Module) -> bool:
     """Returns whether autocast casts the parameters of `module`, which are factors of its product."""
-    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
+    return isinstance(module, (nn.Linear, internals.Convolution)) or type(module).__name__ == "Conv1D"
 
 
 def compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:

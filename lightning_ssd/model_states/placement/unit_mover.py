@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access import end_aliases
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Groups, WholeOptimizer
 from lightning_ssd.model_states.placement.budget import MemoryPlan
@@ -278,5 +278,5 @@ def _check_moves(flat: FlatParameter) -> None:
 
 def _copy_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Returns a parameter's optimizer state, copied to a device."""
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.to(device, copy=True), dict(state))
+    copied: dict[str, Any] = internals.tree_map_only(Tensor, lambda value: value.to(device, copy=True), dict(state))
     return copied

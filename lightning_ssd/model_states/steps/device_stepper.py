@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, error_of, succeeded, then
 from lightning_ssd.model_states.gradients import WaitingGradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepInput
@@ -101,7 +102,7 @@ class DeviceStepper:
 
     def __init__(self, copies: CopyEngine) -> None:
         self.nbytes = self.PIECES * self.PIECE_BYTES
-        with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+        with internals.without_dispatch(), torch.inference_mode(False):
             memory = copies.empty(self.nbytes)
         self._allocated = copies.mark(awaited=True)
         """The memory belongs to earlier work of the compute stream until this mark is reached."""

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access import GradientAccess
 from lightning_ssd.model_states.optimizers import zeroes_otherwise
 from lightning_ssd.sizes import show_argument, show_value
@@ -122,7 +122,7 @@ def hook_zero_grad(
     def zero_all(set_to_none: bool = True) -> None:
         zero(optimizer, set_to_none)
         # Without the functions of `OffloadedParameter`, whose hidden `.grad` is torch's own: None.
-        with grads.hidden(), torch._C.DisableTorchFunctionSubclass():
+        with grads.hidden(), internals.without_torch_function():
             zero_grad(set_to_none)
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import StagedReader, all_of, failed, finished, pass_on
 from lightning_ssd.storage import (
     PAGE,
@@ -182,7 +183,7 @@ class HostBuffer(StateBuffer):
         views = self._views.get(number)
         if views is None:
             # User code may read values inside of modes of its own; a step uses the views later.
-            with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+            with torch.inference_mode(False), internals.without_dispatch():
                 views = self._views[number] = make(self._slabs[number].tensor)
         return views
 
@@ -263,7 +264,7 @@ class SSDBuffer(StateBuffer):
         """
         assert self._written
         # The slices are no operators of the model: dispatch modes that are active in a forward must not see them.
-        with torch._C._DisableTorchDispatch():
+        with internals.without_dispatch():
             return _transfer(target, self.blobs[self.version].pieces, partial(self._store.read, urgency=urgency))
 
     def step_on_device(self) -> "SSDStep":

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores.split import join, split
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import PinnedBuffer, align_up
@@ -180,7 +181,7 @@ class Layout:
     @cached_property
     def empty_state(self) -> StagedState:
         """Empty tensors with the keys and dtypes of the arrays."""
-        with torch._C._DisableTorchDispatch():  # it may be made within a dispatch mode of user code
+        with internals.without_dispatch():  # it may be made within a dispatch mode of user code
             return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
 
     def state_of(self, arrays: dict[str, Tensor]) -> StagedState:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores.layout import StagedState
 from lightning_ssd.model_states.stores.split import write_changed
 from lightning_ssd.model_states.stores.state_store import StateStore
@@ -188,5 +189,5 @@ class StagedFlats:
 @contextlib.contextmanager
 def _plain_operators() -> Iterator[None]:
     """Disables autograd, and dispatch modes of user code, within the context."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.inference_mode(False), torch.no_grad(), internals.without_dispatch():
         yield

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory, same_stride
 from lightning_ssd.shutdown import Shutdown
@@ -63,7 +64,7 @@ class SummonedWeights:
         flat = self._flat
         self._summoned.clear()
         self._before.clear()
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             for index, item in enumerate(flat.param_views):
                 memory, whole = flat.memory(index), item.of(self.masters)
                 if memory is not None and (memory.device, memory.dtype) == (whole.device, whole.dtype):
@@ -83,7 +84,7 @@ class SummonedWeights:
         flat = self._flat
         flat.summoned = False
         try:
-            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
                 for index, whole in enumerate(self._summoned):
                     data = flat.param_views[index].parameter.data
                     if data.is_set_to(whole):

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _to_dlpack as to_dlpack
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, unmark_offloaded
 from lightning_ssd.device import allow_access, refuse_access
 from lightning_ssd.model_states.units.shared_memory import SharedMemory
@@ -166,7 +166,7 @@ class FlatParameter:
     def aliased(self) -> bool:
         """Whether a tensor of other code refers to the storage."""
         own = self._references + (len(self.param_views) if self.attached else 0)
-        return torch._C._storage_Use_Count(self._storage._cdata) > own
+        return internals.storage_use_count(internals.storage_key(self._storage)) > own
 
     def numel_of(self, chosen: Sequence[bool]) -> int:
         """Returns the number of elements of some of the parameters, without those that align others."""
@@ -174,12 +174,12 @@ class FlatParameter:
 
     def versions(self) -> list[int]:
         """Returns the version counters of the parameters, which their views share."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [item.parameter._version for item in self.param_views]
+        with internals.without_torch_function():
+            return [internals.version_of(item.parameter) for item in self.param_views]
 
     def attach(self) -> None:
         """Makes the parameters views of the flat parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             for item, view in zip(self.param_views, self._views, strict=True):
                 item.parameter.data = view
         self.attached, self.has_own_storages = True, False
@@ -190,7 +190,7 @@ class FlatParameter:
         The flat parameter must be resident. Parameters that share a storage are aliases to `torch.compile`.
         """
         self.has_own_storages = True
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+        with internals.without_torch_function(), internals.without_dispatch(), torch.inference_mode(False):
             for item in self.param_views:
                 first = item.start * self.dtype.itemsize
                 own = from_dlpack(to_dlpack(self._bytes[first : first + item.numel * self.dtype.itemsize]))
@@ -262,26 +262,26 @@ class FlatParameter:
         """
         if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # saved by a function that read fp32 values
             return _SavedWhole(self, tensor)
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             offset = int(tensor.storage_offset()) + start * self.dtype.itemsize // tensor.itemsize
             index = bisect_right(self._starts, offset * tensor.itemsize // self.dtype.itemsize) - 1
             return _SavedView(self, index, tensor, offset)
 
     def load(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]) -> Tensor:
         """Returns a view of the storage, which must be resident."""
-        with torch._C._DisableTorchDispatch():
+        with internals.without_dispatch():
             return torch.empty(0, dtype=dtype, device=self.device).set_(self._storage, offset, size, stride)
 
     def _make_storage(self) -> None:
         """Makes a storage without memory, tagged so that saved tensors that share it are recognized as weights."""
         # These operators are hidden from dispatch modes of user code, and their results are no inference tensors.
-        with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+        with internals.without_dispatch(), torch.inference_mode(False):
             weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._views = [item.of(weights) for item in self.param_views]
             self._storage = weights.untyped_storage()
             self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._storage)
             del weights
-        self._references = torch._C._storage_Use_Count(self._storage._cdata)
+        self._references = internals.storage_use_count(internals.storage_key(self._storage))
         """References to the storage, without those of parameters that are views of it."""
         self._free()
         mark_offloaded(self._storage, _FlatReferences(self))
@@ -336,12 +336,12 @@ class _SavedView(SavedWeight):
         self._size = tensor.size()
         self._stride = tensor.stride()
         # The parameter's version: tensors that share its memory need not share its counter (`.data`).
-        self._version = flat.param_views[index].parameter._version
+        self._version = internals.version_of(flat.param_views[index].parameter)
 
     def load(self) -> Tensor:
         flat = self._flat
         flat.unshard()
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             item = flat.param_views[self._index]
             check_version(item.parameter, self._version, self._dtype, self._size, lambda: _remedy(item.name))
         return flat.load(self._dtype, self._offset, self._size, self._stride)
@@ -355,7 +355,7 @@ class _SavedWhole(SavedWeight):
     def __init__(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
         self._flat = flat
         self._parameter = parameter
-        self._version = parameter._version
+        self._version = internals.version_of(parameter)
 
     def load(self) -> Tensor:
         self._flat.unshard()  # refuses weights whose step has begun

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import offloaded_weights
 from lightning_ssd.storage_tags import SHARERS
 
@@ -24,7 +25,7 @@ class SharedMemory:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with internals.without_torch_function():
             storage = tensor.untyped_storage()
             self._tensor = over(storage, tensor)
         if not hasattr(storage, SHARERS):
@@ -32,7 +33,7 @@ class SharedMemory:
         self._users: weakref.WeakSet[SharedMemory] = getattr(storage, SHARERS)
         """All `SharedMemory` objects over the same storage."""
         self._users.add(self)
-        self._storage = storage._cdata
+        self._storage = internals.storage_key(storage)
         reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         self._of_array = not storage.resizable()
         """Whether the memory belongs to a NumPy array, which may outlive its tensors. Arrays that are made of a tensor,
@@ -55,7 +56,7 @@ class SharedMemory:
     def referenced(self) -> bool:
         """Whether a tensor of user code shares the memory, or another offloaded parameter shares a part of it."""
         storage = self._tensor.untyped_storage()  # adds one to the use count
-        if torch._C._storage_Use_Count(storage._cdata) > len(self._users) + 1:
+        if internals.storage_use_count(internals.storage_key(storage)) > len(self._users) + 1:
             return True
         return any(self.overlaps(other) for other in self._users if other is not self)
 
@@ -70,7 +71,7 @@ class SharedMemory:
 
 def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     """Returns an ordinary tensor over `storage` with the geometry, dtype and device of `like`."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.inference_mode(False), torch.no_grad(), internals.without_dispatch():
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd import torch_internals as internals
+
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
     """Registers `hook` for accumulated gradients, also on a frozen parameter, which may require gradients later.
@@ -16,7 +18,7 @@ def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None])
     It runs before the parameter's other hooks: those read and assign the gradient by `Tensor.grad`, which is the sum
     with earlier micro-batches only once `hook` has stored the new gradient.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with internals.without_torch_function():
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # torch refuses the hook otherwise
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)

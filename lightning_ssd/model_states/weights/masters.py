@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores import write_changed
 from lightning_ssd.model_states.units import TrainedParameter, hook_gradient
 
@@ -54,7 +55,7 @@ class MasteredParameter(TrainedParameter):
     def grad(self, gradient: Tensor | None) -> None:
         _GRAD.__set__(self, None)
         converts = gradient is not None and gradient.dtype != torch.float32
-        self.assigned = (gradient, gradient._version) if gradient is not None and converts else None
+        self.assigned = (gradient, internals.version_of(gradient)) if gradient is not None and converts else None
         self.master.grad = None if gradient is None else gradient.float()
 
     @grad.deleter
@@ -124,8 +125,8 @@ class MasterWeights:
         changed = []
         for parameter in self.by_param if parameters is None else parameters:
             own, of_master = self._versions[parameter]
-            if self.by_param[parameter]._version != of_master:
-                if parameter._version != own:
+            if internals.version_of(self.by_param[parameter]) != of_master:
+                if internals.version_of(parameter) != own:
                     raise RuntimeError(
                         f"a bf16 parameter of shape {list(parameter.shape)} and its fp32 master in the optimizer's "
                         "groups were both changed since the last step, and one change would be lost. Change the "
@@ -146,7 +147,7 @@ class MasterWeights:
         self.sync_params(chosen)
         for parameter in chosen:
             assert isinstance(parameter, MasteredParameter)
-            if parameter._version != self._versions[parameter][0] or parameter.exposed:
+            if internals.version_of(parameter) != self._versions[parameter][0] or parameter.exposed:
                 with torch.no_grad():
                     _write(self.by_param[parameter], _data(parameter))
                 self._note_versions(parameter)
@@ -210,7 +211,7 @@ class MasterWeights:
             assigned, parameter.assigned = parameter.assigned, None
             if (
                 assigned is not None
-                and assigned[0]._version != assigned[1]
+                and internals.version_of(assigned[0]) != assigned[1]
                 and self.by_param[parameter].grad is not None
             ):
                 raise RuntimeError(
@@ -228,15 +229,12 @@ class MasterWeights:
         return [self._parameter_of[master] for master in stepped if master in self._parameter_of]
 
     def _round(self, parameters: list[nn.Parameter]) -> None:
-        if parameters:
-            torch._foreach_copy_(
-                list(map(_data, parameters)), [self.by_param[parameter].data for parameter in parameters]
-            )
         for parameter in parameters:
+            _data(parameter).copy_(self.by_param[parameter].data)
             self._note_versions(parameter)
 
     def _note_versions(self, parameter: nn.Parameter) -> None:
-        self._versions[parameter] = (parameter._version, self.by_param[parameter]._version)
+        self._versions[parameter] = (internals.version_of(parameter), internals.version_of(self.by_param[parameter]))
 
     @staticmethod
     def _replace_in_groups(optimizer: Optimizer, instead: "dict[nn.Parameter, nn.Parameter]") -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_ssd import forks
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import in_backward
 from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.interrupts import uninterrupted
@@ -191,9 +192,9 @@ class ParamPrefetcher:
             if not flat.mixed:  # else backward needs the values that were cast for the forward
                 self._pull(flat)
             unit = self._unit_of[flat]
-            node = torch._C._current_autograd_node()
+            node = internals.autograd_node()
             if node is not None:
-                number, thread = node._sequence_nr(), threading.get_ident()
+                number, thread = internals.sequence_of(node), threading.get_ident()
                 running = self._nodes.get(thread)
                 if running is None or running.number != number:
                     running = self._nodes[thread] = _RunningNode(number, set())

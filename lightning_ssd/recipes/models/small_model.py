@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lightning_ssd import torch_internals as internals
 
 __all__ = ["changes_logits", "mixes_samples"]
 
@@ -84,7 +85,12 @@ def _measure(config: PretrainedConfig, measure: Callable[[PreTrainedModel], bool
 
     Random states are unchanged. Models are real also while a training is traced with fake tensors.
     """
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+    with (
+        internals.fake_tensor.unset_fake_temporarily(),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.no_grad(),
+    ):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would change the generators of devices, too
         for divisor in _DIVISORS:
             try:
