@@ -1,6 +1,7 @@
 """Waits that end with an error once nothing moves any more."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(waits, "LIMIT", 5)
     monkeypatch.setattr(waits, "_stuck", None)
+    monkeypatch.setattr(waits, "_watched", weakref.WeakSet())  # without objects that earlier tests have left
 
 
 WAITS: dict[str, Callable[[Future[int]], Any]] = {

@@ -458,7 +458,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(clock, "perf_counter", made.perf_counter)
     monkeypatch.setattr(profiler, "perf_counter", lambda: 0.01 * next(launches))
     monkeypatch.setattr(offloader, "perf_counter", lambda: 0.0)
-    for module in ("model", "machine"):
+    for module in ("profiler", "machine"):
         monkeypatch.setattr(f"lightning_ssd.profiling.{module}.measure_host_overhead", lambda device: HostOverhead())
     return made
 

@@ -119,9 +119,9 @@ def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> No
         def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
             self.model = pl_module
 
-        def _end_backward(self) -> None:
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             holds.append(self.model.trainer.strategy.model_states.defer_to_user_hooks)
-            super()._end_backward()
+            super().on_train_batch_end(trainer, *args)
 
     train(tmp_path, host(), Model(), callbacks=[Extended(tmp_path / "profile.json")])
     assert holds and not any(holds)
