@@ -154,7 +154,7 @@ def test_transfers_of_steps_on_the_device_that_fail(
     shared = Shared(monkeypatch, seed, share=0.8)
     chance, cases = (
         random.Random(seed),
-        [dataclasses.replace(case, place="direct") for case in CASES if case.place == "ssd"],
+        [dataclasses.replace(case, place="direct", overlap="optimized") for case in CASES if case.place == "ssd"],
     )
     assert any([check_transfer(tmp_path, chance, cases) for _ in range(number)]) and shared.steps > 0
 
