@@ -21,9 +21,7 @@ def check_extra(package: str, extra: str, purpose: str) -> None:
     except ValueError:  # `sys.modules` has None for it
         found = False
     if not found:
-        raise ModuleNotFoundError(
-            f"{purpose} needs {package}, which is not installed: pip install 'lightning-ssd[{extra}]'", name=package
-        )
+        raise _not_installed(package, extra, purpose)
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
@@ -37,5 +35,16 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     Raises:
         ModuleNotFoundError: as in `check_extra`.
     """
-    check_extra(module.partition(".")[0], extra, purpose)
-    return import_module(module)
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise _not_installed(package, extra, purpose) from error
+
+
+def _not_installed(package: str, extra: str, purpose: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(
+        f"{purpose} needs {package}, which is not installed: pip install 'lightning-ssd[{extra}]'", name=package
+    )
