@@ -340,6 +340,7 @@ class TestPlan:
     def test_a_picture_without_matplotlib_is_an_error_that_names_the_extra(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        pytest.importorskip("torchmetrics")  # which imports matplotlib, if it can
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what makes `import` fail
         argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE]
         assert _exit([*argv, "--traffic", "traffic.png"]) == 2
