@@ -24,19 +24,16 @@ from lightning_ssd.replay.lifetime_report import (
     median_period,
     migratable_share,
     save_lifetimes,
-    save_traffic,
 )
 from lightning_ssd.replay.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.replay.throughput import (
     BANDWIDTHS,
-    Prices,
     by_hardware,
-    cost_table,
     plan_roofline,
     plan_teraio,
     roofline,
 )
-from lightning_ssd.replay.traffic import DIRECTIONS, Traffic, planned_traffic, recorded_traffic
+from lightning_ssd.replay.traffic import DIRECTIONS, Traffic
 
 __all__ = [
     "BANDWIDTHS",
@@ -47,13 +44,11 @@ __all__ = [
     "MigrationPrediction",
     "OperatorSpan",
     "Phase",
-    "Prices",
     "TensorClass",
     "TensorLifetime",
     "Traffic",
     "active_share",
     "by_hardware",
-    "cost_table",
     "describe_lifetimes",
     "draw_active",
     "draw_inactive",
@@ -62,10 +57,7 @@ __all__ = [
     "migratable_share",
     "plan_roofline",
     "plan_teraio",
-    "planned_traffic",
-    "recorded_traffic",
     "roofline",
     "save_lifetimes",
-    "save_traffic",
     "simulate_migrations",
 ]
