@@ -150,16 +150,7 @@ class HardwareProfile:
             ValueError: the file is invalid; the message names the file and the field.
         """
         where = f"the hardware profile {path}"
-        return cls.from_content(load_json(path, where), where)
-
-    @classmethod
-    def from_content(cls, content: object, where: str) -> "HardwareProfile":
-        """Returns the profile that JSON content describes; `where` names it in messages.
-
-        Raises:
-            ValueError: the content is invalid; the message names the field.
-        """
-        machine = dict(as_mapping(content, where))
+        machine = dict(as_mapping(load_json(path, where), where))
         if not {"gpu_flops", "gpu_bytes"} & machine.keys():
             raise ValueError(
                 f"{where} has no `gpu_flops`: it is no file that `lightning-ssd plan --save-machine` has written. Give "
