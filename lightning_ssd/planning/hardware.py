@@ -13,9 +13,6 @@ from lightning_ssd.planning.validation import (
 )
 from lightning_ssd.sizes import format_bytes
 
-CHECKPOINT_SECONDS = 3e-5
-"""`HostOverhead.checkpoint` of stored machines that were measured without it."""
-
 
 @dataclass(frozen=True)
 class HostOverhead:
@@ -156,9 +153,7 @@ class HardwareProfile:
                 f"{where} has no `gpu_flops`: it is no file that `lightning-ssd plan --save-machine` has written. Give "
                 "such a file."
             )
-        overhead = dict(as_mapping(machine.get("host_overhead", {}), f"`host_overhead` of {where}"))
-        if overhead:
-            overhead.setdefault("checkpoint", CHECKPOINT_SECONDS)
+        overhead = machine.get("host_overhead", {})
         machine["host_overhead"] = from_mapping(HostOverhead, overhead, f"`host_overhead` of {where}")
         return from_mapping(cls, machine, where)
 

@@ -151,12 +151,6 @@ def test_wrong_files_name_the_entry(change: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_file_that_is_no_yaml_is_refused() -> None:
-    """The message says that the file is not YAML."""
-    with pytest.raises(ValueError, match="not YAML"):
-        Plan.from_yaml("units: [")
-
-
 def test_units_with_equal_plans_share_a_line_of_the_description() -> None:
     """Neighbouring units with equal plans share a line."""
     plan = make_plan(make_model(5))
