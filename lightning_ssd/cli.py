@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | plan | profile | bench | export` and `lightning run`.
+"""The commands `lightning-ssd run | plan | profile | export` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
 arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_run(commands)
     _add_plan(commands)
     _add_profile(commands)
-    _add_bench(commands)
     _add_export(commands)
     args = parser.parse_args(argv)
     args.command(args)
@@ -358,33 +357,6 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
     return measure_machine(drive or (None if config is None else scratch_path(config)), attention=True)
 
 
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    subjects = commands.add_parser("bench", help="measure this machine").add_subparsers(
-        metavar="SUBJECT", required=True
-    )
-    parser = subjects.add_parser(
-        "io",
-        help="read and write bandwidth of directories on SSD",
-        description="Measures the read and write bandwidth of directories on SSD.",
-    )
-    parser.add_argument(
-        "--path",
-        dest="paths",
-        metavar="DIR",
-        type=_directory,
-        action="append",
-        required=True,
-        help="a directory on the SSD to measure; may be given several times",
-    )
-    parser.add_argument(
-        "--size",
-        type=_size("--size"),
-        default="4GiB",
-        help="bytes to write and read, such as 512MiB (default: %(default)s)",
-    )
-    parser.set_defaults(command=lambda args: _bench_io(parser, args.paths, args.size))
-
-
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "export",
@@ -421,18 +393,6 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     with _reporting(parser):
         files = export(args.checkpoint, args.folder, **how)
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
-
-
-def _bench_io(parser: argparse.ArgumentParser, paths: Sequence[Path], size: int) -> None:
-    import torch
-
-    from lightning_ssd.activations import check_paths
-    from lightning_ssd.storage import bench_io, format_table
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _reporting(parser):
-        check_paths(list(map(str, paths)))
-        print(format_table(bench_io(paths, size, device)))
 
 
 @contextmanager

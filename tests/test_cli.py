@@ -190,44 +190,15 @@ class TestRun:
         assert message in capsys.readouterr().err
 
 
-class TestBench:
-    def test_prints_a_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        other = tmp_path / "other"
-        other.mkdir()
-        assert cli.main(["bench", "io", "--path", str(other), "--path", ".", "--size", "16MiB"]) == 0
-        assert "posix" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("argv", "message"),
-        [
-            (["bench"], "required: SUBJECT"),
-            (["bench", "io"], "required: --path"),
-            (["bench", "io", "--path", "none"], "'none' is not a directory"),
-            (["bench", "io", "--path", ".", "--size", "much"], "is not a number of bytes"),
-        ],
-    )
-    def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert _exit(argv) == 2
-        assert message in capsys.readouterr().err
-
-    @pytest.mark.parametrize("other", ["drive", "drive/", "./drive", "link"])
-    def test_refuses_a_directory_that_is_given_twice(self, other: str, capsys: pytest.CaptureFixture[str]) -> None:
-        drive = Path("drive").absolute()
-        drive.mkdir()
-        Path("link").symlink_to(drive)
-        assert _exit(["bench", "io", "--path", str(drive), "--path", other, "--size", "16MiB"]) == 2
-        assert "names one directory twice" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("module", ["lightning_ssd", "lightning_ssd.cli"])
 def test_python_runs_the_package_as_the_command(module: str) -> None:
     """Also with its exit code."""
     command = [sys.executable, "-m", module]
     shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=240)
     assert (shown.returncode, shown.stdout.strip()) == (0, lightning_ssd.__version__)
-    refused = subprocess.run([*command, "bench"], capture_output=True, text=True, timeout=240)
+    refused = subprocess.run([*command, "export"], capture_output=True, text=True, timeout=240)
     assert refused.returncode == 2
-    assert "lightning-ssd bench: error" in refused.stderr
+    assert "lightning-ssd export: error" in refused.stderr
 
 
 class TestLightning:
@@ -403,16 +374,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "plan show: a directory": (["plan", "show", "folder"], "takes one file"),
     "plan show: no text": (["plan", "show", "binary"], "binary"),
     "plan show: an empty file": (["plan", "show", "empty"], "empty"),
-    "bench: a file": (["bench", "io", "--path", "empty"], "'empty' is not a directory"),
-    "bench: cannot be written": (["bench", "io", "--path", "/proc", "--size", "1MiB"], "scratch directory .* in /proc"),
-    "bench: one of two": (
-        ["bench", "io", "--path", ".", "--path", "/proc", "--size", "1MiB"], "scratch directory .* in /proc"
-    ),
-    "bench: no bytes": (["bench", "io", "--path", ".", "--size", "0"], "--size|size"),
-    "bench: no unit": (["bench", "io", "--path", ".", "--size", "4"], "would be 4 bytes; write '4B'"),
     "plan: bytes a day without a unit": (["plan", GPT, "--machine", MACHINE, "--ssd-per-day", "1"], "would be 1 bytes"),
-    "bench: negative bytes": (["bench", "io", "--path", ".", "--size=-4MiB"], "--size"),
-    "bench: more than there is": (["bench", "io", "--path", ".", "--size", "900000TiB"], "could not make a file"),
     "export: no file": (["export", "none.ckpt", "out"], "there is no file 'none.ckpt'"),
     "export: no checkpoint": (["export", "binary", "out"], "binary is no checkpoint: name one"),
     "export: an empty file": (["export", "empty", "out"], "empty is no checkpoint: name one"),
