@@ -1,9 +1,9 @@
 """The replay of a profiled step: Teraio's migrations of single tensors, simulated on any machine.
 
 The results are predictions: trainings follow plans of units. The modules: `lifetime_profile` (uses of each tensor in a
-step), `migration_simulator` (a step with migrations), `throughput` (of Teraio's plans and ours, by hardware), `traffic`
-(bandwidth over a step), `lifetime_report` (summary and pictures). Teraio's algorithm itself is in `planning`, whose
-planner "teraio" uses it for units.
+step), `migration_simulator` (a step with migrations), `throughput` (of Teraio's plans and ours, by hardware),
+`lifetime_report` (summary and pictures). Teraio's algorithm itself is in `planning`, whose planner "teraio" uses it for
+units.
 """
 
 from lightning_ssd.replay.lifetime_profile import (
@@ -20,7 +20,6 @@ from lightning_ssd.replay.lifetime_report import (
     describe_lifetimes,
     draw_active,
     draw_inactive,
-    draw_traffic,
     median_period,
     migratable_share,
     save_lifetimes,
@@ -33,12 +32,10 @@ from lightning_ssd.replay.throughput import (
     plan_teraio,
     roofline,
 )
-from lightning_ssd.replay.traffic import DIRECTIONS, Traffic
 
 __all__ = [
     "BANDWIDTHS",
     "CLASSES",
-    "DIRECTIONS",
     "PHASES",
     "LifetimeProfile",
     "MigrationPrediction",
@@ -46,13 +43,11 @@ __all__ = [
     "Phase",
     "TensorClass",
     "TensorLifetime",
-    "Traffic",
     "active_share",
     "by_hardware",
     "describe_lifetimes",
     "draw_active",
     "draw_inactive",
-    "draw_traffic",
     "median_period",
     "migratable_share",
     "plan_roofline",

@@ -54,7 +54,7 @@ def roofline(
     """
     points = []
     for bandwidth in bandwidths:
-        at = replace(machine, link_out=bandwidth, link_in=bandwidth, drives=((bandwidth, bandwidth),))
+        at = replace(machine, link_out=bandwidth, link_in=bandwidth, ssd=(bandwidth, bandwidth))
         points.append((bandwidth, teraio_throughput(profile, at)))
     return points
 
@@ -106,7 +106,7 @@ def by_hardware(
 
     Args:
         profile: the profile.
-        machine: the machine; its first drive is multiplied.
+        machine: the machine with one drive, whose bandwidth is multiplied.
         host_bytes: bytes of host memory for migrated tensors, in rising order.
         num_drives: numbers of drives, in rising order.
     """
@@ -114,7 +114,7 @@ def by_hardware(
     throughput = [[0.0] * len(num_drives) for _ in host_bytes]
     for row, host in enumerate(host_bytes):
         for column, count in enumerate(num_drives):
-            at = replace(machine, host_bytes=host, drives=machine.drives[:1] * count)
+            at = replace(machine, host_bytes=host, ssd=(count * machine.ssd[0], count * machine.ssd[1]))
             of_less = [plans[one] for one in ((row - 1, column), (row, column - 1)) if one in plans]
             found = [(plan, simulate_migrations(profile, at, plan)) for plan in (plan_teraio(profile, at), *of_less)]
             plans[row, column], best = min(found, key=lambda one: one[1].score)

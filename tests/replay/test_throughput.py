@@ -48,7 +48,7 @@ def saving_to_ssds(model: ModelProfile) -> Plan:
     return Plan({one.name: unit for one in model.units}, 10**9, 10**9)
 
 
-MACHINE = MigrationMachine(30 * GB, 0, 64e9, 64e9, ((4e9, 4e9),))
+MACHINE = MigrationMachine(30 * GB, 0, 64e9, 64e9, (4e9, 4e9))
 
 
 def test_throughput_rises_with_bandwidth_to_that_without_waiting() -> None:
@@ -66,7 +66,7 @@ def test_more_drives_and_host_memory_never_hurt(data: st.DataObject) -> None:
         profile, tensors=tuple(replace(one, nbytes=one.nbytes * MIN_BYTES) for one in profile.tensors)
     )  # smaller tensors do not migrate
     speed, capacity = st.floats(0.5 * MIN_BYTES, 50.0 * MIN_BYTES), max(scaled.active)
-    machine = MigrationMachine(capacity, 0, data.draw(speed), data.draw(speed), ((data.draw(speed), data.draw(speed)),))
+    machine = MigrationMachine(capacity, 0, data.draw(speed), data.draw(speed), (data.draw(speed), data.draw(speed)))
     grid = by_hardware(scaled, machine, [0, 20 * MIN_BYTES, 1000 * MIN_BYTES], [1, 2, 3, 5])
     for rows in (grid, zip(*grid, strict=True)):
         for row in rows:
