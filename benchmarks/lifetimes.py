@@ -19,6 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from lightning_ssd.dry_run import profile_lifetimes
@@ -27,17 +28,18 @@ from lightning_ssd.recipes import read_recipe
 from lightning_ssd.replay import (
     BANDWIDTHS,
     LifetimeProfile,
+    MigrationPrediction,
     active_share,
     by_hardware,
     draw_active,
     draw_inactive,
-    draw_traffic,
     median_period,
     migratable_share,
     plan_teraio,
     roofline,
     simulate_migrations,
 )
+from lightning_ssd.timeline import COLORS
 
 ROOT = Path(__file__).parents[1]
 PLAIN = ["--model.gradient_checkpointing=false", "--trainer.precision=32-true"]
@@ -53,6 +55,9 @@ SHAPES = {
 
 PAPER_DRIVE = (6.7e9, 6.5e9)
 """Bytes/s that one drive of the paper reads and writes."""
+
+BINS = 200
+"""Intervals of a step in which bandwidth is drawn."""
 
 HOSTS, DRIVES = (0, 64 * 10**9, 128 * 10**9), (1, 2, 4)
 """Bytes of host memory and numbers of drives that are varied (figure 9)."""
@@ -112,6 +117,25 @@ def draw_roofline(rows: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=100, format="png")
 
 
+def draw_bandwidth(axes: Any, found: MigrationPrediction, title: str) -> None:
+    """Draws bandwidth over the step: from the GPU above the axis, to the GPU below it."""
+    width = found.step_seconds / BINS
+    starts = [width * one for one in range(BINS)]
+    for direction, nbytes in found.carried.items():
+        sign = 1 if direction in ("copy out", "SSD write") else -1
+        shown = sign * np.array(nbytes).reshape(BINS, -1).sum(axis=1) / width / 1e9
+        if direction.startswith("copy"):
+            axes.bar(starts, shown, width, align="edge", color=COLORS[direction], label=direction, linewidth=0)
+        else:
+            axes.step(starts, shown, where="post", color=COLORS[direction], label=direction, linewidth=1)
+    axes.set_xlim(0, found.step_seconds)
+    means = ", ".join(f"{name} {sum(row) / found.step_seconds / 1e9:.2f}" for name, row in found.carried.items())
+    axes.set_title(f"{title}; mean GB/s: {means}", fontsize=9)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("GB/s: from the GPU, to it below 0")
+    axes.legend(fontsize=7, loc="upper right")
+
+
 def trace(name: str, hardware: HardwareProfile) -> LifetimeProfile:
     """Returns the lifetimes of a shape's step."""
     recipe, model, options, batch = SHAPES[name]
@@ -123,15 +147,16 @@ def trace(name: str, hardware: HardwareProfile) -> LifetimeProfile:
 def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) -> dict[str, Any]:
     """Returns the quantities of the paper's statements, and draws the bandwidth over a step with four drives."""
     mean, most = active_share(lifetimes, hardware.gpu_bytes)
-    drives = MigrationMachine(hardware.gpu_bytes, HOSTS[-1], 64e9, 64e9, (PAPER_DRIVE,) * 4)
+    drive = MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, PAPER_DRIVE)
+    read, write = PAPER_DRIVE
+    drives = replace(drive, host_bytes=HOSTS[-1], ssd=(4 * read, 4 * write))
     begin = time.process_time()
     plan = plan_teraio(lifetimes, drives)
     planning = time.process_time() - begin
     found = simulate_migrations(lifetimes, drives, plan)
     title = f"{lifetimes.name}: migrations of a step, 4 drives and 128 GB of host memory"
-    draw_traffic(axes, found.traffic, title)
+    draw_bandwidth(axes, found, title)
     large = [period for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= 10**7]
-    drive = MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, (PAPER_DRIVE,))
     row: dict[str, Any] = {
         "step_seconds": lifetimes.step_seconds,
         "operators": len(lifetimes.operators),
@@ -146,7 +171,7 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
         "roofline": roofline(lifetimes, drive),
     }
     if lifetimes.name == "Llama3-8B":
-        row["by_hardware"] = by_hardware(lifetimes, drives, HOSTS, DRIVES)
+        row["by_hardware"] = by_hardware(lifetimes, drive, HOSTS, DRIVES)
     return row
 
 

@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | plan | profile | bench | export | tiny-llama` and `lightning run`.
+"""The commands `lightning-ssd run | plan | profile | export` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
 arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_run(commands)
     _add_plan(commands)
     _add_profile(commands)
-    _add_bench(commands)
     _add_export(commands)
-    _add_tiny_llama(commands)
     args = parser.parse_args(argv)
     args.command(args)
     return 0
@@ -163,7 +161,6 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="BYTES",
         help="most bytes that may be written to SSDs in a day, such as 1TB",
     )
-    options.add_argument("--price", type=_positive, metavar="N", help="price of the machine per hour")
     options.add_argument(
         "--replay",
         action="store_true",
@@ -175,21 +172,6 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="FILE.json",
         help="lifetimes that the callback ModelProfiler(..., lifetimes=FILE) has measured, or `profile --out` has "
         "traced, for --replay",
-    )
-    options.add_argument(
-        "--prices", type=_file, metavar="FILE.yaml", help="prices (server, gpu, host_gb, ssd) of --replay's cost table"
-    )
-    options.add_argument(
-        "--traffic",
-        type=_new_file,
-        metavar="PICTURE.png",
-        help="file to draw the bandwidth of all transfers over a simulated step to (Teraio, figure 8)",
-    )
-    options.add_argument(
-        "--timeline",
-        type=_file,
-        metavar="STEP.json",
-        help="timeline of a run with this plan, written by the callback TimelineRecorder, to draw and print beside it",
     )
     parser = commands.add_parser(
         "plan",
@@ -212,17 +194,14 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     from lightning_ssd.dry_run import fixed_states, parse_batch, profile_recipe
     from lightning_ssd.planning import ModelProfile, make_plan, make_report, render_report
     from lightning_ssd.planning import large_write_endurance as large_writes
-    from lightning_ssd.replay import LifetimeProfile, Prices, recorded_traffic
+    from lightning_ssd.replay import LifetimeProfile
 
     with _reporting(parser):
         check_recipe(args.recipe, overrides)
-        for option in ("lifetimes", "prices"):
-            if getattr(args, option) is not None and not args.replay:
-                parser.error(f"--{option} is for --replay: give both, or leave it out")
-        prices = None if args.prices is None else Prices.load(args.prices)
+        if args.lifetimes is not None and not args.replay:
+            parser.error("--lifetimes is for --replay: give both, or leave it out")
         lifetimes = None if args.lifetimes is None else LifetimeProfile.from_json(args.lifetimes)
         measured = None if args.profile is None else ModelProfile.from_json(args.profile)
-        recorded = None if args.timeline is None else recorded_traffic(args.timeline)
         parse_batch(args.batch)
         if args.machine is not None and args.measure is not None:
             parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
@@ -240,10 +219,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         fixed = fixed_states(config, model, hardware) if measured is None else None
         plan = make_plan(model, hardware, args.planner, fixed)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
-        report = make_report(model, hardware, plan, fixed=fixed, endurance=endurance, price_per_hour=args.price)
+        report = make_report(model, hardware, plan, fixed=fixed, endurance=endurance)
         if args.save is not None:
             plan.save(args.save)
-        traffic = _traffic(model, hardware, plan, args.traffic, recorded)
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if fixed is not None:
@@ -254,15 +232,13 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         )
     if config is not None:
         _print_application(config, model, hardware, measured=args.profile is not None)
-    for title, one in traffic.items():
-        print(f"\n{title}, transfers of a step: {one.describe()}")
     if args.replay:
         if lifetimes is None:
             from lightning_ssd.dry_run import profile_lifetimes
 
             with _reporting(parser):
                 lifetimes = profile_lifetimes(config, hardware, args.batch)
-        _print_replay(lifetimes, model, hardware, plan, prices)
+        _print_replay(lifetimes, model, hardware, plan)
 
 
 def _show_plan(parser: argparse.ArgumentParser, paths: Sequence[str]) -> None:
@@ -296,24 +272,10 @@ def _print_application(config: Any, model: Any, hardware: Any, *, measured: bool
     )
 
 
-def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, recorded: Any) -> dict[str, Any]:
-    """Returns the transfers of a simulated step, and of a recorded one, by their titles, and draws them."""
-    from lightning_ssd.replay import planned_traffic, save_traffic
-
-    if picture is None and recorded is None:
-        return {}
-    traffic = {"simulated": planned_traffic(model, hardware, plan)}
-    if recorded is not None:
-        traffic["recorded"] = recorded
-    if picture is not None:
-        save_traffic(picture, traffic)
-    return traffic
-
-
-def _print_replay(lifetimes: Any, model: Any, hardware: Any, plan: Any, prices: Any) -> None:
+def _print_replay(lifetimes: Any, model: Any, hardware: Any, plan: Any) -> None:
     """Prints throughputs, 1 where the GPU never waits."""
     from lightning_ssd.planning import MigrationMachine
-    from lightning_ssd.replay import by_hardware, cost_table, plan_roofline, roofline
+    from lightning_ssd.replay import by_hardware, plan_roofline, roofline
 
     ours = plan_roofline(model, hardware, plan)
     machine = MigrationMachine.of(hardware)
@@ -326,8 +288,6 @@ def _print_replay(lifetimes: Any, model: Any, hardware: Any, plan: Any, prices: 
     print(f"{'':>12} " + " ".join(f"{count:>8}" for count in drives))
     for host, row in zip(hosts, by_hardware(lifetimes, machine, hosts, drives), strict=True):
         print(f"{format_bytes(host):>12} " + " ".join(f"{_share(one):>8}" for one in row))
-    if prices is not None:
-        print(f"\n{cost_table(lifetimes, machine, prices)}")
 
 
 def _share(throughput: float) -> str:
@@ -397,33 +357,6 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
     return measure_machine(drive or (None if config is None else scratch_path(config)), attention=True)
 
 
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    subjects = commands.add_parser("bench", help="measure this machine").add_subparsers(
-        metavar="SUBJECT", required=True
-    )
-    parser = subjects.add_parser(
-        "io",
-        help="read and write bandwidth of directories on SSD",
-        description="Measures the read and write bandwidth of directories on SSD.",
-    )
-    parser.add_argument(
-        "--path",
-        dest="paths",
-        metavar="DIR",
-        type=_directory,
-        action="append",
-        required=True,
-        help="a directory on the SSD to measure; may be given several times",
-    )
-    parser.add_argument(
-        "--size",
-        type=_size("--size"),
-        default="4GiB",
-        help="bytes to write and read, such as 512MiB (default: %(default)s)",
-    )
-    parser.set_defaults(command=lambda args: _bench_io(parser, args.paths, args.size))
-
-
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "export",
@@ -460,37 +393,6 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     with _reporting(parser):
         files = export(args.checkpoint, args.folder, **how)
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
-
-
-def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "tiny-llama",
-        help="write a tiny Llama with random weights, to try fine-tuning",
-        description="Writes a folder with a Llama of 1.3 million random parameters, and with a tokenizer that is "
-        "trained on the sources of Python's standard library. transformers loads it; recipes/finetune.yaml trains it.",
-    )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write")
-    parser.set_defaults(command=lambda args: _tiny_llama(parser, args.folder))
-
-
-def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
-    with _reporting(parser):
-        from lightning_ssd.recipes.models import make_tiny_llama  # needs an extra
-
-        make_tiny_llama(folder)
-    print(f"a tiny Llama in {folder}: lightning run recipes/finetune.yaml --model.pretrained={folder}")
-
-
-def _bench_io(parser: argparse.ArgumentParser, paths: Sequence[Path], size: int) -> None:
-    import torch
-
-    from lightning_ssd.activations import check_paths
-    from lightning_ssd.storage import bench_io, format_table
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _reporting(parser):
-        check_paths(list(map(str, paths)))
-        print(format_table(bench_io(paths, size, device)))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-from lightning_ssd.autoplan import plan_report, profiling_budget  # noqa: E402
+from lightning_ssd.autoplan import profiling_budget  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
 from tests.support.steps import worker  # noqa: E402, F401
 
@@ -61,12 +61,6 @@ def unlimited_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps before the first plan are no fewer on a machine that other processes use. Tests of the limit of seconds
     set a clock."""
     monkeypatch.setattr(profiling_budget, "perf_counter", lambda: 0.0)
-
-
-@pytest.fixture(autouse=True)
-def no_other_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last plan of a training is not compared with those of three faster machines, which take up to a second."""
-    monkeypatch.setattr(plan_report, "find_what_ifs", lambda *_: ())
 
 
 @pytest.fixture

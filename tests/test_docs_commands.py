@@ -12,7 +12,7 @@ from lightning_ssd import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = r"(?:python -m benchmarks\.|lightning-ssd (?:plan|profile|bench|export|tiny-llama) )"
+NAMES = r"(?:python -m benchmarks\.|lightning-ssd (?:plan|profile|export) )"
 # A command of a code block ends with its line. One within a sentence ends with its backtick, and may be wrapped.
 COMMAND = re.compile(rf"^({NAMES}.+)$|`({NAMES}[^`]+)`", re.M)
 COMMANDS = sorted({" ".join("".join(found).split()) for page in PAGES for found in COMMAND.findall(page.read_text())})

@@ -86,7 +86,7 @@ def test_what_needs_an_extra_names_it(tmp_path: Path) -> None:
         f"""
 from lightning_ssd import cli
 
-for argv in (["run", {str(ROOT / "recipes/gpt.yaml")!r}], ["tiny-llama", "folder"]):
+for argv in (["run", {str(ROOT / "recipes/gpt.yaml")!r}], ["run", {str(ROOT / "recipes/bert.yaml")!r}]):
     try:
         cli.main(argv)
     except SystemExit as stopped:

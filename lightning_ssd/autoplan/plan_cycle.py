@@ -290,7 +290,7 @@ class PlanCycle(Uncopied):
     def report(self) -> None:
         """Called when training ends: logs a report on the last plan, or that there was none."""
         if self._last is not None:
-            report_last_plan(self.training, *self._last)
+            report_last_plan(*self._last)
             return
         # Warm-up with a recorded step, timed steps, those of the calibration plan, and one that ends the last of them;
         # again after a move of model states, with one step of warm-up.

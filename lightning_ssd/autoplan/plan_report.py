@@ -7,10 +7,8 @@ from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import (
     Plan,
-    find_what_ifs,
     make_report,
     render_report,
-    render_what_ifs,
     simulate,
     swap_coefficient,
 )
@@ -81,14 +79,9 @@ def recommend_move(training: Training, runner: PlanRunner, plan: Plan, planner: 
     )
 
 
-def report_last_plan(training: Training, runner: PlanRunner, plan: Plan) -> None:
-    """Logs a report on the plan in force at the end of a training, and hardware that would make steps faster."""
-    # Only at the end, not between two steps: three further plans are made, and for a report many simulations.
+def report_last_plan(runner: PlanRunner, plan: Plan) -> None:
+    """Logs a report on the plan in force at the end of a training."""
+    # Only at the end, not between two steps: a report takes many simulations.
     if log.isEnabledFor(logging.INFO):
         report = make_report(runner.profile, runner.hardware, plan, fixed=runner.placement)
         log.info("report on the last plan:\n%s", render_report(report))
-        what_ifs = report.what_ifs
-    else:
-        what_ifs = find_what_ifs(runner.profile, runner.hardware, plan, runner.placement)
-    if what_ifs:
-        training.inform(f"SwapPlanner: steps would be {render_what_ifs(what_ifs)}.")

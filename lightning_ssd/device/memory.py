@@ -79,11 +79,11 @@ def usable_gpu_memory(device: torch.device) -> int:
 
 
 def _memory_fraction(device: torch.device) -> float:
-    # Without the getter (older torch) the fraction is unknown, and users have to set the `gpu_memory` arguments, too.
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    if fraction is None:
-        return 1.0
-    return float(fraction(torch.cuda.current_device() if device.index is None else device.index))
+    return float(
+        torch.cuda.get_per_process_memory_fraction(
+            torch.cuda.current_device() if device.index is None else device.index
+        )
+    )
 
 
 def allocator_memory(device: torch.device) -> "CUDAMemory | None":

@@ -39,11 +39,9 @@ from lightning_ssd.planning.model import (
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
-    find_what_ifs,
     make_report,
     render_report,
     render_summary,
-    render_what_ifs,
     swap_coefficient,
 )
 from lightning_ssd.planning.resident import resident_bytes
@@ -55,11 +53,10 @@ from lightning_ssd.planning.saved_timeline import (
     plan_storages,
     smaller_budget,
 )
-from lightning_ssd.planning.simulator import Prediction, simulate, simulate_tasks
+from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.teraio import plan_in_longer_step
 from lightning_ssd.planning.validation import (
-    MOST_BYTES,
     as_list,
     as_mapping,
     as_whole_numbers,
@@ -67,7 +64,6 @@ from lightning_ssd.planning.validation import (
     check_positive,
     from_mapping,
     load_json,
-    parse_json,
     read_text,
     write_text,
 )
@@ -82,7 +78,6 @@ __all__ = [
     "Floats",
     "HardwareProfile",
     "HostOverhead",
-    "MOST_BYTES",
     "Migration",
     "MigrationMachine",
     "ModelProfile",
@@ -111,7 +106,6 @@ __all__ = [
     "default_plan",
     "default_window",
     "exceeds_no_more",
-    "find_what_ifs",
     "from_mapping",
     "inactive_periods",
     "is_later_call",
@@ -122,7 +116,6 @@ __all__ = [
     "make_report",
     "needed_early",
     "offload_amounts",
-    "parse_json",
     "plan_for_least_memory",
     "plan_in_longer_step",
     "plan_storages",
@@ -130,10 +123,8 @@ __all__ = [
     "read_text",
     "render_report",
     "render_summary",
-    "render_what_ifs",
     "resident_bytes",
     "simulate",
-    "simulate_tasks",
     "smaller_budget",
     "sum_ranges",
     "swap_coefficient",

@@ -1,4 +1,4 @@
-"""Lifetime of SSDs under the writes of a training, and the cost of a training."""
+"""Lifetime of SSDs under the writes of a training."""
 
 from lightning_ssd.planning.validation import check_positive
 
@@ -9,19 +9,17 @@ YEAR = 365.0 * DAY
 """Seconds of a year."""
 
 
-def large_write_endurance(rated: float, rated_amplification: float = 2.5, amplification: float = 1.0) -> float:
-    """Returns the bytes that may be written in large sequential writes (SSDTrain III-D).
+RATED_AMPLIFICATION = 2.5
+"""Bytes that a drive writes for each byte of the random writes, after hard preconditioning (JESD218), of its rating."""
 
-    Ratings are for random writes after hard preconditioning (JESD218), which the drive amplifies.
+
+def large_write_endurance(rated: float) -> float:
+    """Returns the bytes that may be written in large sequential writes, which drives don't amplify (SSDTrain III-D).
 
     Args:
         rated: rated endurance in bytes (TBW).
-        rated_amplification: bytes that the drive wrote for each byte in the rating's test.
-        amplification: bytes that the drive writes for each byte of large sequential writes.
     """
-    check_positive("rated_amplification", rated_amplification)
-    check_positive("amplification", amplification)
-    return rated * rated_amplification / amplification
+    return rated * RATED_AMPLIFICATION
 
 
 def lifetime_seconds(endurance: float, written: float, step_seconds: float) -> float:
@@ -44,14 +42,3 @@ def bytes_per_day(written: float, step_seconds: float) -> float:
     """
     check_positive("step_seconds", step_seconds)
     return written * DAY / step_seconds
-
-
-def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
-    """Returns the cost of training on a million tokens, in the currency of the price.
-
-    Args:
-        tokens_per_second: throughput of the training.
-        price_per_hour: price of the machine.
-    """
-    check_positive("tokens_per_second", tokens_per_second)
-    return price_per_hour / 3600 / tokens_per_second * 1e6

@@ -13,9 +13,6 @@ from lightning_ssd.planning.validation import (
 )
 from lightning_ssd.sizes import format_bytes
 
-CHECKPOINT_SECONDS = 3e-5
-"""`HostOverhead.checkpoint` of stored machines that were measured without it."""
-
 
 @dataclass(frozen=True)
 class HostOverhead:
@@ -150,24 +147,13 @@ class HardwareProfile:
             ValueError: the file is invalid; the message names the file and the field.
         """
         where = f"the hardware profile {path}"
-        return cls.from_content(load_json(path, where), where)
-
-    @classmethod
-    def from_content(cls, content: object, where: str) -> "HardwareProfile":
-        """Returns the profile that JSON content describes; `where` names it in messages.
-
-        Raises:
-            ValueError: the content is invalid; the message names the field.
-        """
-        machine = dict(as_mapping(content, where))
+        machine = dict(as_mapping(load_json(path, where), where))
         if not {"gpu_flops", "gpu_bytes"} & machine.keys():
             raise ValueError(
                 f"{where} has no `gpu_flops`: it is no file that `lightning-ssd plan --save-machine` has written. Give "
                 "such a file."
             )
-        overhead = dict(as_mapping(machine.get("host_overhead", {}), f"`host_overhead` of {where}"))
-        if overhead:
-            overhead.setdefault("checkpoint", CHECKPOINT_SECONDS)
+        overhead = machine.get("host_overhead", {})
         machine["host_overhead"] = from_mapping(HostOverhead, overhead, f"`host_overhead` of {where}")
         return from_mapping(cls, machine, where)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -22,65 +21,45 @@ Bytes = NDArray[np.int64]
 class MigrationMachine:
     """Capacities and bandwidths of the memories between which tensors migrate.
 
-    Tensors are striped over all drives, as `BlobStore` stripes them, so that the drives are one tier of their joint
-    bandwidth.
+    Tensors are striped over all drives, so that the drives are one tier of their joint bandwidth.
 
     Attributes:
         gpu_bytes: capacity of the GPU.
         host_bytes: host memory for migrated tensors.
         link_out: bytes/s from the GPU over PCIe, to host memory and drives together.
         link_in: bytes/s to the GPU over PCIe.
-        drives: (read, write) bytes/s of each drive. Both directions run at once.
+        ssd: (read, write) bytes/s of all drives together, which run at once; 0: there are no drives.
     """
 
     gpu_bytes: int
     host_bytes: int
     link_out: float
     link_in: float
-    drives: tuple[tuple[float, float], ...]
+    ssd: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         check_not_negative("gpu_bytes", self.gpu_bytes)
         check_not_negative("host_bytes", self.host_bytes)
         check_positive("link_out", self.link_out)
         check_positive("link_in", self.link_in)
-        for read, write in self.drives:
-            check_positive("read", read)
-            check_positive("write", write)
+        for rate in self.ssd:
+            check_not_negative("ssd", rate)
 
     @classmethod
     def of(cls, hardware: HardwareProfile) -> "MigrationMachine":
-        """Returns the machine of a profile, with one drive that has the bandwidth of all SSDs together, if any."""
-        drive = (hardware.ssd_read, hardware.ssd_write)
+        """Returns the machine of a profile, without drives if there is no space on SSDs."""
         return cls(
             hardware.gpu_bytes,
             hardware.host_bytes,
             hardware.copy_out_both,
             hardware.copy_in_both,
-            (drive,) if hardware.ssd_bytes else (),
+            (hardware.ssd_read, hardware.ssd_write) if hardware.ssd_bytes else (0.0, 0.0),
         )
 
     @property
     def tiers(self) -> tuple[OffloadTierName, ...]:
         """The tiers to which tensors migrate, whatever the capacity of host memory is."""
-        return ("ssd", "host") if self.drives else ("host",)
-
-    @cached_property
-    def ssd(self) -> tuple[float, float]:
-        """(read, write) bytes/s of all drives together; 0: there are none.
-
-        The bytes of a drive are in proportion to its bandwidth with equal bytes read and written (`Calibration.weights`
-        of the storage), so that unequal drives have less bandwidth than the sum if their ratios of both rates differ.
-        """
-        weights = [2 / (1 / read + 1 / write) for read, write in self.drives]
-        read, write = (
-            min(
-                (drive[way] * (sum(weights) / weight) for drive, weight in zip(self.drives, weights, strict=True)),
-                default=0.0,
-            )
-            for way in range(2)
-        )
-        return read, write
+        return ("ssd", "host") if all(self.ssd) else ("host",)
 
     def rate(self, tier: OffloadTierName, direction: Direction) -> float:
         """Returns the bytes/s between the GPU and a tier while nothing else migrates."""

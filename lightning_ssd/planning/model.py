@@ -377,16 +377,7 @@ class ModelProfile:
             ValueError: the file is invalid; the message names the file, the unit, the operator and the field.
         """
         where = f"the model profile {path}"
-        return cls.from_content(load_json(path, where), where)
-
-    @classmethod
-    def from_content(cls, content: object, where: str) -> "ModelProfile":
-        """Returns the profile that JSON content describes; `where` names it in messages.
-
-        Raises:
-            ValueError: the content is invalid; the message names the unit, the operator and the field.
-        """
-        model = dict(as_mapping(content, where))
+        model = dict(as_mapping(load_json(path, where), where))
         if "units" not in model:
             raise ValueError(f"{where} has no `units`: it is no file that ModelProfiler has written. Give such a file.")
         units = []

@@ -221,12 +221,7 @@ class Plan:
 
     def to_yaml(self) -> str:
         """Returns the plan as YAML, which a user may edit."""
-        text: str = yaml.safe_dump(self.to_content(), sort_keys=False, allow_unicode=True)
-        return text
-
-    def to_content(self) -> dict[str, object]:
-        """Returns the plan as mappings, strings and numbers, for YAML or JSON."""
-        return {
+        content = {
             "window_bytes": self.window_bytes,
             "staging_bytes": self.staging_bytes,
             "clip": self.clip,
@@ -238,6 +233,8 @@ class Plan:
                 for name, unit in self.units.items()
             },
         }
+        text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        return text
 
     @classmethod
     def from_yaml(cls, text: str) -> "Plan":
@@ -252,15 +249,6 @@ class Plan:
             raise ValueError("The plan is nested too deeply. Correct it, or plan again.") from None
         except Exception as error:  # PyYAML raises errors of many classes for values that do not match their tag
             raise ValueError(f"The plan is not YAML: {error}. Correct it, or plan again.") from error
-        return cls.from_content(content)
-
-    @classmethod
-    def from_content(cls, content: object) -> "Plan":
-        """Returns the plan that the content of a YAML or JSON file describes.
-
-        Raises:
-            ValueError: the content is not a plan; the message names the entry.
-        """
         fields = _exact_fields(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
         units = {}
         for name, unit in as_mapping(fields["units"], "`units`").items():

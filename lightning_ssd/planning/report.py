@@ -1,27 +1,20 @@
-"""Reports on plans before the first step: fit, speed, bottleneck, wear of the SSDs, and cost."""
+"""Reports on plans before the first step: fit, speed, bottleneck, and wear of the SSDs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.endurance import (
     YEAR,
     bytes_per_day,
-    cost_per_million_tokens,
     lifetime_seconds,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.holistic import min_memory_plan, plan_holistic
+from lightning_ssd.planning.holistic import min_memory_plan
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.resident import kept_weights, resident_by_kind
+from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import FixedPlacement
 from lightning_ssd.planning.simulator import Prediction, simulate
-from lightning_ssd.planning.ssdtrain import required_write_bandwidth
-from lightning_ssd.planning.stages import cut_stages
 from lightning_ssd.sizes import format_bytes, format_seconds
-
-MIN_GAIN = 1.01
-"""Least factor on the throughput for which a change of the hardware is reported."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +49,9 @@ class Report:
         swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
         counted: name of the counted items, "tokens", or "samples" where each sample of a batch counts as one token.
         tokens_per_second: predicted throughput.
-        what_ifs: pairs of a change of the hardware and throughput with it / throughput, the largest gain first.
         largest_samples: samples of the largest micro-batch that fits with the plan of least memory; 0: none fits.
-        breakeven_tokens: tokens per step from which on the GPU is busier than the SSDs; None: it never is.
-        required_write_bandwidth: bytes/s that offload all activations within half a step (SSDTrain III-D).
         ssd_bytes_per_day: bytes written to SSDs in a day of training.
         ssd_years: lifetime of the SSDs in years; None: no endurance is given.
-        cost: cost of a million tokens in the currency of the price; None: no price is given.
     """
 
     prediction: Prediction
@@ -73,13 +62,9 @@ class Report:
     swap_coefficient: float
     counted: str
     tokens_per_second: float
-    what_ifs: tuple[tuple[str, float], ...]
     largest_samples: int
-    breakeven_tokens: float | None
-    required_write_bandwidth: float
     ssd_bytes_per_day: float
     ssd_years: float | None
-    cost: float | None
 
 
 def make_report(
@@ -89,7 +74,6 @@ def make_report(
     *,
     fixed: FixedPlacement | None = None,
     endurance: float | None = None,
-    price_per_hour: float | None = None,
 ) -> Report:
     """Returns the report on `plan`.
 
@@ -97,17 +81,14 @@ def make_report(
         model: the profile.
         hardware: the machine.
         plan: a plan for the model.
-        fixed: tiers of model states; None: a plan for more memory may choose others.
+        fixed: as in `largest_samples`.
         endurance: bytes that may be written to all SSDs together in large writes (see `large_write_endurance`).
-        price_per_hour: price of the machine.
     """
     prediction = simulate(model, hardware, plan)
     throughput = _throughput(model, prediction)
-    years = cost = None
+    years = None
     if endurance is not None:
         years = lifetime_seconds(endurance, prediction.ssd_written_bytes, prediction.step_seconds) / YEAR
-    if price_per_hour is not None:
-        cost = cost_per_million_tokens(throughput, price_per_hour)
     excess = prediction.excess_bytes(hardware)
     placed, coefficient = _bytes_by_tier(model, plan)
     return Report(
@@ -119,15 +100,9 @@ def make_report(
         swap_coefficient=coefficient,
         counted="samples" if model.tokens == model.samples else "tokens",
         tokens_per_second=throughput,
-        what_ifs=find_what_ifs(model, hardware, plan, fixed),
         largest_samples=largest_samples(model, hardware, fixed),
-        breakeven_tokens=breakeven_tokens(model, hardware, plan),
-        required_write_bandwidth=required_write_bandwidth(
-            model.micro_batches * model.saved_bytes, prediction.step_seconds
-        ),
         ssd_bytes_per_day=bytes_per_day(prediction.ssd_written_bytes, prediction.step_seconds),
         ssd_years=years,
-        cost=cost,
     )
 
 
@@ -160,56 +135,6 @@ def largest_samples(model: ModelProfile, hardware: HardwareProfile, fixed: Fixed
     return low
 
 
-def breakeven_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> float | None:
-    """Returns the tokens per step from which on SSD transfers are hidden behind computation; None: they never are.
-
-    Transfers of model states do not depend on the tokens of a step; computation and activations are proportional.
-    Each micro-batch reads weights for its forward and for its backward, except those kept between them.
-    """
-    stages = cut_stages(model, plan)
-    per_byte = 1 / hardware.ssd_read + 1 / hardware.ssd_write
-    compute = sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages) / model.tokens
-    activations = per_byte * sum(stage.to_ssd for stage in stages) / model.tokens
-    fixed = 0.0
-    kept = kept_weights(model, plan)
-    for (unit, profile), part in zip(model.parts, plan.parts(model), strict=True):
-        if part.weights == "ssd":
-            reads = model.micro_batches * (1 if unit in kept else 2)
-            fixed += profile.weight_bytes * (reads / hardware.ssd_read + 1 / hardware.ssd_write)
-        if part.states == "ssd":
-            fixed += profile.state_bytes_read / hardware.ssd_read + profile.state_bytes_written / hardware.ssd_write
-    if compute <= activations:
-        return None
-    return fixed / (compute - activations)
-
-
-def find_what_ifs(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, fixed: FixedPlacement | None = None
-) -> tuple[tuple[str, float], ...]:
-    """Returns pairs of a change that makes training faster and throughput with it / throughput, largest gain first.
-
-    Faster hardware is simulated with the same plan; more memory, or a larger micro-batch, with a new plan.
-    """
-    before = _throughput(model, simulate(model, hardware, plan))
-    machines = {
-        "SSDs twice as fast": hardware.with_ssds(2),
-        "a link to the GPU twice as fast": hardware.with_link(2),
-        "a CPU optimizer twice as fast": replace(hardware, cpu_step_rate=2 * hardware.cpu_step_rate),
-    }
-    changes = {name: _throughput(model, simulate(model, machine, plan)) for name, machine in machines.items()}
-    others = {
-        "twice the host memory": (model, replace(hardware, host_bytes=2 * hardware.host_bytes)),
-        "twice the GPU memory": (model, replace(hardware, gpu_bytes=2 * hardware.gpu_bytes)),
-        "twice the samples in a micro-batch": (model.with_samples(2 * model.samples), hardware),
-    }
-    for name, (other, machine) in others.items():
-        prediction = simulate(other, machine, plan_holistic(other, machine, fixed))
-        if prediction.excess_bytes(machine) == 0:
-            changes[name] = _throughput(other, prediction)
-    gains = [(name, after / before) for name, after in changes.items() if after >= MIN_GAIN * before]
-    return tuple(sorted(gains, key=lambda gain: -gain[1]))
-
-
 def render_report(report: Report) -> str:
     """Returns the report as text."""
     prediction = report.prediction
@@ -223,8 +148,6 @@ def render_report(report: Report) -> str:
         f"busy               {busy}",
         f"bound by           {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)}",
     ]
-    for change, gain in report.what_ifs:
-        lines.append(f"  with {change}: {gain * throughput:.0f} {counted}/s ({gain:.2f}x)")
     lines.append(f"{'':<18} {'GPU':>12} {'host':>12} {'SSD':>12} {'recomputed':>12}")
     for row in report.placed:
         sizes = (format_bytes(nbytes) for nbytes in (row.gpu, row.host, row.ssd, row.recomputed))
@@ -233,23 +156,12 @@ def render_report(report: Report) -> str:
         f"swap coefficient   {report.swap_coefficient:.2f}",
         f"largest micro-batch: {report.largest_samples} samples",
     ]
-    if report.breakeven_tokens != 0:
-        tokens = report.breakeven_tokens
-        hidden = "never" if tokens is None else f"from {tokens:.0f} {counted} a step on"
-        lines.append(f"SSDs hidden        {hidden}")
-    lines.append(
-        f"write bandwidth    {report.required_write_bandwidth / 1e9:.3g} GB/s would offload all activations within "
-        "half a step"
-    )
     if not report.ssd_bytes_per_day:
         lines.append("SSD writes         none")
     else:
         lines.append(f"SSD writes         {format_bytes(report.ssd_bytes_per_day)} a day")
     if report.ssd_years is not None and report.ssd_bytes_per_day:
         lines.append(f"SSD life           {report.ssd_years:.1f} years of training without a pause")
-    if report.cost is not None:
-        cost = f"{report.cost:.2f}" if report.cost >= 0.1 else f"{report.cost:.2g}"
-        lines.append(f"cost               {cost} for a million {counted}")
     return "\n".join(lines)
 
 
@@ -280,11 +192,6 @@ def _peak(nbytes: int, budget: int, memory: str) -> str:
     """Returns a peak as text, with the budget that it exceeds, if it does."""
     peak = f"{format_bytes(nbytes)} of {memory}"
     return peak if nbytes <= budget else f"{peak} (which exceeds the budget of {format_bytes(budget)})"
-
-
-def render_what_ifs(what_ifs: Sequence[tuple[str, float]]) -> str:
-    """Returns the two changes of the hardware with the largest gains as text; empty: none has a gain."""
-    return ", ".join(f"{gain:.2f}x as fast with {change}" for change, gain in what_ifs[:2])
 
 
 def _throughput(model: ModelProfile, prediction: Prediction) -> float:

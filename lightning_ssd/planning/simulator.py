@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from lightning_ssd.planning.endurance import DAY
-from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, Task, run
+from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, run
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
@@ -115,32 +115,12 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
 
 def simulate_every_micro_batch(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
     """Simulates every micro-batch."""
-    builder, ends, memory = _run_steps(model, hardware, plan, count_steps(model, plan))
-    return _prediction(builder, memory, ends[-2].end, ends[-1].end)
-
-
-def simulate_tasks(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> tuple[list[Task], float, float]:
-    """Returns the simulated tasks of some steps with all micro-batches, and begin and end (seconds) of one of them.
-
-    Tasks of the steps before and after that one may run in it, too.
-
-    Raises:
-        ValueError: the plan does not match the model.
-    """
-    plan.check(model)
-    builder, ends, _ = _run_steps(model, hardware, plan, count_steps(model, plan) + 1)
-    return builder.tasks, ends[-3].end, ends[-2].end
-
-
-def _run_steps(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, steps: int
-) -> tuple[StepTasks, list[Task], MemoryLog]:
-    """Simulates `steps` steps. Returns their tasks, the task at whose end each step ends, and the memory in use."""
     builder = StepTasks(model, hardware, plan)
-    ends = [builder.add_step(step) for step in range(steps)]
+    ends = [builder.add_step(step) for step in range(count_steps(model, plan))]
     if hardware.host_memory_bandwidth is not None:
         builder.share_host_memory(hardware.host_memory_bandwidth)
-    return builder, ends, run(builder.tasks, hardware)
+    memory = run(builder.tasks, hardware)
+    return _prediction(builder, memory, ends[-2].end, ends[-1].end)
 
 
 def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float) -> Prediction:

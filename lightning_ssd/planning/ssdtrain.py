@@ -1,4 +1,4 @@
-"""SSDTrain's formulas: the bytes to offload (III-A, figure 3) and the write bandwidth to offload everything (III-D)."""
+"""SSDTrain's formula of the bytes to offload (III-A, figure 3)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,13 +49,3 @@ def offload_amounts(
         amounts[tier] = int(min(left, speed.capacity, forward * speed.write, backward * speed.read))
         left -= amounts[tier]
     return amounts
-
-
-def required_write_bandwidth(activation_bytes: float, step_seconds: float) -> float:
-    """Returns the bytes/s that offload all activations within half a step (SSDTrain III-D): 2 S_act / t_step.
-
-    Args:
-        activation_bytes: bytes of all activations of a step.
-        step_seconds: seconds of the step.
-    """
-    return 2 * activation_bytes / step_seconds

@@ -162,7 +162,7 @@ class _Search:
                 return None
             span = min(span[0], old.absent_from), max(span[1], old.absent_until)
             return self._rated(nbytes, span, old.tier)
-        tier: OffloadTierName | None = "ssd" if self.machine.drives else None
+        tier: OffloadTierName | None = "ssd" if "ssd" in self.machine.tiers else None
         if not in_time:
             span = self._pressed(after + 1, before)
             if span is None:

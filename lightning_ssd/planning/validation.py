@@ -127,15 +127,6 @@ def load_json(path: str | Path, where: str) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: the file can't be read, is not JSON, or a mapping in it has a key twice.
     """
-    return parse_json(read_text(path, where), where)
-
-
-def parse_json(text: str, where: str) -> Any:
-    """Returns the content of a JSON text; `where` names it in messages.
-
-    Raises:
-        ValueError: the text is not JSON, or a mapping in it has a key twice.
-    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -146,7 +137,7 @@ def parse_json(text: str, where: str) -> Any:
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(read_text(path, where), object_pairs_hook=unique)
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply. Correct it, or measure again.") from None
     except ValueError as error:

@@ -1,9 +1,9 @@
 """The replay of a profiled step: Teraio's migrations of single tensors, simulated on any machine.
 
 The results are predictions: trainings follow plans of units. The modules: `lifetime_profile` (uses of each tensor in a
-step), `migration_simulator` (a step with migrations), `throughput` (of Teraio's plans and ours, by hardware), `traffic`
-(bandwidth over a step), `lifetime_report` (summary and pictures). Teraio's algorithm itself is in `planning`, whose
-planner "teraio" uses it for units.
+step), `migration_simulator` (a step with migrations), `throughput` (of Teraio's plans and ours, by hardware),
+`lifetime_report` (summary and pictures). Teraio's algorithm itself is in `planning`, whose planner "teraio" uses it for
+units.
 """
 
 from lightning_ssd.replay.lifetime_profile import (
@@ -20,52 +20,39 @@ from lightning_ssd.replay.lifetime_report import (
     describe_lifetimes,
     draw_active,
     draw_inactive,
-    draw_traffic,
     median_period,
     migratable_share,
     save_lifetimes,
-    save_traffic,
 )
 from lightning_ssd.replay.migration_simulator import MigrationPrediction, simulate_migrations
 from lightning_ssd.replay.throughput import (
     BANDWIDTHS,
-    Prices,
     by_hardware,
-    cost_table,
     plan_roofline,
     plan_teraio,
     roofline,
 )
-from lightning_ssd.replay.traffic import DIRECTIONS, Traffic, planned_traffic, recorded_traffic
 
 __all__ = [
     "BANDWIDTHS",
     "CLASSES",
-    "DIRECTIONS",
     "PHASES",
     "LifetimeProfile",
     "MigrationPrediction",
     "OperatorSpan",
     "Phase",
-    "Prices",
     "TensorClass",
     "TensorLifetime",
-    "Traffic",
     "active_share",
     "by_hardware",
-    "cost_table",
     "describe_lifetimes",
     "draw_active",
     "draw_inactive",
-    "draw_traffic",
     "median_period",
     "migratable_share",
     "plan_roofline",
     "plan_teraio",
-    "planned_traffic",
-    "recorded_traffic",
     "roofline",
     "save_lifetimes",
-    "save_traffic",
     "simulate_migrations",
 ]

@@ -1,15 +1,11 @@
 """Teraio's characterisation of a training step, as text and as figures, from the lifetimes of its tensors."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.extras import import_extra
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.replay.lifetime_profile import CLASSES, PHASES, LifetimeProfile
-from lightning_ssd.replay.traffic import DIRECTIONS, Traffic
 from lightning_ssd.sizes import format_bytes, format_seconds
-from lightning_ssd.timeline import COLORS as ROW_COLORS
 from lightning_ssd.timeline import PHASE_COLORS
 
 PAPER_BANDWIDTH = 6.5e9
@@ -20,9 +16,6 @@ SMALL, LARGE = 10 * 10**6, 10**9
 
 SHORTEST = 1e-9
 """Seconds of the shortest drawn inactive period: shorter ones are rounding errors of sums of seconds."""
-
-BINS = 200
-"""Intervals of a step in which the bandwidth of migrations is averaged."""
 
 COLORS = {
     "weight": "#1f77b4",
@@ -167,48 +160,3 @@ def draw_memory(axes: Any, lifetimes: LifetimeProfile, hardware: HardwareProfile
     axes.set_xlabel("seconds of GPU time")
     axes.set_ylabel("GB")
     axes.legend(fontsize=7, loc="upper right")
-
-
-def draw_traffic(axes: Any, traffic: Traffic, title: str) -> None:
-    """Draws bandwidth over time (Teraio, figure 8): from the GPU above the axis, to the GPU below it.
-
-    Args:
-        axes: matplotlib's axes.
-        traffic: transfers of a simulated or recorded step.
-        title: title of the picture; the mean bandwidths follow.
-    """
-    width = traffic.seconds / BINS
-    starts = [width * one for one in range(BINS)]
-    for direction in DIRECTIONS:
-        sign = 1 if direction in ("copy out", "SSD write") else -1
-        shown = [sign * one / 1e9 for one in traffic.bandwidth(direction, BINS)]
-        if direction.startswith("copy"):
-            axes.bar(starts, shown, width, align="edge", color=ROW_COLORS[direction], label=direction, linewidth=0)
-        else:
-            axes.step(starts, shown, where="post", color=ROW_COLORS[direction], label=direction, linewidth=1)
-    for start in traffic.steps[1:]:
-        axes.axvline(start, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlim(0, traffic.seconds)
-    means = ", ".join(f"{direction} {traffic.mean(direction) / 1e9:.2f}" for direction in DIRECTIONS)
-    axes.set_title(f"{title}; mean GB/s: {means}", fontsize=9)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("GB/s: from the GPU, to it below 0")
-    axes.legend(fontsize=7, loc="upper right")
-
-
-def save_traffic(path: Path, traffic: Mapping[str, Traffic]) -> None:
-    """Writes a picture (PNG) with the bandwidth over time of several simulated or recorded steps, in one column.
-
-    Args:
-        path: the file.
-        traffic: transfers by their titles.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    figure = import_extra("matplotlib.figure", "plot", "A picture").Figure(figsize=(9, 3.2 * len(traffic)))
-    rows = figure.subplots(len(traffic), squeeze=False)[:, 0]
-    for axes, (title, transfers) in zip(rows, traffic.items(), strict=True):
-        draw_traffic(axes, transfers, title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, format="png")

@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from lightning_ssd.planning import Bytes, Direction, Floats, Migration, MigrationMachine, sum_ranges
 from lightning_ssd.replay.lifetime_profile import LifetimeProfile
-from lightning_ssd.replay.traffic import Traffic, Transfer
 from lightning_ssd.types import OffloadTierName
 
 INTERVALS = 1000
@@ -35,7 +34,8 @@ class MigrationPrediction:
         excess_bytes: bytes by which the peaks exceed the capacities of the GPU and of host memory.
         host_peak_bytes: peak of host memory.
         ssd_written_bytes: bytes written to drives in a step.
-        traffic: transfers of the step.
+        carried: bytes in each of `INTERVALS` equal intervals of the step, by direction: "copy out", "SSD write",
+            "copy in" and "SSD read".
     """
 
     step_seconds: float
@@ -44,7 +44,7 @@ class MigrationPrediction:
     excess_bytes: int
     host_peak_bytes: int
     ssd_written_bytes: int
-    traffic: Traffic = field(repr=False)
+    carried: Mapping[str, Sequence[float]] = field(repr=False)
 
     @property
     def stall_seconds(self) -> float:
@@ -99,6 +99,8 @@ def simulate_migrations(
     gpu = np.array(profile.total, np.int64) - _absent_bytes(profile, migrations)
     host = _host_bytes(profile, migrations)
     excess = max(0, int(gpu.max()) - machine.gpu_bytes) + max(0, int(host.max()) - machine.host_bytes)
+    times = np.linspace(begin, now, INTERVALS + 1)
+    carriers = {"copy out": out.link, "SSD write": out.ssd, "copy in": into.link, "SSD read": into.ssd}
     return MigrationPrediction(
         profile.step_seconds + sum(seconds for _, seconds in stalls),
         tuple(stalls),
@@ -106,7 +108,7 @@ def simulate_migrations(
         excess,
         int(host.max()),
         sum(profile.tensors[one.tensor].nbytes for one in migrations if one.tier == "ssd"),
-        _traffic({"copy out": out.link, "SSD write": out.ssd, "copy in": into.link, "SSD read": into.ssd}, begin, now),
+        {direction: carrier.carried(times).tolist() for direction, carrier in carriers.items()},
     )
 
 
@@ -123,19 +125,6 @@ def _host_bytes(profile: LifetimeProfile, migrations: Sequence[Migration]) -> By
     sizes = [profile.tensors[one.tensor].nbytes for one in held]
     starts, stops = [one.after + 1 for one in held], [one.before + 1 for one in held]
     return sum_ranges(starts, stops, sizes, len(profile.operators))
-
-
-def _traffic(carriers: "dict[str, _Carrier]", begin: float, end: float) -> Traffic:
-    """Returns the transfers of the step from `begin` to `end`, by direction."""
-    times = np.linspace(begin, end, INTERVALS + 1)
-    spans = list(zip((times[:-1] - begin).tolist(), (times[1:] - begin).tolist(), strict=True))
-    transfers = {
-        direction: [
-            Transfer(*span, nbytes) for span, nbytes in zip(spans, one.carried(times).tolist(), strict=True) if nbytes
-        ]
-        for direction, one in carriers.items()
-    }
-    return Traffic(end - begin, transfers)
 
 
 class _Carrier:

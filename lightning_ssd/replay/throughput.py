@@ -1,12 +1,7 @@
-"""Replays a profiled step with other bandwidths, host memory and numbers of drives (Teraio, figures 3 and 9), and
-compares costs of machines (table 2)."""
+"""Replays a profiled step with other bandwidths, host memory and numbers of drives (Teraio, figures 3 and 9)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import ceil
-from pathlib import Path
-
-import yaml
+from dataclasses import replace
 
 from lightning_ssd.planning import (
     HardwareProfile,
@@ -15,11 +10,7 @@ from lightning_ssd.planning import (
     ModelProfile,
     Plan,
     UnitPlan,
-    as_mapping,
-    check_not_negative,
-    from_mapping,
     plan_in_longer_step,
-    read_text,
     simulate,
 )
 from lightning_ssd.replay.lifetime_profile import LifetimeProfile
@@ -63,7 +54,7 @@ def roofline(
     """
     points = []
     for bandwidth in bandwidths:
-        at = replace(machine, link_out=bandwidth, link_in=bandwidth, drives=((bandwidth, bandwidth),))
+        at = replace(machine, link_out=bandwidth, link_in=bandwidth, ssd=(bandwidth, bandwidth))
         points.append((bandwidth, teraio_throughput(profile, at)))
     return points
 
@@ -115,7 +106,7 @@ def by_hardware(
 
     Args:
         profile: the profile.
-        machine: the machine; its first drive is multiplied.
+        machine: the machine with one drive, whose bandwidth is multiplied.
         host_bytes: bytes of host memory for migrated tensors, in rising order.
         num_drives: numbers of drives, in rising order.
     """
@@ -123,7 +114,7 @@ def by_hardware(
     throughput = [[0.0] * len(num_drives) for _ in host_bytes]
     for row, host in enumerate(host_bytes):
         for column, count in enumerate(num_drives):
-            at = replace(machine, host_bytes=host, drives=machine.drives[:1] * count)
+            at = replace(machine, host_bytes=host, ssd=(count * machine.ssd[0], count * machine.ssd[1]))
             of_less = [plans[one] for one in ((row - 1, column), (row, column - 1)) if one in plans]
             found = [(plan, simulate_migrations(profile, at, plan)) for plan in (plan_teraio(profile, at), *of_less)]
             plans[row, column], best = min(found, key=lambda one: one[1].score)
@@ -133,66 +124,3 @@ def by_hardware(
 
 def _throughput(profile: LifetimeProfile, found: MigrationPrediction) -> float:
     return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices of a machine's parts, in any currency.
-
-    Attributes:
-        server: a server without the parts below.
-        gpu: one GPU.
-        host_gb: one GB of host memory.
-        ssd: one drive.
-    """
-
-    server: float
-    gpu: float
-    host_gb: float
-    ssd: float
-
-    def __post_init__(self) -> None:
-        for name in ("server", "gpu", "host_gb", "ssd"):
-            check_not_negative(name, getattr(self, name))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Prices":
-        """Loads prices from the YAML file `path`.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is invalid; the message names the file and the field.
-        """
-        where = f"the price file {path}"
-        try:
-            content = yaml.safe_load(read_text(path, where))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError(f"{where} is not YAML: {error}") from error
-        return from_mapping(cls, as_mapping(content, where), where)
-
-    def of(self, gpus: int, host_gb: float, ssds: int) -> float:
-        """Returns the price of a machine."""
-        return self.server + gpus * self.gpu + host_gb * self.host_gb + ssds * self.ssd
-
-
-def cost_table(profile: LifetimeProfile, machine: MigrationMachine, prices: Prices) -> str:
-    """Returns a table of price, throughput and price of an ideal GPU's throughput: drives alone, drives and host
-    memory, and as many GPUs as have room for all tensors, which are assumed not to wait.
-
-    Args:
-        profile: the profile.
-        machine: the machine.
-        prices: prices of its parts.
-    """
-    gpus = ceil(max(profile.total) / machine.gpu_bytes)
-    host = machine.host_bytes / 1e9
-    rows = [
-        ("drives", prices.of(1, 0.0, len(machine.drives)), teraio_throughput(profile, replace(machine, host_bytes=0))),
-        ("drives and host memory", prices.of(1, host, len(machine.drives)), teraio_throughput(profile, machine)),
-        (f"{gpus} GPU{'s' if gpus > 1 else ''}", prices.of(gpus, 0.0, 0), float(gpus)),
-    ]
-    lines = [f"{'tensors on':<24} {'price':>12} {'throughput':>11} {'price / throughput':>19}"]
-    for name, price, throughput in rows:
-        each = f"{price / throughput:,.0f}" if throughput else "does not fit"
-        lines.append(f"{name:<24} {price:>12,.0f} {throughput:>11.3f} {each:>19}")
-    return "\n".join(lines)

@@ -4,7 +4,6 @@ Other folders use `BlobStore` for the SSDs, `PinnedPool` for host memory, and th
 """
 
 from lightning_ssd.storage.backend import Backend, BackendFile
-from lightning_ssd.storage.bench import bench_io, format_table
 from lightning_ssd.storage.blob import Blob, FileRange, Piece
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
@@ -52,9 +51,7 @@ __all__ = [
     "Urgency",
     "Volume",
     "align_up",
-    "bench_io",
     "choose_backend",
-    "format_table",
     "from_os_error",
     "read_manifest",
     "read_wear",

@@ -16,7 +16,6 @@ from torch._C._profiler import _ExperimentalConfig
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
-from lightning_ssd.replay import recorded_traffic
 from lightning_ssd.timeline import COLORS, Timeline
 from lightning_ssd.timeline.timeline_profile import read_timeline
 from tests.support.compare import assert_same
@@ -340,15 +339,19 @@ def test_transfers_have_the_bytes_of_their_part_in_the_timeline(tmp_path: Path, 
     boundaries = marks(start=10, step_7=10, forward=10, end=21)
     timeline = read_timeline(copies + drives + boundaries, 1, "device", [0.0, 0.0, 0.0, 11.0] if on_gpu else None)
     timeline.save_trace(tmp_path / "trace.json")
-    found = recorded_traffic(tmp_path / "trace.json")
-    assert found.seconds == pytest.approx(11) and found.steps == (0,)
-    assert {row: sum(one.nbytes for one in transfers) for row, transfers in found.transfers.items()} == {
+    found = json.loads((tmp_path / "trace.json").read_text())
+    assert found["otherData"]["seconds"] == pytest.approx(11)
+    events = found["traceEvents"]
+    rows = {one["tid"]: one["args"]["name"] for one in events if one["ph"] == "M"}
+    transfers = {rows[one["tid"]]: one for one in events if one["ph"] == "X" and "bytes" in one.get("args", {})}
+    assert {row: one["args"]["bytes"] for row, one in transfers.items()} == {
         "copy in": 500,
         "copy out": 100,  # a quarter ends in the timeline
         "SSD write": 500,
         "SSD read": 9,
     }
-    assert found.transfers["SSD read"][0][:2] == pytest.approx((1, 2))
+    read = transfers["SSD read"]
+    assert (read["ts"] / 1e6, (read["ts"] + read["dur"]) / 1e6) == pytest.approx((1, 2))
 
 
 def test_of_a_gpu_the_kernels_are_compute_and_phases_are_on_its_clock() -> None:

@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         assert device == 0, "torch takes no device without an index"
         return fake.fraction
 
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", get_fraction, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", get_fraction)
     return fake
 
 
@@ -53,11 +53,6 @@ def test_the_least_of_free_memory_and_the_fraction_counts(gpu: Any, state: dict[
 def test_a_device_without_an_index_is_the_current_one(gpu: Any) -> None:
     gpu.fraction = 0.3
     assert process_gpu_memory(torch.device("cuda")) == process_gpu_memory(GPU)
-
-
-def test_a_torch_without_a_getter_has_no_fraction(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    assert process_gpu_memory(GPU) == 78 * GIB
 
 
 def test_every_automatic_budget_follows_the_fraction(gpu: Any) -> None:

@@ -39,15 +39,7 @@ def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
-        ("[]", "must be a mapping"),
-        (json.dumps(asdict(H100) | {"fans": 3}), "has an unknown field `fans`. Remove it"),
-        (
-            json.dumps({key: value for key, value in asdict(H100).items() if key != "copy_in"}),
-            "lacks the field `copy_in`",
-        ),
         ('{"version": 1, "name": "lifetimes"}', "is no file that `lightning-ssd plan --save-machine` has written"),
-        (json.dumps(asdict(H100) | {"copy_in": "fast"}), "`copy_in='fast'`"),
         (json.dumps(asdict(H100) | {"gpu_attention_flops": 0.0}), "`gpu_attention_flops=0.0` must be"),
         (json.dumps(asdict(H100) | {"host_overhead": {"dispatch": "fast"}}), "`dispatch='fast'` of `host_overhead`"),
         (json.dumps(asdict(H100) | {"host_overhead": {"offload": -1.0}}), "`host_overhead.offload=-1.0` must be"),

@@ -19,7 +19,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_by_kind, resident_bytes
-from lightning_ssd.planning.simulator import simulate_every_micro_batch, simulate_tasks
+from lightning_ssd.planning.simulator import simulate_every_micro_batch
 from lightning_ssd.planning.step_tasks import REST_HALF, WEIGHTS_HALF, BoundedFifo, StepTasks
 from lightning_ssd.types import Choice
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
@@ -536,8 +536,11 @@ def test_the_gpu_steps_when_the_norm_is_known(clip: Any) -> None:
     model = make_model(4, forward=1e-3, parameters=10**8, clip_norm=True)
     plan = replace(plan_of(model, "host", "host", "keep", "keep"), clip=clip)
     on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
-    tasks, _, _ = simulate_tasks(model, H100, on_gpu)
-    first = [task for task in tasks if task.step == 0]
+    steps = StepTasks(model, H100, on_gpu)
+    for step in range(2):
+        steps.add_step(step)
+    run(steps.tasks, H100)
+    first = [task for task in steps.tasks if task.step == 0]
     backward = max(task.end for task in first if task.resource == COMPUTE and task.amount > 2e-3)
     states = [task for task in first if task.resource == COPY_IN and task.amount == 14 * 10**8]
     assert len(states) == 4 and all(task.begin >= backward for task in states)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import TierSpeed, offload_amounts
-from lightning_ssd.planning.ssdtrain import required_write_bandwidth
 
 BANDWIDTH = st.floats(1.0, 1e11)
 SECONDS = st.floats(-0.1, 100.0)  # stalls are subtracted from measured times: rounding may make the difference negative
@@ -92,8 +91,3 @@ def test_examples_of_each_bound(
 ) -> None:
     """Worked examples, one for each bound."""
     assert offload_amounts(saved, forward, backward, speeds) == amounts
-
-
-def test_required_write_bandwidth() -> None:
-    """All activations within half a step."""
-    assert required_write_bandwidth(10e9, 2.0) == 10e9

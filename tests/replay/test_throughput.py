@@ -1,8 +1,7 @@
-"""Replays of a profiled step: throughput over bandwidth, host memory and drives, and what the machines cost."""
+"""Replays of a profiled step: throughput over bandwidth, host memory and drives."""
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -21,10 +20,8 @@ from lightning_ssd.planning import (
 from lightning_ssd.replay import (
     LifetimeProfile,
     OperatorSpan,
-    Prices,
     TensorLifetime,
     by_hardware,
-    cost_table,
     plan_roofline,
     roofline,
 )
@@ -51,7 +48,7 @@ def saving_to_ssds(model: ModelProfile) -> Plan:
     return Plan({one.name: unit for one in model.units}, 10**9, 10**9)
 
 
-MACHINE = MigrationMachine(30 * GB, 0, 64e9, 64e9, ((4e9, 4e9),))
+MACHINE = MigrationMachine(30 * GB, 0, 64e9, 64e9, (4e9, 4e9))
 
 
 def test_throughput_rises_with_bandwidth_to_that_without_waiting() -> None:
@@ -69,7 +66,7 @@ def test_more_drives_and_host_memory_never_hurt(data: st.DataObject) -> None:
         profile, tensors=tuple(replace(one, nbytes=one.nbytes * MIN_BYTES) for one in profile.tensors)
     )  # smaller tensors do not migrate
     speed, capacity = st.floats(0.5 * MIN_BYTES, 50.0 * MIN_BYTES), max(scaled.active)
-    machine = MigrationMachine(capacity, 0, data.draw(speed), data.draw(speed), ((data.draw(speed), data.draw(speed)),))
+    machine = MigrationMachine(capacity, 0, data.draw(speed), data.draw(speed), (data.draw(speed), data.draw(speed)))
     grid = by_hardware(scaled, machine, [0, 20 * MIN_BYTES, 1000 * MIN_BYTES], [1, 2, 3, 5])
     for rows in (grid, zip(*grid, strict=True)):
         for row in rows:
@@ -116,27 +113,6 @@ def test_replay_changes_every_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("lightning_ssd.replay.throughput.simulate", told)
     plan_roofline(model, H100, plan, [1e9, 2e9])
     assert found[1:] == [{1e9}, {2e9}]  # after the ideal step, which has no transfers
-
-
-def test_the_cost_table_has_prices_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "prices.yaml"
-    path.write_text("server: 1000\ngpu: 30000\nhost_gb: 4\nssd: 200\n")
-    prices = Prices.load(path)
-    assert prices.of(1, 10.0, 2) == 31440
-    printed = cost_table(step(), MACHINE, prices)
-    assert "31,200" in printed  # the server, a GPU and a drive
-    assert "3 GPUs" in printed and "91,000" in printed  # 80 GB of tensors
-    assert "\n1 GPU  " in cost_table(step(), replace(MACHINE, gpu_bytes=100 * GB), prices)
-
-
-@pytest.mark.parametrize(
-    "text", ["server: 1\n", "- 1\n", "server: x\n", "{", "server: -1\ngpu: 1\nhost_gb: 1\nssd: 1\n"]
-)
-def test_wrong_prices_are_one_error(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "prices.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=str(path)):
-        Prices.load(path)
 
 
 def test_a_machine_without_ssd_space_has_no_drives() -> None:

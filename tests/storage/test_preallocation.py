@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.storage import bench
-from lightning_ssd.storage.bench import bench_io
 from lightning_ssd.storage.preallocation import fallocate
-from tests.support.storage import CPU, MIB, noise, open_store, read, write
+from tests.support.storage import MIB, noise, open_store, read, write
 
 
 class FailingLibrary:
@@ -76,9 +74,3 @@ def test_a_filesystem_that_cannot_preallocate(
         write(store, blob, data)
         assert torch.equal(read(store, blob), data)
     assert caplog.text.count(f"the filesystem of {file} cannot preallocate") == 1
-
-
-def test_the_benchmark_runs_where_nothing_can_be_preallocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_BLOCK", 2 * MIB)
-    fail(monkeypatch, 100 * [errno.EOPNOTSUPP])
-    assert len(bench_io([tmp_path], 16 * MIB, CPU)) == 2

@@ -110,8 +110,3 @@ class RecipeDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
         )
-
-    @override
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Returns the held-out batches, in order."""
-        return self.val_dataloader()

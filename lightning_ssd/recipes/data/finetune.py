@@ -79,7 +79,11 @@ class CompletionDataModule(RecipeDataModule):
             ValueError: If a sample can't be read, its prompt fills a row, or only its first token is predicted.
         """
         folder = self._tokenizer_folder()
-        tokenizer = load_tokenizer(folder)
+        tokenizer = read_tokenizer(folder)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer in {folder} has no `eos_token` to end answers with: set one and save it again"
+            )
         self.vocab_size = len(tokenizer)
         templates = Templates(tokenizer, folder)
         if self.path is None:
@@ -131,27 +135,6 @@ class CompletionDataModule(RecipeDataModule):
             raise ValueError("data.tokenizer is null, and the model has come from no folder: set it to a tokenizer's")
         path: Path = folder.path
         return path
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Returns the Hugging Face tokenizer of a folder.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If there is no tokenizer in it, or one without an end-of-text token.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data.tokenizer={folder} is not a folder: set it to one with a Hugging Face tokenizer")
-    try:
-        tokenizer = read_tokenizer(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{folder} holds no tokenizer that can be loaded: save the model's there, or set data.tokenizer to the"
-            f" folder of one ({error})"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {folder} has no `eos_token` to end answers with: set one and save it again")
-    return tokenizer
 
 
 def pack(samples: list[Sample], length: int, open_rows: int) -> list[list[Sample]]:

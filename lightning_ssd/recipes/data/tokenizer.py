@@ -94,15 +94,25 @@ def read_tokenizer(folder: Path) -> Any:
     """Returns the Hugging Face tokenizer of a folder.
 
     Raises:
+        FileNotFoundError: If there is no such folder.
         ValueError: If the folder has no file of a tokenizer, or transformers cannot read it.
-        OSError: If a file cannot be read.
     """
-    files = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
-    # transformers would make an empty tokenizer from the configuration of the model.
-    if not any((folder / name).is_file() for name in files):
-        raise ValueError(f"it has none of {', '.join(files)}")
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"data.tokenizer={folder} is not a folder: set it to one that a Hugging Face tokenizer was saved to"
+        )
     transformers = import_extra("transformers", "recipes", "A tokenizer of a folder")
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+    try:
+        # transformers would make an empty tokenizer from the configuration of the model.
+        if not any((folder / name).is_file() for name in files):
+            raise ValueError(f"it has none of {', '.join(files)}")
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.tokenizer={folder} holds no tokenizer that can be loaded: save one there, or set it to a folder that"
+            f" a Hugging Face tokenizer was saved to ({error})"
+        ) from error
 
 
 class LocalTokenizer:
@@ -116,18 +126,7 @@ class LocalTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"data.tokenizer={folder} is not a folder: set it to one that a Hugging Face tokenizer was"
-                f" saved to, or leave it out to train on bytes"
-            )
-        try:
-            self._tokenizer = read_tokenizer(folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"data.tokenizer={folder} holds no tokenizer that can be loaded: set it to a folder that a"
-                f" Hugging Face tokenizer was saved to ({error})"
-            ) from error
+        self._tokenizer = read_tokenizer(folder)
         # BERT's tokenizers have a separator only.
         separators = [i for i in (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id) if i is not None]
         if not separators:

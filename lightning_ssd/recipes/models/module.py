@@ -127,12 +127,12 @@ class RecipeModule(pl.LightningModule):
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Logs loss and metrics of held-out samples."""
-        self._log_evaluation(batch, "val")
-
-    @override
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Logs loss and metrics of held-out samples."""
-        self._log_evaluation(batch, "test")
+        loss, metrics = self.evaluate(batch)
+        self.flops_per_batch = self.forward_flops(batch)
+        size = self.batch_size(batch)
+        self.log("val/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
+        for name, value in metrics.items():
+            self.log(f"val/{name}", value, prog_bar=True, batch_size=size, sync_dist=isinstance(value, Tensor))
 
     @override
     def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
@@ -167,14 +167,6 @@ class RecipeModule(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continues from the saved count of tokens (or images)."""
         self.seen = checkpoint[f"{self.unit}_seen"]
-
-    def _log_evaluation(self, batch: Any, stage: str) -> None:
-        loss, metrics = self.evaluate(batch)
-        self.flops_per_batch = self.forward_flops(batch)
-        size = self.batch_size(batch)
-        self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
-        for name, value in metrics.items():
-            self.log(f"{stage}/{name}", value, prog_bar=True, batch_size=size, sync_dist=isinstance(value, Tensor))
 
 
 def exact(metric: Metric) -> Metric:

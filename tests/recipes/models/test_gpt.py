@@ -1,4 +1,4 @@
-"""GPT learns, logs its figures, and is saved and loaded unchanged."""
+"""GPT learns and logs its figures; `test_language.py` has the tests of all language models."""
 
 import math
 from pathlib import Path
@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.recipes.data import TextDataModule
 from lightning_ssd.recipes.models import GPT
-from lightning_ssd.recipes.models.gpt import forward_flops_per_token
 
 
 def tiny(**settings: Any) -> GPT:
@@ -49,15 +45,6 @@ def test_loss_falls_on_a_text(tmp_path: Path, text: TextDataModule) -> None:
     assert seen["train/loss_mean"] < 0.5 * math.log(257)
     assert math.isclose(seen["val/perplexity"], math.exp(seen["val/loss"]), rel_tol=1e-4)
     assert seen["train/tokens"] == model.seen == 60 * 4 * 32
-
-
-def test_loss_is_not_rounded(tmp_path: Path, text: TextDataModule) -> None:
-    run = trainer(tmp_path, max_steps=2, precision="bf16-true", val_check_interval=2)
-    run.fit(tiny(), text)
-    assert run.callback_metrics["train/loss"].bfloat16() != run.callback_metrics["train/loss"]
-    assert math.isclose(
-        run.callback_metrics["val/perplexity"], math.exp(run.callback_metrics["val/loss"]), rel_tol=1e-4
-    )
 
 
 def test_accumulated_micro_batches_all_count_as_tokens(tmp_path: Path, text: TextDataModule) -> None:
@@ -127,54 +114,6 @@ def test_learning_rate_rises_then_falls_to_a_tenth(tmp_path: Path, text: TextDat
     trainer(tmp_path, max_steps=10, limit_val_batches=0, callbacks=[Rates()]).fit(tiny(lr=1.0), text)
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1])
     assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.06)
-
-
-def test_pretrained_folder_round_trip(tmp_path: Path, text: TextDataModule) -> None:
-    torch.manual_seed(3)
-    config = GPT2Config(vocab_size=300, n_positions=40, n_embd=24, n_layer=3, n_head=3)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    saved = GPT2LMHeadModel(config)
-    saved.save_pretrained(tmp_path / "gpt2")
-    model = GPT(pretrained=tmp_path / "gpt2")
-    model.configure_model()
-    assert model.model is not None and all(module.training for module in model.modules())
-    for name, weight in saved.named_parameters():
-        assert torch.equal(model.model.get_parameter(name), weight)
-    ids = torch.randint(0, 300, (2, 40))
-    torch.testing.assert_close(model(ids), saved(ids).logits)  # though the activation is fused
-    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(model, text)
-    model.model.save_pretrained(tmp_path / "tuned")
-    tuned = GPT(pretrained=str(tmp_path / "tuned"))
-    tuned.configure_model()
-    assert all(map(torch.equal, tuned.parameters(), model.parameters()))
-
-
-def test_flops_are_those_of_the_matrix_products() -> None:
-    model = tiny()
-    model.configure_model()
-    # The counter knows matrix products, and only this kernel of attention consists of them.
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        model(torch.zeros(2, 32, dtype=torch.int64))
-    assert counter.get_total_flops() == 2 * 32 * forward_flops_per_token(model.config, sequence=32)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"vocab_size": 256}, r"model\.vocab_size=257"),
-        ({"n_positions": 16}, r"sequences of 32 tokens.*data\.block_size.*model\.n_positions"),
-    ],
-)
-def test_data_that_does_not_fit_is_refused_at_start(
-    tmp_path: Path, text: TextDataModule, sizes: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, max_steps=1).fit(tiny(**sizes), text)
-
-
-def test_missing_pretrained_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"model\.pretrained=.*none"):
-        GPT(pretrained=tmp_path / "none")
 
 
 def test_run_without_an_end_is_refused(tmp_path: Path, text: TextDataModule) -> None:

@@ -1,4 +1,4 @@
-"""BERT and T5 compute the same as transformers, count their FLOPs, and are saved and loaded unchanged."""
+"""GPT, BERT and T5 compute the same as transformers, count their FLOPs, and are saved and loaded unchanged."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.recipes.data import MaskedTextDataModule, SpanCorruptionDataModule, TextDataModule
@@ -22,6 +29,12 @@ def bert(**settings: Any) -> BERT:
     return BERT(**sizes | dict(num_attention_heads=2, lr=1e-2, warmup_steps=3) | settings)
 
 
+def gpt(**settings: Any) -> GPT:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(vocab_size=258, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    return GPT(**sizes | dict(lr=1e-2, warmup_steps=3) | settings)
+
+
 def t5(**settings: Any) -> T5:
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=260, d_model=32, d_kv=8, d_ff=64, num_heads=2, num_layers=3)
@@ -32,8 +45,10 @@ def gated_t5() -> T5:
     return t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 
 
-KINDS: dict[Any, Any] = {bert: MaskedTextDataModule, t5: SpanCorruptionDataModule, gated_t5: SpanCorruptionDataModule}
-EACH = pytest.mark.parametrize("make", [bert, t5])
+KINDS: dict[Any, Any] = {
+    gpt: TextDataModule, bert: MaskedTextDataModule, t5: SpanCorruptionDataModule, gated_t5: SpanCorruptionDataModule,
+}  # fmt: skip
+EACH = pytest.mark.parametrize("make", [gpt, bert, t5])
 
 
 def text(folder: Path, kind: Any, **settings: Any) -> Any:
@@ -58,9 +73,9 @@ def trainer(folder: Path, **settings: Any) -> Any:
 def some_batch(make: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids, labels = (
-        torch.randint(0, 258, (2, length), generator=generator) for length in (32, 32 if make is bert else 9)
+        torch.randint(0, 258, (2, length), generator=generator) for length in (32, 32 if make in (gpt, bert) else 9)
     )
-    if make is bert:
+    if make in (gpt, bert):
         labels[:, ::3] = -100
     return {"input_ids": ids, "labels": labels}
 
@@ -98,7 +113,7 @@ def test_held_out_tokens_have_perplexity_and_accuracy(tmp_path: Path, make: Any)
     assert math.isclose(seen["val/accuracy"], right / every, rel_tol=1e-5)
 
 
-@pytest.mark.parametrize(("make", "precision"), [(bert, "bf16-true"), (t5, "bf16-mixed")])
+@pytest.mark.parametrize(("make", "precision"), [(gpt, "bf16-true"), (bert, "bf16-true"), (t5, "bf16-mixed")])
 def test_16_bits_round_neither_loss_nor_counts(tmp_path: Path, make: Any, precision: str) -> None:
     run = trainer(tmp_path, max_steps=2, precision=precision, val_check_interval=2, log_every_n_steps=1)
     run.fit(make(), text(tmp_path, KINDS[make]))
@@ -112,7 +127,11 @@ def test_16_bits_round_neither_loss_nor_counts(tmp_path: Path, make: Any, precis
 def test_pretrained_folder_round_trip(tmp_path: Path, make: Any) -> None:
     torch.manual_seed(3)
     saved: Any
-    if make is bert:
+    if make is gpt:
+        config = GPT2Config(vocab_size=300, n_positions=40, n_embd=24, n_layer=3, n_head=3)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        saved = GPT2LMHeadModel(config)
+    elif make is bert:
         sizes: Any = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40)
         saved = BertForMaskedLM(BertConfig(vocab_size=300, max_position_embeddings=40, **sizes))
     else:
@@ -127,9 +146,8 @@ def test_pretrained_folder_round_trip(tmp_path: Path, make: Any) -> None:
     assert all(part.training for part in model.modules())
     assert all(torch.equal(model.get_parameter(name), weight) for name, weight in saved.named_parameters())
     batch = some_batch(make)
-    assert math.isclose(
-        module.training_loss(batch).item(), saved.eval()(**batch).loss.item(), rel_tol=1e-6
-    )  # without dropout
+    # Without dropout; GPT's activation is fused.
+    assert math.isclose(module.training_loss(batch).item(), saved.eval()(**batch).loss.item(), rel_tol=1e-6)
     trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, text(tmp_path, KINDS[make]))
     model.save_pretrained(tmp_path / "tuned")
     tuned = type(module)(pretrained=str(tmp_path / "tuned"))
@@ -165,6 +183,8 @@ def test_checkpoint_round_trip(tmp_path: Path, make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "sizes", "message"),
     [
+        (gpt, TextDataModule, {"vocab_size": 256}, r"257 token ids.*model\.vocab_size=257"),
+        (gpt, TextDataModule, {"n_positions": 16}, r"sequences of 32 tokens.*data\.block_size.*model\.n_positions"),
         (bert, MaskedTextDataModule, {"vocab_size": 257}, r"258 token ids.*model\.vocab_size=258"),
         (t5, SpanCorruptionDataModule, {"vocab_size": 257}, r"259 token ids.*model\.vocab_size=259"),
         (bert, MaskedTextDataModule, {"max_position_embeddings": 16}, r"32 tokens.*model\.max_position_embeddings"),
@@ -199,14 +219,14 @@ def test_sizes_out_of_range_are_refused(kind: Any, names: tuple[str, ...]) -> No
             kind(**{name: -1})
 
 
-@pytest.mark.parametrize("make", [bert, t5])
+@EACH
 def test_pretrained_folder_without_weights_is_refused(tmp_path: Path, make: Any) -> None:
     make().config.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"model\.pretrained=.* holds no weights"):
         make(pretrained=tmp_path).configure_model()
 
 
-@pytest.mark.parametrize("kind", [BERT, T5])
+@pytest.mark.parametrize("kind", [GPT, BERT, T5])
 def test_missing_pretrained_folder(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.pretrained=.*none"):
         kind(pretrained=tmp_path / "none")

@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_ssd import cli
-from lightning_ssd.recipes.models.tiny_llama import VOCABULARY, cached_tiny_llama
+from lightning_ssd.recipes.models.tiny_llama import VOCABULARY, cached_tiny_llama, make_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny") / "deep" / "llama"
-    assert cli.main(["tiny-llama", str(made)]) == 0
+    make_tiny_llama(made)
     return made
 
 
@@ -38,11 +37,11 @@ def test_chat_template_marks_the_assistants_tokens(folder: Path) -> None:
     assert tokenizer.decode(said) == "a + b<|stop|>"
 
 
-def test_a_folder_with_files_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_files_is_not_changed(folder: Path) -> None:
     before = sorted(folder.iterdir())
-    with pytest.raises(SystemExit):
-        cli.main(["tiny-llama", str(folder)])
-    assert "not an empty folder" in capsys.readouterr().err and sorted(folder.iterdir()) == before
+    with pytest.raises(ValueError, match="not an empty folder"):
+        make_tiny_llama(folder)
+    assert sorted(folder.iterdir()) == before
     assert list(folder.parent.iterdir()) == [folder]
 
 

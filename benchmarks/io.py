@@ -1,7 +1,14 @@
-"""The I/O benchmark: the blob store against raw sequential O_DIRECT on the same drives."""
+"""The blob store against raw sequential O_DIRECT on the same drives; needs no GPU.
+
+    python -m benchmarks.io --path /nvme0 [--path /nvme1 ...] [--size 4GiB]
+
+Every backend that works here writes and reads `--size` bytes, with host memory and, if it supports that, CUDA memory.
+Bandwidths are in GB/s. `raw` is a loop of the fastest number of threads, `engine` the store, with its spread.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import threading
@@ -16,20 +23,33 @@ from typing import Literal
 
 import torch
 
-from lightning_ssd.storage.errors import StorageError, from_os_error
-from lightning_ssd.storage.kvikio_backend import KvikioBackend
+from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.storage import (
+    BlobStore,
+    KvikioBackend,
+    ScratchDirectory,
+    Slab,
+    StorageError,
+    align_up,
+    from_os_error,
+)
 from lightning_ssd.storage.preallocation import preallocate
-from lightning_ssd.storage.scratch import ScratchDirectory
-from lightning_ssd.storage.slab import Slab
-from lightning_ssd.storage.slots import align_up
-from lightning_ssd.storage.store import BlobStore
-
-__all__ = ["IOBenchRow", "bench_io", "format_table"]
 
 _BLOCK = 16 * 2**20
-_THREADS = 4  # per path, raw and engine alike
-_OTHER_THREADS = (1, 2, 8)
+_THREADS = 4  # of the store, per path
+_RAW_THREADS = (4, 1, 2, 8)
 _REPETITIONS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--path", type=Path, action="append", required=True, help="directory on the SSD; may be given several times"
+    )
+    parser.add_argument("--size", default="4GiB", help="bytes to write and read (default: %(default)s)")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(format_table(bench_io(arguments.path, parse_bytes(arguments.size, "--size"), device)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +60,8 @@ class IOBenchRow:
         backend: backend of the store.
         memory: memory of the store's buffers; the raw loop's buffers are always host memory.
         direction: direction of the transfers.
-        raw: bandwidth of the raw loop with as many threads as the store has.
-        raw_best: bandwidth of the raw loop with the fastest number of threads.
-        raw_best_threads: fastest number of threads of the raw loop, per path.
+        raw: bandwidth of the raw loop with its fastest number of threads.
+        raw_threads: that number, per path.
         engine: bandwidth of the store.
         engine_low: bandwidth of the store's slowest repetition.
         engine_high: bandwidth of the store's fastest repetition.
@@ -52,16 +71,15 @@ class IOBenchRow:
     memory: Literal["host", "cuda"]
     direction: Literal["write", "read"]
     raw: float
-    raw_best: float
-    raw_best_threads: int
+    raw_threads: int
     engine: float
     engine_low: float
     engine_high: float
 
     @property
     def ratio(self) -> float:
-        """Bandwidth of the store / best bandwidth of the raw loop."""
-        return self.engine / max(self.raw, self.raw_best)
+        """Bandwidth of the store / that of the raw loop."""
+        return self.engine / self.raw
 
 
 def bench_io(paths: Sequence[Path], size: int, device: torch.device) -> list[IOBenchRow]:
@@ -91,16 +109,13 @@ def bench_io(paths: Sequence[Path], size: int, device: torch.device) -> list[IOB
 
 def format_table(rows: Sequence[IOBenchRow]) -> str:
     """Returns the rows as a text table, in GB/s (10^9 bytes/s)."""
-    lines = [
-        f"{'backend':8} {'memory':6} {'op':5} {f'raw x{_THREADS}':>7} {'raw best':>14} {'engine':>7} "
-        f"{'(min - max)':>14} {'ratio':>6}"
-    ]
+    lines = [f"{'backend':8} {'memory':6} {'op':5} {'raw':>10} {'engine':>7} {'(min - max)':>14} {'ratio':>6}"]
     for row in rows:
-        best = f"{row.raw_best / 1e9:.2f} (x{row.raw_best_threads})"
+        raw = f"{row.raw / 1e9:.2f} (x{row.raw_threads})"
         spread = f"({row.engine_low / 1e9:.2f} - {row.engine_high / 1e9:.2f})"
         lines.append(
-            f"{row.backend:8} {row.memory:6} {row.direction:5} {row.raw / 1e9:7.2f} {best:>14} "
-            f"{row.engine / 1e9:7.2f} {spread:>14} {row.ratio:6.1%}"
+            f"{row.backend:8} {row.memory:6} {row.direction:5} {raw:>10} {row.engine / 1e9:7.2f} {spread:>14} "
+            f"{row.ratio:6.1%}"
         )
     return "\n".join(lines)
 
@@ -127,32 +142,18 @@ def _compare(
     backend: str,
     memory: Literal["host", "cuda"],
 ) -> IOBenchRow:
-    best = max((_THREADS, *_OTHER_THREADS), key=lambda threads: raw(direction, threads))
-    same_speeds: list[float] = []
-    best_speeds: list[float] = []
+    threads = max(_RAW_THREADS, key=lambda threads: raw(direction, threads))
+    raw_speeds: list[float] = []
     store_speeds: list[float] = []
-
-    def measure_same() -> None:
-        same_speeds.append(raw(direction, _THREADS))
-
-    def measure_best() -> None:
-        best_speeds.append(raw(direction, best))
-
-    def measure_store() -> None:
-        store_speeds.append(store(direction))
-
-    turns = [measure_same, measure_store, measure_best]
     for _ in range(_REPETITIONS):
-        for measure in turns:
-            measure()
-        turns.append(turns.pop(0))  # so that none always follows the same one
+        raw_speeds.append(raw(direction, threads))
+        store_speeds.append(store(direction))
     return IOBenchRow(
         backend=backend,
         memory=memory,
         direction=direction,
-        raw=statistics.median(same_speeds),
-        raw_best=statistics.median(best_speeds),
-        raw_best_threads=best,
+        raw=statistics.median(raw_speeds),
+        raw_threads=threads,
         engine=statistics.median(store_speeds),
         engine_low=min(store_speeds),
         engine_high=max(store_speeds),
@@ -175,7 +176,7 @@ def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direct
             except OSError as error:
                 raise from_os_error(error, f"make a file of {blocks * _BLOCK} bytes with O_DIRECT", file) from error
             fds.append(fd)
-        most = max(_THREADS, *_OTHER_THREADS)
+        most = max(_RAW_THREADS)
         # Owned by this function until it returns. Each thread alternates between two buffers of its own: as many per
         # thread as the store has, so that the processor's caches help neither more.
         slab = _noise(2 * len(fds) * most)
@@ -259,3 +260,7 @@ def _noise(blocks: int) -> Slab:
     noise = torch.frombuffer(bytearray(os.urandom(_BLOCK)), dtype=torch.uint8)
     slab.tensor.view(blocks, _BLOCK).copy_(noise)
     return slab
+
+
+if __name__ == "__main__":
+    main()
