@@ -39,6 +39,7 @@ from lightning_ssd.activations.record import (
     SavedHandle,
     SavedStorage,
     State,
+    UnpackOrder,
     as_plain_autograd_keeps,
     attach_saved_storage,
     bytes_of,
@@ -577,7 +578,7 @@ class ActivationOffloader(Uncopied):
             # It has left the window. The next call may be that of the next region, which needs its storages at once.
             self._prefetch(record.batch)
 
-    def _prefetch(self, batch: MicroBatch) -> None:
+    def _prefetch(self, batch: UnpackOrder) -> None:
         for record in batch.to_prefetch(self._window_bytes, self._window_depth):
             try:
                 record.prefetch(urgent=False)
