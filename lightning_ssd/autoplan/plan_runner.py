@@ -35,6 +35,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.profiling import Profiler
+from lightning_ssd.types import Choice
 
 log = logging.getLogger(__name__)
 
@@ -360,17 +361,15 @@ class PlanRunner:
     def _schedule(self, plan: Plan) -> OpSchedule:
         """Returns the choices of `plan` for the operators of a forward."""
         profiler = self.profiler
-        choices, recompute_ops = {}, {}
+        choices: dict[int, Choice] = {}
         for item in profiler.saved:
             unit = plan.units[profiler.name_of(item.unit_call)]
             choices[item.buffer] = unit.input if item.is_unit_input else unit.operators[item.name]
-            if choices[item.buffer] == "recompute":
-                recompute_ops[item.buffer] = item.recompute_ops
         checkpointed = (one for one in profiler.graph.unit_calls() if plan.units[profiler.name_of(one)].checkpoint)
         return make_schedule(
             profiler.graph,
+            profiler.saved,
             choices,
-            recompute_ops,
             plain_calls=True,
             save_weights=plan.offloads_states,
             checkpointed=frozenset(checkpointed),
