@@ -181,7 +181,8 @@ class PlanRunner:
         self._training.set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
         self._trimmed = False
-        self._offloader.reset_pinned_peak()
+        for tier in self._offloader.tiers.values():
+            tier.reset_peak()
         self._timer.reset()
 
     def make_row(self, plan: Plan, size: float = 1.0) -> PlanRow:
@@ -281,7 +282,8 @@ class PlanRunner:
             return
         self._timer.end()
         if not self._trimmed and self.num_steps >= COMPARED_STEPS:  # calibration plans have fewer steps
-            self._offloader.trim_pinned()  # profiled steps may have offloaded more
+            for tier in self._offloader.tiers.values():
+                tier.trim()  # profiled steps may have offloaded more
             self._trimmed = True
         self._timer.begin()
 
