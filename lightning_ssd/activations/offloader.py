@@ -110,8 +110,6 @@ class ActivationOffloader(Uncopied):
         min_bytes: bytes of the smallest storage that may be offloaded.
     """
 
-    #: Stored patterns of earlier micro-batches: enough for a smaller last batch and for alternating optimizers.
-    PATTERNS = 4
     #: Number of waiting storages, the newest ones, that are checked with each record. With every 16th, all are checked.
     NUM_CHECKED = 16
     #: Number of kept storages without a record between two checks of the waiting ones.
@@ -131,7 +129,7 @@ class ActivationOffloader(Uncopied):
         self._rules = Rules(self.device, self.min_bytes, forks.process, tuple(self.tiers), policy.placement)
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
-        self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
+        self._last_pattern: Pattern | None = None
         self._batch: MicroBatch | None = None
         self._profiled: deque[MicroBatch] = deque()
         self._waiting: list[tuple[weakref.ref[SavedStorage], Tiers]] = []
@@ -169,17 +167,16 @@ class ActivationOffloader(Uncopied):
         """Begins a micro-batch: the following saved tensors belong to a new record of their order."""
         self.end_backward()
         if self._batch is not None and self._batch.in_backward:
-            self._patterns.append(self._batch.pattern())
+            self._last_pattern = self._batch.pattern()
             self._profiled.append(self._batch)
         self._read_profiles()
-        last = self._patterns[-1] if self._patterns else None
+        last = self._last_pattern
         placement, window_bytes = self.policy.placement, self.policy.window_bytes
         window = 0 if placement.expects_early else window_bytes
         placement.begin(last.offloadable_bytes(window) if last else 0)
-        patterns = tuple(reversed(self._patterns))
         if self._batch is not None:
             self._stats.saved += self._batch.saved_bytes + self._batch.kept_bytes
-        self._batch = MicroBatch(patterns, self._clock, placement.revision, window_bytes)
+        self._batch = MicroBatch(last, self._clock, placement.revision, window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
         self._rules.batch, self._rules.batch_number = self._batch, self._stats.micro_batches
@@ -302,7 +299,7 @@ class ActivationOffloader(Uncopied):
         """Pattern of the last finished micro-batch: saved storages, and the order in which backward unpacked them."""
         if self._batch is not None and self._batch.ended:
             return self._batch.pattern()
-        return self._patterns[-1] if self._patterns else None
+        return self._last_pattern
 
     def close(self) -> None:
         """Frees memory, files and threads. Backward of graphs that are still alive raises an error afterwards."""
