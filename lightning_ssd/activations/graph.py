@@ -1,4 +1,9 @@
-"""The graph of one forward: its operations, the buffers that they read and make, and those that autograd saves."""
+"""The graph of one forward: its operations, the buffers that they read and make, and those that autograd saves.
+
+The number of a buffer in the graph is the one name of a saved tensor, from its recorder to the choices of a plan and to
+the later forwards that follow it. (Plans in files have names of unit calls and operators instead: `ForwardGraph.saved`
+lists them with the numbers.) A buffer has the operation that made it, and the position among its results.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +22,11 @@ _COMMUNICATION = ("c10d", "_c10d_functional")
 
 @dataclass
 class Buffer:
-    """A storage in a forward that is no weight.
+    """A storage in a forward or its backward that is no weight.
 
     Attributes:
         nbytes: bytes of the storage.
-        maker: index of the operation that made it; None: it existed before the forward.
+        maker: index of the operation that made it; None: it existed before the forward, or is the backward's.
         position: position of its tensor among the results of `maker`.
         unit_call: unit call in which autograd saved it; None: it was not saved.
         mutated: whether it was changed in place after it was made.
@@ -92,7 +97,7 @@ class Saved:
 
 @dataclass
 class ForwardGraph:
-    """The operations and buffers of one forward, both in the order of their first use."""
+    """The operations of one forward, and its buffers, then those of its backward, in the order of their first use."""
 
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)

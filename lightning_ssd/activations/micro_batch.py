@@ -40,10 +40,6 @@ class Pattern:
         """Returns whether storage `index` had `nbytes` bytes."""
         return index < len(self.sizes) and self.sizes[index] == nbytes
 
-    def begins_with(self, sizes: Sequence[int]) -> bool:
-        """Returns whether the first storages had `sizes` bytes."""
-        return self.sizes[: len(sizes)] == tuple(sizes)
-
     def needed_early(self, window_bytes: int) -> frozenset[int]:
         """Returns the indices of the storage that backward needed first, and of the next `window_bytes` bytes."""
         return needed_early(self.sizes, self.order, window_bytes)
@@ -72,18 +68,18 @@ class MicroBatch:
     """The records of one forward and backward.
 
     Args:
-        patterns: patterns of earlier micro-batches, dropped as soon as this one differs from them.
+        pattern: pattern of the last micro-batch, dropped as soon as this one differs from it; `None`: there is none.
         clock: clock of the device.
         revision: revision of the placement.
         window_bytes: bytes that are kept on the device because backward needs them first.
     """
 
-    def __init__(self, patterns: Sequence[Pattern], clock: Clock, revision: int, window_bytes: int) -> None:
+    def __init__(self, pattern: Pattern | None, clock: Clock, revision: int, window_bytes: int) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
         self.kept_bytes = 0
         """Bytes of storages that are kept on the device and not in `sizes`, because none can be offloaded."""
-        self._repeated = patterns[0] if patterns and patterns[0].complete else None
+        self._pattern = pattern
         """Pattern of the last micro-batch, while this one saves storages of the same sizes; None afterwards."""
         self.in_backward = False
         """True once backward has unpacked a tensor."""
@@ -92,10 +88,8 @@ class MicroBatch:
         }
         self._records: list[Callable[[], SavedStorage | None]] = []
         self._unpacked: dict[int, None] = {}  # a set that keeps its order
-        self._candidates = list(dict.fromkeys(patterns))
-        """Patterns that this micro-batch may repeat, the newest first. The first one matches so far."""
         self._needed_early: frozenset[int]
-        """Indices of the storages of the first candidate that backward needs first."""
+        """Indices of the storages of the pattern that backward needs first."""
         self.set_window(window_bytes)
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
@@ -115,7 +109,7 @@ class MicroBatch:
     def set_window(self, window_bytes: int) -> None:
         """Sets the bytes that are kept on the device, from now on, because backward needs them first."""
         self._window_bytes = window_bytes
-        self._needed_early = self._candidates[0].needed_early(window_bytes) if self._candidates else frozenset()
+        self._needed_early = frozenset() if self._pattern is None else self._pattern.needed_early(window_bytes)
 
     def needs_no_record(self, nbytes: int) -> bool:
         """Returns whether the next saved storage needs no record if the placement keeps it on the device.
@@ -124,8 +118,10 @@ class MicroBatch:
         known already if the storages are saved as in the last micro-batch. Storages within the first `window_bytes` of
         backward are always recorded.
         """
-        index, repeated = len(self.sizes), self._repeated
-        return repeated is not None and index not in self._needed_early and repeated.has(index, nbytes)
+        index, pattern = len(self.sizes), self._pattern
+        if pattern is None or not pattern.complete:
+            return False
+        return index not in self._needed_early and pattern.has(index, nbytes)
 
     def add_without_record(self, nbytes: int) -> None:
         """Counts the next saved storage, which `needs_no_record` allows to have no record."""
@@ -147,11 +143,9 @@ class MicroBatch:
         self._records.append(record)
 
     def _match(self, nbytes: int) -> None:
-        """Drops the patterns in which the next saved storage has other bytes."""
-        if self._candidates and not self._candidates[0].has(len(self.sizes), nbytes):
-            sizes = [*self.sizes, nbytes]
-            self._candidates = [pattern for pattern in self._candidates[1:] if pattern.begins_with(sizes)]
-            self._repeated = None
+        """Drops the pattern if its next saved storage has other bytes."""
+        if self._pattern is not None and not self._pattern.has(len(self.sizes), nbytes):
+            self._pattern = None
             self.set_window(self._window_bytes)
 
     def is_early(self, nbytes: int) -> bool:
@@ -228,7 +222,7 @@ class MicroBatch:
         recorded = [record is not _no_record for record in self._records]
         if all(recorded):
             return Pattern(tuple(self.sizes), unpacked)
-        repeated = self._repeated
+        repeated = self._pattern
         if repeated is not None and len(recorded) == len(repeated.sizes):
             if unpacked == tuple(index for index in repeated.order if recorded[index]):
                 return repeated  # its order includes storages that had no record in this micro-batch
@@ -258,9 +252,8 @@ class MicroBatch:
     def _predict_order(self) -> None:
         """Predicts the order in which backward will unpack the storages that were saved so far."""
         self._expected_until = len(self.sizes)
-        known = next((each.order for each in self._candidates if each.order and each.begins_with(self.sizes)), ())
         # Without a matching pattern, the reverse order of saving is the best guess.
-        order = known or range(self._expected_until - 1, -1, -1)
+        order = range(self._expected_until - 1, -1, -1) if self._pattern is None else self._pattern.order
         self._expected = [index for index in order if index < self._expected_until]
         self._position = {index: position for position, index in enumerate(self._expected)}
         self._cursor = 0

@@ -39,6 +39,7 @@ from lightning_ssd.activations.record import (
     SavedHandle,
     SavedStorage,
     State,
+    UnpackOrder,
     as_plain_autograd_keeps,
     attach_saved_storage,
     bytes_of,
@@ -109,8 +110,6 @@ class ActivationOffloader(Uncopied):
         min_bytes: bytes of the smallest storage that may be offloaded.
     """
 
-    #: Stored patterns of earlier micro-batches: enough for a smaller last batch and for alternating optimizers.
-    PATTERNS = 4
     #: Number of waiting storages, the newest ones, that are checked with each record. With every 16th, all are checked.
     NUM_CHECKED = 16
     #: Number of kept storages without a record between two checks of the waiting ones.
@@ -124,11 +123,13 @@ class ActivationOffloader(Uncopied):
         self.copies = copies
         self.offload_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
+        self.policy = policy
+        """The rules in force, which `run` replaces."""
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._rules = Rules(self.device, self.min_bytes, forks.process, tuple(self.tiers), policy.placement)
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
-        self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
+        self._last_pattern: Pattern | None = None
         self._batch: MicroBatch | None = None
         self._profiled: deque[MicroBatch] = deque()
         self._waiting: list[tuple[weakref.ref[SavedStorage], Tiers]] = []
@@ -139,7 +140,6 @@ class ActivationOffloader(Uncopied):
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
         self._closed = False
-        self._process = forks.process
         self._around: tuple[object, object] = (None, None)
         """The innermost hooks and mode since `pause`."""
         self._saves_weights = False
@@ -150,30 +150,15 @@ class ActivationOffloader(Uncopied):
         self._counts_if_dropped = counts_if_dropped()  # no forward runs yet
         self.run(policy)
 
-    @property
-    def policy(self) -> OffloadPolicy:
-        """The rules in force."""
-        return self._policy
-
     def run(self, policy: OffloadPolicy) -> None:
         """Applies `policy` to the forwards that begin from now on, and to the backwards of all graphs.
 
         Called on the training thread, while neither a forward nor a backward runs.
         """
-        self._policy = self._in_flight.policy = policy
-        # Copies of the fields: `pack` and `unpack` run for every saved tensor, and look up one attribute for each.
-        self._placement = policy.placement
-        self._mode = policy.mode
-        self._window_bytes = policy.window_bytes
-        self._window_depth = policy.window_depth
-        self._on_saved = policy.on_saved
-        self._on_unpacked = policy.on_unpacked
+        self.policy = self._in_flight.policy = policy
         rules = self._rules
-        rules.placement, rules.planned, rules.records_all = (
-            policy.placement,
-            policy.mode is not None,
-            bool(policy.on_saved),
-        )
+        rules.placement = policy.placement
+        rules.planned, rules.records_all = policy.mode is not None, policy.on_saved is not None
         rules.keeps_all = not (self.tiers or policy.mode or policy.on_saved or policy.on_unpacked)
         if self._batch is not None:  # a micro-batch begins before callbacks of its batch change the policy
             self._batch.set_window(policy.window_bytes)
@@ -182,16 +167,16 @@ class ActivationOffloader(Uncopied):
         """Begins a micro-batch: the following saved tensors belong to a new record of their order."""
         self.end_backward()
         if self._batch is not None and self._batch.in_backward:
-            self._patterns.append(self._batch.pattern())
+            self._last_pattern = self._batch.pattern()
             self._profiled.append(self._batch)
         self._read_profiles()
-        last = self._patterns[-1] if self._patterns else None
-        window = 0 if self._placement.expects_early else self._window_bytes
-        self._placement.begin(last.offloadable_bytes(window) if last else 0)
-        patterns = tuple(reversed(self._patterns))
+        last = self._last_pattern
+        placement, window_bytes = self.policy.placement, self.policy.window_bytes
+        window = 0 if placement.expects_early else window_bytes
+        placement.begin(last.offloadable_bytes(window) if last else 0)
         if self._batch is not None:
             self._stats.saved += self._batch.saved_bytes + self._batch.kept_bytes
-        self._batch = MicroBatch(patterns, self._clock, self._placement.revision, self._window_bytes)
+        self._batch = MicroBatch(last, self._clock, placement.revision, window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
         self._rules.batch, self._rules.batch_number = self._batch, self._stats.micro_batches
@@ -203,14 +188,14 @@ class ActivationOffloader(Uncopied):
         They belong to the micro-batch that has begun. If `begin_micro_batch` is not called, as in Lightning's Tuner,
         which runs without callbacks, a micro-batch begins after every backward.
         """
-        if not self._policy.hooks_enabled:
+        if not self.policy.hooks_enabled:
             yield
             return
         if self._batch is None or self._batch.ended:
             self.begin_micro_batch()
         self._forwards += 1
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self._mode or contextlib.nullcontext():
+            with saved_tensors_hooks(self.pack, self.unpack), self.policy.mode or contextlib.nullcontext():
                 yield
             self._make_all_progress()  # the forward's local variables are freed, so storages may be unshared now
         except RuntimeError as error:
@@ -231,7 +216,7 @@ class ActivationOffloader(Uncopied):
         Returns:
             Whether they were removed.
         """
-        if _innermost() != ((self.pack, self.unpack), self._mode):
+        if _innermost() != ((self.pack, self.unpack), self.policy.mode):
             return False
         with internals.without_dispatch():
             self._make_all_progress()  # before they are removed: they remain if it fails
@@ -253,8 +238,8 @@ class ActivationOffloader(Uncopied):
             saved_tensors_hooks(self.pack_weight, self.unpack).__exit__()
             self._saves_weights = False
         saved_tensors_hooks(self.pack, self.unpack).__enter__()
-        assert self._mode is not None
-        internals.push_dispatch_mode(self._mode)
+        assert self.policy.mode is not None
+        internals.push_dispatch_mode(self.policy.mode)
         with internals.without_dispatch():
             self._make_all_progress()
 
@@ -269,16 +254,16 @@ class ActivationOffloader(Uncopied):
         def early_bytes(window_bytes: int) -> int:
             return 0 if pattern is None else pattern.offloadable_bytes(0) - pattern.offloadable_bytes(window_bytes)
 
-        window = (limit or self._placement.use_window)(self._window_bytes, early_bytes)
-        if window != self._window_bytes:
-            self.run(dataclasses.replace(self._policy, window_bytes=window))
+        window = (limit or self.policy.placement.use_window)(self.policy.window_bytes, early_bytes)
+        if window != self.policy.window_bytes:
+            self.run(dataclasses.replace(self.policy, window_bytes=window))
 
     def end_backward(self) -> None:
         """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""
         if self._batch is not None:
             self._in_flight.evict_all()
             if self._batch.in_backward and not self._batch.ended:
-                self._placement.end()
+                self.policy.placement.end()
             self._batch.end()
             self._collect()
 
@@ -302,16 +287,6 @@ class ActivationOffloader(Uncopied):
         """Returns the peak of pinned memory in use, in bytes."""
         return sum(tier.peak_pinned_bytes() for tier in self.tiers.values())
 
-    def reset_pinned_peak(self) -> None:
-        """Begins a new peak of pinned memory."""
-        for tier in self.tiers.values():
-            tier.reset_peak()
-
-    def trim_pinned(self) -> None:
-        """Frees pinned memory that the present peak does not need, which may wait for the device."""
-        for tier in self.tiers.values():
-            tier.trim()
-
     def resident_bytes(self) -> int:
         """Returns the bytes of the present micro-batch's saved storages on the device.
 
@@ -324,7 +299,7 @@ class ActivationOffloader(Uncopied):
         """Pattern of the last finished micro-batch: saved storages, and the order in which backward unpacked them."""
         if self._batch is not None and self._batch.ended:
             return self._batch.pattern()
-        return self._patterns[-1] if self._patterns else None
+        return self._last_pattern
 
     def close(self) -> None:
         """Frees memory, files and threads. Backward of graphs that are still alive raises an error afterwards."""
@@ -406,11 +381,11 @@ class ActivationOffloader(Uncopied):
         """Offloads and evicts waiting storages while the forward saves kept ones."""
         if in_backward() or not (self._waiting or self._in_flight.queue):
             return
-        if self._process != forks.process:  # a process that was forked in the forward lacks the threads
+        if self._rules.process != forks.process:  # a process that was forked in the forward lacks the threads
             return
         self._num_kept += 1
         with self._lock:
-            if self._placement.memory_is_scarce or self._num_kept % self.CHECK_EVERY == 0:
+            if self.policy.placement.memory_is_scarce or self._num_kept % self.CHECK_EVERY == 0:
                 self._offload_waiting(self.NUM_CHECKED)
             self._in_flight.evict_copied()
 
@@ -435,8 +410,8 @@ class ActivationOffloader(Uncopied):
         record = SavedStorage(data, self._batch, len(self._batch.sizes), self._pending_frees)
         attach_saved_storage(storage, record)
         self._batch.add(record)
-        if self._on_saved is not None:
-            self._on_saved(storage, record)
+        if self.policy.on_saved is not None:
+            self.policy.on_saved(storage, record)
         if tiers:
             self._waiting.append((weakref.ref(record), tiers))
         count = self.NUM_CHECKED if record.index % self.NUM_CHECKED else len(self._waiting)
@@ -462,7 +437,7 @@ class ActivationOffloader(Uncopied):
         """Returns whether `record` may be offloaded now; a placement that may not wait offloads it later."""
         return (
             self._in_flight.has_room(record.nbytes)
-            or self._placement.may_wait
+            or self.policy.placement.may_wait
             or self.copies.memory_is_short(record.nbytes)
         )
 
@@ -471,13 +446,13 @@ class ActivationOffloader(Uncopied):
         assert data is not None and self._batch is not None
         if data.untyped_storage().nbytes() < nbytes:
             return  # user code has made the storage smaller
-        may_wait = self._placement.may_wait or self.copies.memory_is_short(nbytes)
+        may_wait = self.policy.placement.may_wait or self.copies.memory_is_short(nbytes)
         for name in tiers:
             copy = self._store(name, data, may_wait)
             if copy is not None:
                 break
         else:
-            if self._placement.must_fit:
+            if self.policy.placement.must_fit:
                 raise BudgetError(
                     f"no room for a saved tensor of {format_bytes(nbytes)}: "
                     + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
@@ -497,7 +472,7 @@ class ActivationOffloader(Uncopied):
             start = stall.now()
             with span(WAIT + "room to offload"):
                 copy = self.tiers[tier].store(data, may_wait=True)
-            add_stall(self._policy, stall, start, None)
+            add_stall(self.policy, stall, start, None)
         return copy
 
     # ---- backward ----
@@ -507,7 +482,7 @@ class ActivationOffloader(Uncopied):
         """Returns the saved tensor: the unpack hook. The compute stream is ordered after its load."""
         if isinstance(saved, SavedWrapper):
             return saved.rebuild(self.unpack)
-        if self._on_saved is None:
+        if self.policy.on_saved is None:
             return self._unpack(saved)
         with internals.without_dispatch():  # operators of the hook are no part of the backward
             return self._unpack(saved)
@@ -544,15 +519,15 @@ class ActivationOffloader(Uncopied):
             else:
                 assert isinstance(saved.record, SavedStorage)
                 self._restore(saved.record)
-                if self._on_unpacked is not None:
-                    self._on_unpacked(saved.record)
+                if (on_unpacked := self.policy.on_unpacked) is not None:
+                    on_unpacked(saved.record)
             if not internals.count_function_modes():
                 return saved.materialize()
             with internals.without_any_torch_function():
                 return saved.materialize()
 
     def _check_process(self) -> None:
-        if self._process != forks.process:
+        if self._rules.process != forks.process:
             raise RuntimeError(
                 "a forked process calls backward on a graph of the training process, whose saved tensors and weights "
                 "are offloaded by threads of that process. Compute the loss in the forked process, too."
@@ -572,13 +547,13 @@ class ActivationOffloader(Uncopied):
             assert record.tier is not None and self._batch is not None
             stall = self._batch.stalls[record.tier][IN]
             start = stall.now()
-            add_stall(self._policy, stall, start, record.wait())
+            add_stall(self.policy, stall, start, record.wait())
             self._stats.loaded += record.nbytes
             # It has left the window. The next call may be that of the next region, which needs its storages at once.
             self._prefetch(record.batch)
 
-    def _prefetch(self, batch: MicroBatch) -> None:
-        for record in batch.to_prefetch(self._window_bytes, self._window_depth):
+    def _prefetch(self, batch: UnpackOrder) -> None:
+        for record in batch.to_prefetch(self.policy.window_bytes, self.policy.window_depth):
             try:
                 record.prefetch(urgent=False)
             except torch.OutOfMemoryError:  # backward may free memory until it needs the bytes
@@ -610,7 +585,7 @@ class ActivationOffloader(Uncopied):
             self._in_flight.observe(profile)
             self._stats.store_stall += sum(stalls[OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[IN] for stalls in profile.stall_seconds.values())
-            self._placement.observe(profile)
+            self.policy.placement.observe(profile)
 
 
 def _weights_of(tensor: Tensor) -> OffloadedWeights | None:

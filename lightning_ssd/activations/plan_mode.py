@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.checkpointed_call import CheckpointedCall, EmptyCaches, rerun_arguments
-from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
+from lightning_ssd.activations.graph import ForwardGraph, Saved, tensors_of, written
 from lightning_ssd.activations.recompute import (
     Recomputed,
     RecomputeNode,
@@ -80,8 +80,8 @@ class SavedTensorHooks(Protocol):
 
 def make_schedule(
     graph: ForwardGraph,
+    saved: Sequence[Saved],
     choices: Mapping[int, Choice],
-    recompute_ops: Mapping[int, Sequence[int]],
     *,
     plain_calls: bool = False,
     save_weights: bool = False,
@@ -91,26 +91,24 @@ def make_schedule(
 
     Args:
         graph: graph of a recorded forward.
+        saved: its saved buffers.
         choices: choice for saved buffers, by number; the placement policy decides about the others.
-        recompute_ops: for each recomputed buffer, indices of the operations that recompute it.
         plain_calls: whether unit calls that keep all saved tensors run as in plain training; then `choices` has each
             buffer that is not kept.
         save_weights: whether weights are offloaded, to which autograd saves references also in these calls.
         checkpointed: unit calls whose forward is run again in backward.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
-    saved: dict[int, dict[int, int]] = {}
-    for number, choice in choices.items():
-        buffer = graph.buffers[number]
-        if buffer.maker is not None and choice != "recompute":
+    recomputed: dict[int, dict[int, int]] = {}
+    rerun = {index for item in saved if choices.get(item.buffer) == "recompute" for index in item.recompute_ops}
+    for number, buffer in enumerate(graph.buffers):
+        if buffer.maker is None:
+            continue
+        choice = choices.get(number, "recompute")  # those that are not saved are recomputed with their operation
+        if choice != "recompute" or buffer.maker in rerun:
             of_operation.setdefault(buffer.maker, {})[buffer.position] = choice
-    recompute = {index for ops in recompute_ops.values() for index in ops}
-    for buffer_number, buffer in enumerate(graph.buffers):
-        if buffer.maker in recompute and choices.get(buffer_number, "recompute") == "recompute":
-            assert buffer.maker is not None
-            of_operation.setdefault(buffer.maker, {})[buffer.position] = "recompute"
-            if buffer.unit_call is not None:
-                saved.setdefault(buffer.maker, {})[buffer.position] = buffer_number
+            if choice == "recompute" and buffer.unit_call is not None:
+                recomputed.setdefault(buffer.maker, {})[buffer.position] = number
     schedule: dict[Segment, list[PlannedOp]] = {}
     elapsed = 0.0
     for index, operation in enumerate(graph.operations):
@@ -118,7 +116,7 @@ def make_schedule(
         if operation.segment.begun_by == "enter" and operation.unit_call in checkpointed:
             continue
         schedule.setdefault(operation.segment, []).append(
-            PlannedOp(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
+            PlannedOp(operation.func, of_operation.get(index, {}), recomputed.get(index, {}), elapsed)
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
     return OpSchedule(schedule, plain - checkpointed, save_weights, checkpointed)

@@ -26,9 +26,9 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +39,6 @@ from lightning_ssd.activations.weights import SavedWeight
 from lightning_ssd.device import Mark
 from lightning_ssd.storage_tags import SAVED
 from lightning_ssd.types import OffloadTierName
-
-if TYPE_CHECKING:
-    from lightning_ssd.activations.micro_batch import MicroBatch
-
 
 Original = Callable[[], Tensor | None]
 """A weak reference to the tensor that was saved."""
@@ -135,6 +131,13 @@ class RefCountedBytes:
         """Drops the bytes, which no view needs for now."""
 
 
+class UnpackOrder(Protocol):
+    """The part of a record's `MicroBatch` that backward uses; see there."""
+
+    def touch(self, record: "SavedStorage", /) -> None: ...
+    def to_prefetch(self, window_bytes: int, window_depth: int | None) -> Iterator["SavedStorage"]: ...
+
+
 class SavedStorage(RefCountedBytes):
     """The bytes of one storage that autograd saved.
 
@@ -148,7 +151,7 @@ class SavedStorage(RefCountedBytes):
 
     __slots__ = ("_pending_frees", "_storage", "batch", "copy", "index", "load", "nbytes", "state", "tier")
 
-    def __init__(self, data: Tensor, batch: "MicroBatch", index: int, pending_frees: "deque[PendingFree]") -> None:
+    def __init__(self, data: Tensor, batch: UnpackOrder, index: int, pending_frees: "deque[PendingFree]") -> None:
         super().__init__()
         self.data = data
         self._storage = internals.storage_key(data.untyped_storage())

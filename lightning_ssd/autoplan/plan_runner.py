@@ -35,6 +35,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.profiling import Profiler
+from lightning_ssd.types import Choice
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,8 @@ class PlanRunner:
         self._training.set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
         self._trimmed = False
-        self._offloader.reset_pinned_peak()
+        for tier in self._offloader.tiers.values():
+            tier.reset_peak()
         self._timer.reset()
 
     def make_row(self, plan: Plan, size: float = 1.0) -> PlanRow:
@@ -280,7 +282,8 @@ class PlanRunner:
             return
         self._timer.end()
         if not self._trimmed and self.num_steps >= COMPARED_STEPS:  # calibration plans have fewer steps
-            self._offloader.trim_pinned()  # profiled steps may have offloaded more
+            for tier in self._offloader.tiers.values():
+                tier.trim()  # profiled steps may have offloaded more
             self._trimmed = True
         self._timer.begin()
 
@@ -360,17 +363,15 @@ class PlanRunner:
     def _schedule(self, plan: Plan) -> OpSchedule:
         """Returns the choices of `plan` for the operators of a forward."""
         profiler = self.profiler
-        choices, recompute_ops = {}, {}
+        choices: dict[int, Choice] = {}
         for item in profiler.saved:
             unit = plan.units[profiler.name_of(item.unit_call)]
             choices[item.buffer] = unit.input if item.is_unit_input else unit.operators[item.name]
-            if choices[item.buffer] == "recompute":
-                recompute_ops[item.buffer] = item.recompute_ops
         checkpointed = (one for one in profiler.graph.unit_calls() if plan.units[profiler.name_of(one)].checkpoint)
         return make_schedule(
             profiler.graph,
+            profiler.saved,
             choices,
-            recompute_ops,
             plain_calls=True,
             save_weights=plan.offloads_states,
             checkpointed=frozenset(checkpointed),

@@ -71,9 +71,6 @@ DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
 LAUNCH_TRIES = 6
 """Most simulations of plans with few launches for a weight, each of which frees more than the one before."""
 
-MAX_INTERCEPTED = 6
-"""Most intercepted units of a plan that is tried with all tensors of one of them kept."""
-
 SAME_EXCESS = 0.02
 """Difference of the bytes by which two plans exceed the GPU's memory / that memory, up to which the faster plan is
 chosen if none fits. Predictions are no more precise, and the plan of least excess may have every tensor on slow
@@ -308,17 +305,7 @@ class _Search:
         close = [item for item in self._considered if not item.score[0] and item.score[1] <= CLOSE_ENOUGH * seconds]
         least_wear = min(close, key=lambda item: (item.wear, item.score))
         limit = of_papers.score[0], TIE * of_papers.score[1]
-        return self._narrowed(self.fastest if limit < least_wear.score else least_wear)
-
-    def _narrowed(self, best: _Considered) -> Plan:
-        """Returns the best plan with the smallest window that is as fast: tensors in flight need memory."""
-        while best.plan.window_bytes > self._window:
-            narrower = replace(best.plan, window_bytes=max(self._window, best.plan.window_bytes // 2))
-            score = _score(simulate(self.model, self.hardware, narrower), self.hardware)
-            if score > best.score:
-                break
-            best = replace(best, score=score, plan=narrower)
-        return best.plan
+        return (self.fastest if limit < least_wear.score else least_wear).plan
 
     def try_point(self, point: SearchPoint) -> bool:
         """Simulates a point. If its plan exceeds a budget, the point is simulated again with less memory.
@@ -406,7 +393,6 @@ class _Search:
         needed = sum(part.resident_bytes for part in self.parts)
         if self.fixed is None and base.offloads_states and needed < self.hardware.gpu_bytes:
             self._try_few_launches_of(base.placed(self.model, [PartPlan("gpu", "gpu")] * len(self.parts)))
-        self._try_fewer_interceptions()
 
     def _try_few_launches_of(self, base: Plan) -> None:
         """Simulates plans with few launches that place model states as `base` does."""
@@ -421,20 +407,6 @@ class _Search:
                 if over <= 0 or freed < nbytes:  # it fits, or frees all that it can
                     break
                 nbytes = freed + over + margin
-
-    def _try_fewer_interceptions(self) -> None:
-        """For each intercepted unit, the last first, simulates the fastest plan with all tensors of that unit kept.
-
-        Tensors that backward needs first, such as logits, may be on the GPU at the peak whether they are freed or not.
-        """
-        plan = self.fastest.plan
-        names = [name for name, intercepted in zip(plan.units, plan.intercepted, strict=True) if intercepted]
-        if len(names) > MAX_INTERCEPTED:
-            return
-        for name in reversed(names):
-            unit = self.fastest.plan.units[name]
-            kept = replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"))
-            self.consider(replace(self.fastest.plan, units={**self.fastest.plan.units, name: kept}))
 
     def share_steps(self) -> None:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.

@@ -112,8 +112,7 @@ class _Probe:
 
         def under(choice: Choice, items: Sequence[Saved]) -> Callable[[], AbstractContextManager[object]]:
             choices: Mapping[int, Choice] = {item.buffer: choice if item in items else "keep" for item in saved}
-            recompute_ops = {item.buffer: item.recompute_ops for item in items} if choice == "recompute" else {}
-            schedule = make_schedule(graph, choices, recompute_ops)
+            schedule = make_schedule(graph, saved, choices)
 
             def apply() -> AbstractContextManager[object]:
                 self._plan_mode.schedule = schedule

@@ -42,7 +42,7 @@ from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.replay import LifetimeProfile
-from lightning_ssd.types import Tier
+from lightning_ssd.types import Choice, Tier
 from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
 
 LAUNCH_QUEUE = 128
@@ -206,8 +206,8 @@ class Profiler(Uncopied):
     def begin_checking(self) -> None:
         """Compares recomputed tensors with the saved ones in the next micro-batch."""
         mode = self._plan_mode = PlanMode([unit.modules for unit in self.units], self._offloader)
-        recompute_ops = {item.buffer: item.recompute_ops for item in self.saved if item.recomputable}
-        mode.schedule = make_schedule(self.graph, dict.fromkeys(recompute_ops, "recompute"), recompute_ops)
+        choices: dict[int, Choice] = {item.buffer: "recompute" for item in self.saved if item.recomputable}
+        mode.schedule = make_schedule(self.graph, self.saved, choices)
         mode.checking = True
         self._enter_mode(mode, mode.on_saved, mode.check)
 

@@ -126,7 +126,7 @@ class TraceMode(UnitDispatchMode):
         if buffer.unit_call is None:
             buffer.unit_call = self.unit_call
             buffer.outlives_call = self._segment.begun_by == "exit"
-            self.graph.transients.mark_saved(storage, self.unit_call, number)
+            self.graph.transients.mark_saved(self.unit_call, number)
 
     def on_unpacked(self, record: SavedStorage) -> None:
         """Called when backward unpacks a tensor of `record`."""
@@ -238,8 +238,8 @@ class TraceMode(UnitDispatchMode):
         self.graph.transients.enter(unit_call, backward=True)
         read = {internals.storage_key(storage) for storage in _read((args, kwargs))}
         for storage in _read(result):
-            if internals.storage_key(storage) not in read:
-                self.graph.transients.alloc(storage)
+            if internals.storage_key(storage) not in read and self._known(storage) is None:
+                self.graph.transients.alloc(storage, self._add(storage, Buffer(storage.nbytes())))
         return result
 
     def begin_segment(self, segment: Segment) -> None:
@@ -270,9 +270,8 @@ class TraceMode(UnitDispatchMode):
                 continue
             storage = value.untyped_storage()
             if internals.storage_key(storage) not in seen and self._known(storage) is None:
-                self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
-                setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
-                self.graph.transients.alloc(storage)
+                number = self._add(storage, Buffer(storage.nbytes(), index, position))
+                self.graph.transients.alloc(storage, number)
                 # With its cache, which Lightning disables, autocast keeps casts alive until its context ends.
                 is_cast = internals.schema_of(func).name == "aten::_to_copy" and all(read.values())
                 if is_cast and not torch.is_autocast_cache_enabled():
@@ -300,10 +299,12 @@ class TraceMode(UnitDispatchMode):
     def _number(self, storage: torch.UntypedStorage) -> int:
         """Returns the number of a storage's buffer in the graph; one that is not known gets a buffer."""
         number = self._known(storage)
-        if number is None:
-            self.graph.buffers.append(Buffer(storage.nbytes()))
-            number = len(self.graph.buffers) - 1
-            setattr(storage, BUFFER, (self.graph, number))
+        return self._add(storage, Buffer(storage.nbytes())) if number is None else number
+
+    def _add(self, storage: torch.UntypedStorage, buffer: Buffer) -> int:
+        number = len(self.graph.buffers)
+        self.graph.buffers.append(buffer)
+        setattr(storage, BUFFER, (self.graph, number))
         return number
 
     def _known(self, storage: torch.UntypedStorage) -> int | None:

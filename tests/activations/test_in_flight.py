@@ -47,7 +47,7 @@ def test_copies_have_the_recorded_time_until_later_regions_save() -> None:
     copies = LaggingEngine()
     in_flight = InFlight(copies, OffloadPolicy(placement, window_bytes=100 * MIB))
     copies.copied = WorkCounter(10**9, 1.0)
-    batch = MicroBatch((), make_clock(CPU), 0, 0)
+    batch = MicroBatch(None, make_clock(CPU), 0, 0)
     in_flight.begin_micro_batch(batch)
     records: list[SavedStorage] = []
 

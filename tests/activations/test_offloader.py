@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import shutil
 import weakref
 from collections.abc import Container, Iterator
 from concurrent.futures import Future
@@ -23,9 +22,7 @@ from lightning_ssd.activations.record import SavedStorage, find_saved_storage
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from lightning_ssd.waits import wait_for
 from tests.support.faults import FaultyBackend, GatedBackend
-from tests.support.forwards import (
-    FORWARDS,
-)
+from tests.support.forwards import FORWARDS
 from tests.support.garbage import collect
 from tests.support.offloader import (
     CPU,
@@ -146,36 +143,6 @@ def test_a_storage_that_its_owner_has_freed_is_an_error(offloader: ActivationOff
     assert weight.grad is not None and torch.equal(weight.grad, expected)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=[pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")],
-        ),
-    ],
-)
-def test_compiled_submodule(offloader: ActivationOffloader, backend: str) -> None:
-    """Tensors that a compiled graph saves are offloaded like all others."""
-    layer = nn.Sequential(nn.Linear(32, 32), nn.GELU())
-    compiled = torch.compile(layer, backend=backend)
-    expected = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)])
-    for _ in range(2):
-        offloader.begin_micro_batch()
-        actual = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)], offloader.hooks)
-        assert torch.equal(actual[0], expected[0])
-    assert offloader.stats().loaded > 0
-
-
-def test_torch_func_grad_is_refused_by_pytorch(offloader: ActivationOffloader) -> None:
-    """PyTorch refuses `torch.func.grad` under saved-tensor hooks, and training can continue after the error."""
-    offloader.begin_micro_batch()
-    with offloader.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-        torch.func.grad(lambda x: (x**2).sum())(randn(4))
-    assert assert_same_gradients(offloader, lambda x: x.exp().sum(), randn(4, 4)) > 0
-
-
 # ---- micro-batches that repeat an earlier one ----
 
 
@@ -236,7 +203,7 @@ def test_micro_batches_in_any_sequence_of_shapes(
 
 
 def test_retain_graph(offloader: ActivationOffloader) -> None:
-    """Backward runs twice over one graph, which restores the bytes twice."""
+    """Backward runs twice over one graph, which restores the bytes twice. A third one gets PyTorch's own error."""
     x = randn(32, 32).requires_grad_()
     offloader.begin_micro_batch()
     with offloader.hooks():
@@ -248,15 +215,6 @@ def test_retain_graph(offloader: ActivationOffloader) -> None:
     assert x.grad is not None and torch.equal(x.grad, first)
     assert torch.equal(first, gradients(lambda x: x.exp().sin().sum(), [x])[0])
     assert offloader.stats().loaded == 2 * loaded > 0
-
-
-def test_backward_through_a_freed_graph_is_refused(offloader: ActivationOffloader) -> None:
-    """Without `retain_graph`, PyTorch's own error for a second backward."""
-    x = randn(32, 32).requires_grad_()
-    offloader.begin_micro_batch()
-    with offloader.hooks():
-        loss = x.exp().sin().sum()
-    loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
@@ -362,26 +320,6 @@ def test_graph_never_run_backward_gives_its_slots_back(offloader: ActivationOffl
         gc.enable()
 
 
-def test_graph_dropped_while_it_is_prefetched(offloader: ActivationOffloader) -> None:
-    """The slots of a load that no thread waits for are freed after the load has ended."""
-    offloader.begin_micro_batch()
-    leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
-    with offloader.hooks():
-        losses = [leaf.exp().sum() for leaf in leaves]
-    wait_for_writes(offloader)
-    change_policy(offloader, window_bytes=MIB)
-    losses.pop().backward()  # also prefetches the bytes of the others
-    assert offloader.stats().loaded < sum(tier.bytes_in for tier in offloader.tiers.values())
-    del losses
-    wait_for_writes(offloader)  # reads take the same memory
-
-    def is_empty() -> bool:
-        offloader.end_backward()
-        return allocated(offloader) == 0
-
-    eventually(is_empty)
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("min_bytes", [1, MIB], ids=["offloaded", "kept"])
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, torch.tanh, lambda x: x.softmax(-1)])
@@ -427,7 +365,7 @@ def test_device_memory_is_freed(offloader: ActivationOffloader) -> None:
 @pytest.mark.parametrize("used", [True, False], ids=["unpacked", "dropped"])
 @pytest.mark.parametrize("tier", ["host", "ssd"])
 def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, tier: str, used: bool) -> None:
-    """Loads that have ended before a thread waits for them, and loads for which no thread waits."""
+    """Loads that have ended before a thread waits for them, and loads for which no thread waits; and their slots."""
     host_memory = "64MiB" if tier == "host" else 0
     with open_offloader(tmp_path, host_memory=host_memory) as offloader, pytest.MonkeyPatch.context() as patch:
         destinations: list[weakref.ref[torch.UntypedStorage]] = []
@@ -459,6 +397,12 @@ def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, t
             offloader.end_backward()
             offloader.free_discarded()
             eventually(lambda: all(reference() is None for reference in destinations))
+
+            def is_empty() -> bool:
+                offloader.end_backward()
+                return allocated(offloader) == 0
+
+            eventually(is_empty)
         finally:
             gc.enable()
 
@@ -575,22 +519,22 @@ def _autocast_cast(weight: Tensor, x: Tensor) -> Tensor:
         return (nn.functional.linear(x, weight) + x @ weight).float().sum()
 
 
-@pytest.mark.parametrize("forward", [_parameter, _tied, _autocast_cast])
+def _marked(weight: Tensor, x: Tensor) -> Tensor:
+    module = nn.Linear(64, 64).requires_grad_(False)
+    module.register_buffer("table", randn(64, 64))
+    mark_weights(module)
+    return (module(x @ weight) @ module.table.t()).sum()
+
+
+@pytest.mark.parametrize("forward", [_parameter, _tied, _autocast_cast, _marked])
 def test_weights_are_never_offloaded_as_activations(tmp_path: Path, forward: Forward) -> None:
-    """Parameters, their views and transposes, tied uses and autocast's casts are kept, also if they are not marked."""
+    """Parameters, their views and transposes, tied uses and autocast's casts are kept, also if they are not marked.
+
+    Frozen parameters and buffers are kept because they are marked.
+    """
     with open_offloader(tmp_path, min_bytes=4 * KIB) as offloader:
         weight = nn.Parameter(randn(64, 64))
         assert_same_gradients(offloader, forward, weight, randn(2, 64))
-        assert offloader.stats().saved == 0
-
-
-def test_marked_weights_are_never_offloaded(tmp_path: Path) -> None:
-    """Frozen parameters and buffers, too, are on the device anyway."""
-    with open_offloader(tmp_path, min_bytes=4 * KIB) as offloader:
-        module = nn.Linear(64, 64).requires_grad_(False)
-        module.register_buffer("table", randn(64, 64))
-        mark_weights(module)
-        assert_same_gradients(offloader, lambda x: (module(x) @ module.table.t()).sum(), randn(2, 64))
         assert offloader.stats().saved == 0
 
 
@@ -755,32 +699,37 @@ def test_changed_weight_fails(offloader: ActivationOffloader) -> None:
 # ---- transfers ----
 
 
+LARGE = 9 * MIB
+"""Bytes of a storage of which staging memory has room for one at a time, so that transfers keep their order."""
+
+
+def large_losses(offloader: ActivationOffloader, count: int) -> list[Tensor]:
+    """Returns losses of a new micro-batch, each of which has saved `LARGE` bytes that are offloaded and written."""
+    change_policy(offloader, window_bytes=0)  # nothing is kept
+    offloader.begin_micro_batch()
+    with offloader.hooks():
+        losses = [torch.full((LARGE // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(count)]
+    wait_for_writes(offloader)
+    return losses
+
+
 def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
     """Storages are prefetched in the recorded order."""
-    backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time: transfers keep their order
+    backend = GatedBackend()
     with open_offloader(tmp_path, backend=backend, ssd_capacity="64MiB") as offloader:
-
-        def forward() -> list[Tensor]:
-            change_policy(offloader, window_bytes=0)  # nothing is kept
-            offloader.begin_micro_batch()
-            with offloader.hooks():
-                losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(4)]
-            wait_for_writes(offloader)
-            return losses
-
         order = [1, 3, 0, 2]
-        losses = forward()
+        losses = large_losses(offloader, 4)
         for index in order:
             losses[index].backward()
         del losses
         backend.hold()
         backend.release()
-        losses = forward()
+        losses = large_losses(offloader, 4)
         written = iter(offset for operation, offset in backend.served if operation == "write")
         # The storage that backward needs first was kept.
         offsets = {index: next(written) for index in range(4) if index != order[0]}
         assert next(written, None) is None
-        change_policy(offloader, window_bytes=4 * size)
+        change_policy(offloader, window_bytes=4 * LARGE)
         losses[order[0]].backward()
 
         def reads() -> list[int]:
@@ -797,25 +746,16 @@ def test_a_prefetch_overtakes_others_once_backward_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward has another order than the recorded one: it unpacks the storage whose read was queued last."""
-    backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time
+    backend = GatedBackend()
     with open_offloader(tmp_path, backend=backend, ssd_capacity="64MiB") as offloader:
-
-        def forward() -> list[Tensor]:
-            change_policy(offloader, window_bytes=0)
-            offloader.begin_micro_batch()
-            with offloader.hooks():
-                losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(6)]
-            wait_for_writes(offloader)
-            return losses
-
-        losses = forward()
+        losses = large_losses(offloader, 6)
         while losses:
             losses.pop().backward()
         backend.hold()
         backend.release()
-        losses = forward()
+        losses = large_losses(offloader, 6)
         offsets = [offset for _, offset in backend.served]  # of all but the last, which is kept
-        change_policy(offloader, window_bytes=6 * size)
+        change_policy(offloader, window_bytes=6 * LARGE)
         backend.hold()
         losses.pop().backward()
         backend.wait_for_arrival()
@@ -850,26 +790,21 @@ def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: 
         assert ssd(offloader).bytes_in == (1 + ahead) * storage
 
 
-def test_the_prefetch_window_moves_on_with_backward(tmp_path: Path) -> None:
-    """Each storage that has arrived makes room for one more, and none is read again that backward has unpacked."""
-    storage, count = 32 * 32 * 4, 8
-    with open_offloader(tmp_path) as offloader:
-        losses = saved_losses(offloader, count)
-        change_policy(offloader, window_bytes=2 * storage)
-        for done, loaded in enumerate([3, 4, 5, 6, 7, 8, 8, 8], start=1):
-            losses[-done].backward(retain_graph=True)
-            assert ssd(offloader).bytes_in == loaded * storage
+@pytest.mark.parametrize(
+    ("order", "loads"), [([5, 4, 3, 2, 1, 0], [3, 4, 5, 6, 6, 6]), ([2, 1, 0], [3, 3, 3])], ids=["whole", "skipping"]
+)
+def test_the_prefetch_window_moves_on_with_backward(tmp_path: Path, order: list[int], loads: list[int]) -> None:
+    """Each storage that has arrived makes room for one more of those that follow in the expected order.
 
-
-def test_storages_that_backward_has_skipped_are_not_prefetched(tmp_path: Path) -> None:
-    """The window is for the storages that follow in the expected order, which is that of saving in reverse here."""
+    None is read again that backward has unpacked, and none is prefetched that backward has skipped.
+    """
     storage = 32 * 32 * 4
     with open_offloader(tmp_path) as offloader:
         losses = saved_losses(offloader, 6)
         change_policy(offloader, window_bytes=2 * storage)
-        for index in (2, 1, 0):
-            losses[index].backward()
-            assert ssd(offloader).bytes_in == 3 * storage
+        for index, loaded in zip(order, loads, strict=True):
+            losses[index].backward(retain_graph=True)
+            assert ssd(offloader).bytes_in == loaded * storage
 
 
 def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: Path) -> None:
@@ -1063,21 +998,17 @@ def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], messa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_scratch_space_spills(tmp_path: Path) -> None:
-    """`ssd_first`: storages for which the SSD has no room are offloaded to host memory."""
-    with open_offloader(tmp_path, spill="ssd_first", ssd_capacity="12KiB", host_memory="64MiB") as offloader:
-        assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 5 * 4 * KIB
-        assert {name: tier.bytes_out for name, tier in offloader.tiers.items()} == {"ssd": 12 * KIB, "host": 8 * KIB}
-
-
-def test_host_memory_spills(tmp_path: Path) -> None:
-    """`host_first`: storages for which host memory has no room are offloaded to the SSD."""
-    with open_offloader(tmp_path, host_memory="64MiB") as offloader:
+@pytest.mark.parametrize("spill", ["ssd_first", "host_first"])
+def test_storages_for_which_the_first_tier_has_no_room_spill(tmp_path: Path, spill: str) -> None:
+    first, second = ("ssd", "host") if spill == "ssd_first" else ("host", "ssd")
+    capacity = "12KiB" if spill == "ssd_first" else "4MiB"
+    with open_offloader(tmp_path, spill=spill, ssd_capacity=capacity, host_memory="64MiB") as offloader:
         pool = offloader.tiers["host"].pool  # type: ignore[attr-defined]
-        held = pool.acquire(64 * MIB - 12 * KIB)
+        held = pool.acquire(64 * MIB - 12 * KIB) if first == "host" else None
         assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 5 * 4 * KIB
-        assert {name: tier.bytes_out for name, tier in offloader.tiers.items()} == {"host": 12 * KIB, "ssd": 8 * KIB}
-        held.release()
+        assert {name: tier.bytes_out for name, tier in offloader.tiers.items()} == {first: 12 * KIB, second: 8 * KIB}
+        if held is not None:
+            held.release()
 
 
 def test_full_scratch_space(tmp_path: Path) -> None:
@@ -1271,8 +1202,9 @@ def test_a_nested_tensor_that_is_alive_in_backward(offloader: ActivationOffloade
 
 
 @pytest.mark.parametrize("function", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
-def test_functions_that_refuse_hooks_name_a_remedy(function: Any, tmp_path: Path) -> None:
-    with open_offloader(tmp_path) as offloader:
-        with pytest.raises(RuntimeError, match="saved tensor hooks") as failure, offloader.hooks():
-            function(torch.sin)(torch.tensor(1.0))
-        assert "`offload='none'` and `states='gpu'`" in failure.value.__notes__[0]
+def test_functions_that_refuse_hooks_name_a_remedy(offloader: ActivationOffloader, function: Any) -> None:
+    """Training can continue after the error."""
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as failure, offloader.hooks():
+        function(torch.sin)(torch.tensor(1.0))
+    assert "`offload='none'` and `states='gpu'`" in failure.value.__notes__[0]
+    assert assert_same_gradients(offloader, lambda x: x.exp().sum(), randn(4, 4)) > 0

@@ -76,43 +76,33 @@ def offloaded(
     )
 
 
-@pytest.mark.quick_cases(1)
+HOST = {"tier": "host", "host_memory": "64MiB"}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "checkpointing", "arguments"),
+    [
+        ("32-true", 1, "none", {"checksum": True}),
+        ("32-true", 1, "none", HOST),
+        ("32-true", 3, "non_reentrant", {"checksum": True}),
+        ("32-true", 1, "reentrant", {"checksum": True}),
+        ("bf16-mixed", 3, "none", {"checksum": True}),
+        ("bf16-mixed", 1, "non_reentrant", {"checksum": True}),
+        ("bf16-mixed", 3, "reentrant", {"checksum": True}),
+        ("bf16-mixed", 1, "non_reentrant", HOST),
+    ],
+)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    ("precision", "accumulate", "checkpointing"),
-    [
-        ("32-true", 1, "none"),
-        ("32-true", 3, "non_reentrant"),
-        ("32-true", 1, "reentrant"),
-        ("bf16-mixed", 3, "none"),
-        ("bf16-mixed", 1, "non_reentrant"),
-        ("bf16-mixed", 3, "reentrant"),
-    ],
-)
-def test_ssd(model: str, precision: str, accumulate: int, checkpointing: Checkpointing) -> None:
-    """Everything to real files and back, checksums on: precisions, ragged accumulation, checkpointing of both kinds."""
+def test_one_tier(
+    model: str, precision: str, accumulate: int, checkpointing: Checkpointing, arguments: dict[str, Any]
+) -> None:
+    """Everything to real files or pinned memory and back: precisions, ragged accumulation, checkpointing."""
     moved = Moved()
-    run = offloaded(model, precision, accumulate, checkpointing, moved, checksum=True)
+    run = offloaded(model, precision, accumulate, checkpointing, moved, **arguments)
     assert_same(plain(model, precision, accumulate, checkpointing), run)
-    assert moved.out["ssd"] == moved.stored > 0
-    assert moved.back["ssd"] > 0
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    ("model", "precision", "accumulate", "checkpointing"),
-    [
-        ("gpt", "32-true", 1, "none"),
-        ("shared", "bf16-mixed", 3, "none"),
-        ("gpt", "bf16-mixed", 1, "non_reentrant"),
-    ],
-)
-def test_host(model: str, precision: str, accumulate: int, checkpointing: Checkpointing) -> None:
-    """The host tier alone."""
-    moved = Moved()
-    run = offloaded(model, precision, accumulate, checkpointing, moved, tier="host", host_memory="64MiB")
-    assert_same(plain(model, precision, accumulate, checkpointing), run)
-    assert list(moved.out) == ["host"] and moved.out["host"] == moved.stored > 0 and moved.back["host"] > 0
+    (out,), (back,) = moved.out.values(), moved.back.values()
+    assert out == moved.stored > 0 and back > 0
 
 
 @pytest.mark.quick_cases(1)

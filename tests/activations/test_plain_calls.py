@@ -1,7 +1,7 @@
 """Unit calls that keep all saved tensors run as in plain training: without dispatch mode and saved-tensor hooks."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,18 @@ def gradients_under(
     return gradients
 
 
+def assert_same_under_plan(
+    tmp_path: Path, model: Blocks, intercepted: Sequence[bool], run: Callable[[], Tensor] | None = None
+) -> None:
+    """Asserts that a forward under the plan has plain autograd's gradients, and which blocks are intercepted."""
+    run = run or (lambda: model(VALUE))
+    expected = model.gradients(run())
+    with open_offloader(tmp_path, tier="host") as offloader:
+        directed, choices = directed_blocks(offloader, model, run)
+        assert_same(gradients_under(directed, choices, model, run), expected)
+    assert [block.intercepted for block in model.blocks] == intercepted
+
+
 def test_only_units_that_free_memory_are_intercepted(tmp_path: Path) -> None:
     model = Blocks()
     expected = model.gradients(model(VALUE))
@@ -165,11 +177,7 @@ def test_a_unit_that_changes_a_tensor_in_place_is_intercepted(tmp_path: Path) ->
     """Values of other units may be recomputed from that tensor."""
     model = Blocks()
     model.middle.inside = lambda value: (value * 1).mul_(2)
-    expected = model.gradients(model(VALUE))
-    with open_offloader(tmp_path, tier="host") as offloader:
-        directed, choices = directed_blocks(offloader, model)
-        assert_same(gradients_under(directed, choices, model, lambda: model(VALUE)), expected)
-    assert [block.intercepted for block in model.blocks] == [True, True, True]
+    assert_same_under_plan(tmp_path, model, [True, True, True])
 
 
 class Abort(BaseException):
@@ -210,11 +218,7 @@ def test_a_unit_that_a_plain_call_calls_is_intercepted(tmp_path: Path) -> None:
         loss: Tensor = model.middle(model.blocks[0](VALUE)).square().sum()
         return loss
 
-    expected = model.gradients(run())
-    with open_offloader(tmp_path, tier="host") as offloader:
-        directed, choices = directed_blocks(offloader, model, run)
-        assert_same(gradients_under(directed, choices, model, run), expected)
-    assert [block.intercepted for block in model.blocks] == [True, False, True]
+    assert_same_under_plan(tmp_path, model, [True, False, True], run)
 
 
 @pytest.mark.parametrize("kind", ["hooks", "mode"])
@@ -316,11 +320,7 @@ def test_a_plain_call_inside_of_vmap(tmp_path: Path) -> None:
         loss: Tensor = model.blocks[2](torch.vmap(model.middle)(model.blocks[0](VALUE))).square().sum()
         return loss
 
-    expected = model.gradients(run())
-    with open_offloader(tmp_path, tier="host") as offloader:
-        directed, choices = directed_blocks(offloader, model, run)
-        assert_same(gradients_under(directed, choices, model, run), expected)
-    assert [block.intercepted for block in model.blocks] == [True, False, True]
+    assert_same_under_plan(tmp_path, model, [True, False, True], run)
 
 
 def test_an_error_of_a_tier_before_a_plain_call_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

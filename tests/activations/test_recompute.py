@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -193,22 +193,6 @@ def test_a_graph_assigns_operations_to_segments_and_unit_calls(offloader: Activa
     assert all((operation.seconds > 0) != operation.func.is_view for operation in directed.graph.operations)
 
 
-def test_retained_graphs(offloader: ActivationOffloader) -> None:
-    """A second backward recomputes the same buffers again."""
-    x = torch.randn(100, requires_grad=True)
-    directed = Directed(offloader)
-    with directed.record():
-        loss = (x * 2).sin().exp().sum()
-    (expected,) = torch.autograd.grad(loss, x)
-    saved = directed.end_record()
-    with directed.direct(everything(saved)):
-        loss = (x * 2).sin().exp().sum()
-    for _ in range(3):
-        (actual,) = torch.autograd.grad(loss, x, retain_graph=True)
-        assert torch.equal(actual, expected)
-    directed.end_direct()
-
-
 def test_backward_prefetches_while_it_uses_kept_storages(offloader: ActivationOffloader) -> None:
     """Offloaded storages are prefetched when backward begins, although it begins with kept ones."""
     value = torch.randn(1024, requires_grad=True)
@@ -238,25 +222,64 @@ def test_backward_prefetches_while_it_uses_kept_storages(offloader: ActivationOf
     directed.end_direct()
 
 
-def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(offloader: ActivationOffloader) -> None:
+def assert_recomputed(
+    offloader: ActivationOffloader,
+    forward: Forward,
+    later: Forward,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    shape: tuple[int, ...] = (100,),
+) -> None:
+    """Asserts that `later` has plain autograd's gradient under a plan that recomputes all that `forward` saves."""
+    leaf = torch.randn(shape)
+    directed = Directed(offloader)
+    gradients(forward, [leaf], directed.record)
+    choices = everything(directed.end_record())
+    assert "recompute" in choices.values()
+    found, before = [], offloader.stats().recomputed
+    try:
+        for hooks in (nullcontext, lambda: directed.direct(choices)):
+            x = leaf.clone().requires_grad_()
+            with hooks():
+                loss = later(x)
+            backward(loss)
+            found.append(x.grad)
+    finally:
+        directed.end_direct()
+    assert offloader.stats().recomputed > before
+    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
+
+
+def backward_thrice(loss: Tensor) -> None:
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+
+
+def backward_under_autocast(loss: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(
+    offloader: ActivationOffloader, changes: bool
+) -> None:
     """Backward sees a change through an alias with its own version counter, as in plain autograd."""
 
-    def forward(x: Tensor, changes: bool) -> Tensor:
+    def forward(x: Tensor, changes: bool = False) -> Tensor:
         hidden = x.sin()
         out = hidden.exp() * hidden
         if changes:
             hidden.data.mul_(2)
         return (out * hidden.cos()).sum()
 
-    leaves = [torch.randn(100)]
-    directed = Directed(offloader)
-    gradients(lambda x: forward(x, False), leaves, directed.record)
-    choices = everything(directed.end_record())
-    for changes in (True, False):
-        (expected,) = gradients(lambda x: forward(x, changes), leaves)  # noqa: B023  # called at once
-        (actual,) = gradients(lambda x: forward(x, changes), leaves, lambda: directed.direct(choices))  # noqa: B023
-        directed.end_direct()
-        assert torch.equal(actual, expected)
+    assert_recomputed(offloader, forward, lambda x: forward(x, changes))
+
+
+def test_a_retained_graph_is_recomputed_for_each_backward(offloader: ActivationOffloader) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return (x * 2).sin().exp().sum()
+
+    assert_recomputed(offloader, forward, forward, backward_thrice)
 
 
 def test_a_second_backward_after_an_argument_was_changed(offloader: ActivationOffloader) -> None:
@@ -264,70 +287,24 @@ def test_a_second_backward_after_an_argument_was_changed(offloader: ActivationOf
 
     offset = torch.ones(100)
 
-    def forward(x: Tensor, changes: bool) -> Tensor:
+    def forward(x: Tensor, changes: bool = False) -> Tensor:
         out = (x + offset).sin().sum()
         if changes:
             offset.mul_(2)
         return out
 
-    values = torch.randn(100)
-    directed = Directed(offloader)
-    gradients(lambda x: forward(x, False), [values], directed.record)
-    choices = everything(directed.end_record())
-    assert "recompute" in choices.values()
-    found = []
-    for hooks in (nullcontext, lambda: directed.direct(choices)):
+    def backward(loss: Tensor) -> None:
+        backward_thrice(loss)
         offset.fill_(1)
-        x = values.clone().requires_grad_()
-        with hooks():
-            loss = forward(x, True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found.append(x.grad)
-    directed.end_direct()
-    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
+
+    assert_recomputed(offloader, forward, lambda x: forward(x, changes=True), backward)
 
 
 def test_a_backward_under_autocast_recomputes_what_the_forward_computed(offloader: ActivationOffloader) -> None:
     def forward(x: Tensor) -> Tensor:
         return (x @ x).sin().sum()
 
-    values = torch.randn(16, 16)
-    directed = Directed(offloader)
-    gradients(forward, [values], directed.record)
-    choices = everything(directed.end_record())
-    found = []
-    for hooks in (nullcontext, lambda: directed.direct(choices)):
-        x = values.clone().requires_grad_()
-        with hooks():
-            loss = forward(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss.backward()
-        found.append(x.grad)
-    directed.end_direct()
-    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
-
-
-def test_an_operation_that_returns_another_dtype_in_backward_is_refused(offloader: ActivationOffloader) -> None:
-    counts = torch.arange(100)
-
-    def forward(x: Tensor) -> Tensor:
-        return (x * counts.sqrt()).sum()  # the root of integers has the default dtype
-
-    directed = Directed(offloader)
-    gradients(forward, [torch.randn(100)], directed.record)
-    choices = everything(directed.end_record())
-    assert "recompute" in choices.values()
-    x = torch.randn(100, requires_grad=True)
-    with directed.direct(choices):
-        loss = forward(x)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.raises(RuntimeError, match="it depends on more than its arguments"):
-            loss.backward()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    directed.end_direct()
+    assert_recomputed(offloader, forward, forward, backward_under_autocast, (16, 16))
 
 
 def test_recomputation_ignores_data_that_is_assigned_after_the_operation(offloader: ActivationOffloader) -> None:
@@ -341,16 +318,24 @@ def test_recomputation_ignores_data_that_is_assigned_after_the_operation(offload
         alive.append(hidden)
         return out.sum()
 
-    leaves = [torch.randn(100)]
-    (expected,) = gradients(forward, leaves)
-    directed = Directed(offloader)
-    gradients(forward, leaves, directed.record)
-    choices = everything(directed.end_record())
-    before = offloader.stats().recomputed
-    (actual,) = gradients(forward, leaves, lambda: directed.direct(choices))
-    directed.end_direct()
-    assert offloader.stats().recomputed > before
-    assert torch.equal(actual, expected)
+    assert_recomputed(offloader, forward, forward)
+
+
+def test_an_operation_that_returns_another_dtype_in_backward_is_refused(offloader: ActivationOffloader) -> None:
+    counts = torch.arange(100)
+
+    def forward(x: Tensor) -> Tensor:
+        return (x * counts.sqrt()).sum()  # the root of integers has the default dtype
+
+    def backward(loss: Tensor) -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss.backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with pytest.raises(RuntimeError, match="it depends on more than its arguments"):
+        assert_recomputed(offloader, forward, forward, backward)
 
 
 def shifted(x: Tensor, constant: Tensor) -> Tensor:

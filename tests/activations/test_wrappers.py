@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import ActivationOffloader
 from tests.support.compare import assert_same
-from tests.support.offloader import Hooks, open_offloader
+from tests.support.offloader import Hooks, assert_same_gradients, open_offloader
 from tests.support.plans import BOTH, draw, pinned, planner
 from tests.support.trainings import make_trainer
 
@@ -164,54 +164,44 @@ def test_sharded_weights_are_kept(offloader: ActivationOffloader, mesh: DeviceMe
     assert weight.grad is not None
 
 
-def test_a_subclass_of_two_tensors(offloader: ActivationOffloader) -> None:
-    """Both are offloaded, and both have their gradient."""
-    grads = []
-    for hooks in (nullcontext, offloader.hooks):
-        torch.manual_seed(0)
-        x = TwoTensor(torch.randn(8, 8), torch.randn(8, 8)).requires_grad_()
-        offloader.begin_micro_batch()
-        with hooks():
-            loss = (x * 2).sin().exp().sum()
-        loss.backward()
-        assert isinstance(x.grad, TwoTensor)
-        grads.append(x.grad)
-    assert offloader.stats().stored == 2 * 2 * 8 * 8 * 4
-    assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
+def _chain_of_two(x: Tensor) -> Tensor:
+    return (x * 2).sin().exp().sum()
 
 
-def test_a_subclass_around_a_tensor_that_is_made_in_inference_mode(offloader: ActivationOffloader) -> None:
-    """That tensor is kept, and the other one is offloaded. Plain autograd saves such a wrapper, too."""
+def _times_one_made_in_inference_mode(x: Tensor) -> Tensor:
     with torch.inference_mode():
         constant = torch.full((8, 8), 0.5)
+    return (x * TwoTensor(torch.linspace(-1, 1, 64).view(8, 8), constant)).sin().sum()
+
+
+@pytest.mark.parametrize(("forward", "stored"), [(_chain_of_two, 4), (_times_one_made_in_inference_mode, 3)])
+def test_a_subclass_of_two_tensors(offloader: ActivationOffloader, forward: Any, stored: int) -> None:
+    """Both are offloaded, and both have their gradient. One that is made in inference mode is kept.
+
+    Plain autograd saves such a wrapper, too.
+    """
     grads = []
     for hooks in (nullcontext, offloader.hooks):
         torch.manual_seed(0)
         x = TwoTensor(torch.randn(8, 8), torch.randn(8, 8)).requires_grad_()
         offloader.begin_micro_batch()
         with hooks():
-            loss = (x * TwoTensor(torch.randn(8, 8), constant)).sin().sum()
+            loss = forward(x)
         loss.backward()
         assert isinstance(x.grad, TwoTensor)
         grads.append(x.grad)
-    assert offloader.stats().stored == (1 + 2) * 8 * 8 * 4  # the other one, and both of the product
+    assert offloader.stats().stored == stored * 8 * 8 * 4
     assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
 
 
 def test_jagged_tensors_are_kept(offloader: ActivationOffloader) -> None:
     """Their sizes are tied to their offsets, which must be the same object in backward."""
-    grads = []
-    for hooks in (nullcontext, offloader.hooks):
-        torch.manual_seed(0)
-        values = torch.randn(10, 4, requires_grad=True)
-        offloader.begin_micro_batch()
-        with hooks():
-            jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 10]))
-            loss = (jagged.sin() * jagged).values().sum()
-        loss.backward()
-        assert values.grad is not None
-        grads.append(values.grad)
-    assert torch.equal(*grads)
+
+    def forward(values: Tensor) -> Tensor:
+        jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 10]))
+        return (jagged.sin() * jagged).values().sum()  # type: ignore[no-any-return]
+
+    assert_same_gradients(offloader, forward, torch.randn(10, 4))
 
 
 class Doubled(Tensor):

@@ -27,7 +27,7 @@ from lightning_ssd.planning import (
 from lightning_ssd.planning.few_launches import checkpoint, plan_few_launches
 from lightning_ssd.planning.holistic import SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import resident_by_kind
-from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
+from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
 from lightning_ssd.types import Choice, InputChoice, Tier
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, divide, machines, make_model, models
@@ -107,19 +107,6 @@ def test_gradients_that_are_clipped() -> None:
     model = make_model(8, clip_norm=True)
     for planner in PLANNERS:
         assert make_plan(model, H100, planner).clip in ("deferred", "speculative")
-
-
-@pytest.mark.parametrize(("hidden", "layers", "batch", "share"), [(4096, 8, 8, 0.9), (8192, 4, 16, 0.95)])
-def test_the_window_is_no_wider_than_it_needs(hidden: int, layers: int, batch: int, share: float) -> None:
-    model = transformer_profile(
-        H100, hidden=hidden, layers=layers, heads=hidden // 128, sequence=1024, batch=batch, vocabulary=50304
-    )
-    fixed = FixedPlacement(("gpu",) * len(model.units), ("gpu",) * len(model.units))
-    most = simulate(model, H100, make_plan(model, H100, fixed=fixed)).gpu_peak_bytes
-    plan = make_plan(model, replace(H100, gpu_bytes=int(share * most)), fixed=fixed)
-    default = default_window(model, fixed.weights)
-    half = simulate(model, H100, replace(plan, window_bytes=plan.window_bytes // 2))
-    assert plan.window_bytes <= default or half.step_seconds > simulate(model, H100, plan).step_seconds
 
 
 def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:

@@ -150,13 +150,11 @@ class Directed:
         self.plan_mode.close()
 
     def _make_plan_mode(self, choices: dict[int, Choice], checkpointed: frozenset[UnitCall] = frozenset()) -> None:
-        recompute_ops = {item.buffer: item.recompute_ops for item in self.graph.saved(self.offloader.min_bytes)
-                  if choices.get(item.buffer) == "recompute"}  # fmt: skip
         self.plan_mode = PlanMode(self.units, self.offloader)
         self.plan_mode.schedule = make_schedule(
             self.graph,
+            self.graph.saved(self.offloader.min_bytes),
             choices,
-            recompute_ops,
             plain_calls=True,
             save_weights=self._save_weights,
             checkpointed=checkpointed,
