@@ -26,7 +26,7 @@ computation (forward, backward, recomputation), copies in each direction, reads 
 and launches by the host (`Prediction.busy_seconds`, predicted before the measured steps). Steps that are clipped and
 deferred can't all overlap backward, because the norm is known at its end. So the *ordered* bound is the step that is
 simulated with copies and drives that take no time: computation and optimizer jobs wait for each other, and nothing
-else. A training with compiled code has no simulation: its bound is the busiest resource of the recorded steps, and its
+else. A training without a plan has no simulation: its bound is the busiest resource of the recorded steps, and its
 ordered bound the computation of backward (with optimizer steps on the GPU) and those parts of the CPU optimizer's
 time that the next forward waits for.
 

@@ -99,12 +99,6 @@ class Probe(pl.Callback):
             peak = 0 if self._memory is None else self._memory.peak()
             self.result |= {"step": statistics.median(steps), "peak": peak}
             self.result |= {"outcome": _outcome(trainer), "warm_up": self._begin, "loss": self._loss}
-            auto, _ = find_planners(trainer)
-            if auto is not None and auto.compiled is not None:
-                self.result["memory_budget"] = auto.compiled.memory_budget
-                if (plan := auto.compiled.plan) is not None:
-                    self.result["offloaded"], self.result["saved_by_code"] = plan.offloaded_bytes, sum(plan.sizes)
-                    self.result["predicted_stall"], self.result["window"] = plan.stall_seconds, plan.window_bytes
             if self._trace is not None:
                 self._profiler = torch.profiler.profile()
                 self._profiler.start()
@@ -144,8 +138,6 @@ def in_force(trainer: Any, batch_idx: int) -> bool:
     auto, planner = find_planners(trainer)
     if batch_idx >= MOST_WARM_UP:
         return True
-    if auto is not None and auto.compiled is not None:
-        return auto.compiled.decided
     if planner is not None:
         return planner.stage == "final"
     return auto is None or find_offloader(trainer) is None or not auto.decides or auto.outcome != "measuring"
@@ -210,7 +202,7 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
             trainer.fit(model, DataLoader(data, batch_size=arguments.batch))
         except torch.OutOfMemoryError:
             probe.result = {"error": "out of memory"}
-    probe.result.setdefault("memory_budget", torch._functorch.config.activation_memory_budget)
+    probe.result["memory_budget"] = torch._functorch.config.activation_memory_budget
     counters = torch._dynamo.utils.counters
     probe.result["graph_breaks"] = sum(counters["graph_break"].values())
     probe.result["graphs"] = counters["stats"]["unique_graphs"]

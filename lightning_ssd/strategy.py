@@ -136,10 +136,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
             Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the
             first micro-batches runs out of memory, it is run again with all saved tensors offloaded, and then with
-            model states offloaded (`states="auto"`), with the same numbers. In trainings with compiled code, each saved
-            tensor is kept or offloaded, and code may be compiled again with a lower `activation_memory_budget` of
-            torch. That may change last digits, so that a log line names the budget. On a CPU device all saved tensors
-            are kept.
+            model states offloaded (`states="auto"`), with the same numbers. A compiled block is one operator: its saved
+            tensors are kept or offloaded, or its compiled code runs again in backward. If other code is compiled, such
+            as the whole model, there is no plan, and saved tensors without room are offloaded. On a CPU device all
+            saved tensors are kept.
             `"ssdtrain"`: as many bytes as the measured bandwidth transfers while the device computes (SSDTrain's rule),
             and more if the device has no room for the others. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
             everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
@@ -883,15 +883,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """
         self.move_states_to(_planned_tiers(plan))
 
-    def present_tiers(self, resident_bytes: int = 0) -> PlanTiers:
-        """Returns the tiers of offloaded model states, for `move_states_to`.
-
-        Args:
-            resident_bytes: device bytes for states that are offloaded now. In the result, the first units in the order
-                of the forward have their states on the device, as many as fit; tiers of other units do not change.
-        """
-        assert self.model_states is not None and self._setup is not None and self.model is not None
-        return present_tiers(self.model_states, self.optimizers, self._present_setup(), resident_bytes=resident_bytes)
+    def present_tiers(self) -> PlanTiers:
+        """Returns the tiers of offloaded model states, for `move_states_to`."""
+        assert self.model_states is not None and self._setup is not None
+        return present_tiers(self.model_states, self._present_setup())
 
     @uninterrupted
     def move_states_to(self, tiers: PlanTiers) -> None:

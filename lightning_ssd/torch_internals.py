@@ -27,7 +27,6 @@ replacement ("at import" below). There are three groups:
   `torch.cuda.memory._set_allocator_settings` |
 | `raw_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
-| `memory_budget`, `set_memory_budget`, `has_stance` | `torch._functorch.config`, `torch._dynamo` | RuntimeError |
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
 | `has_cuda_graphs` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
@@ -298,31 +297,6 @@ def has_cuda_graphs(device: int) -> bool:
     """Returns whether Inductor has a pool of CUDA graphs on a device."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     return trees is not None and trees.get_manager(device, create_if_none_exists=False) is not None
-
-
-_BUDGET = "torch._functorch.config.activation_memory_budget"
-
-
-def memory_budget() -> float:
-    """Returns the partitioner's share of activations that compiled code may save.
-
-    Raises:
-        RuntimeError: this torch has no such setting.
-    """
-    return float(_find(_BUDGET, "choose the activations that compiled code saves"))
-
-
-def set_memory_budget(value: float) -> None:
-    """Sets the partitioner's share of activations that code compiled from now on may save."""
-    config: Any = import_module(_BUDGET.rpartition(".")[0])
-    config.activation_memory_budget = value
-
-
-def has_stance() -> bool:
-    """Returns whether the user has set another stance of `torch.compiler` than the default one."""
-    return bool(
-        _find("torch._dynamo.eval_frame._stance", "keep the user's stance of `torch.compiler`").stance != "default"
-    )
 
 
 def is_recording() -> bool:

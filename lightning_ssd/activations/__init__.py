@@ -10,7 +10,7 @@ The modules, by subject, in the order in which they are best read:
 - special tensors: `weights`, `wrappers` (such as DTensor).
 - plans of operators: `unit_dispatch_mode`, `autocast` (within a mode), `plan_mode`, `graph` (a recorded forward),
   `transient_memory`, `recompute`, `checkpointed_call` and `rerun_state` (checkpointed units).
-- compiled code: `compiled_code`, `memory_budget`, `untraced`, `dropped_tensors` (offloaded at once), and
+- compiled code: `compiled_code`, `untraced`, `dropped_tensors` (offloaded at once), and
   `backward_graph` (nodes of a loss).
 """
 
@@ -19,10 +19,14 @@ from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.checkpointed_call import EmptyCaches, rerun_arguments
 from lightning_ssd.activations.compiled_code import (
     GuardHook,
+    around_call,
+    calls_are_compiled,
     check_no_cuda_graphs,
     compile_seconds,
     count_compiled,
+    is_compiled_function,
     records_cuda_graphs,
+    wrap_function,
 )
 from lightning_ssd.activations.config import OffloadConfig, check_paths, make_auto_placement, make_offloader
 from lightning_ssd.activations.graph import (
@@ -36,11 +40,9 @@ from lightning_ssd.activations.graph import (
     written,
 )
 from lightning_ssd.activations.host import HostTier
-from lightning_ssd.activations.memory_budget import PartitionerBudget
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
-from lightning_ssd.activations.planned_excess import PlannedExcess
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, State, check_version
 from lightning_ssd.activations.rerun_state import other_random_states
@@ -48,7 +50,14 @@ from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLim
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.transient_memory import Interval
-from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward, wraps
+from lightning_ssd.activations.unit_dispatch_mode import (
+    COMPILES_UNDER_MODES,
+    Segment,
+    UnitCall,
+    UnitDispatchMode,
+    in_backward,
+    wraps,
+)
 from lightning_ssd.activations.weights import (
     SavedWeight,
     is_weight,
@@ -60,6 +69,7 @@ from lightning_ssd.activations.weights import (
 )
 
 __all__ = [
+    "COMPILES_UNDER_MODES",
     "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",
@@ -77,10 +87,8 @@ __all__ = [
     "OffloadPolicy",
     "OpSchedule",
     "Operation",
-    "PartitionerBudget",
     "PlacementPolicy",
     "PlanMode",
-    "PlannedExcess",
     "ResidentLimit",
     "SSDTier",
     "SSDTierBase",
@@ -91,7 +99,9 @@ __all__ = [
     "State",
     "UnitCall",
     "UnitDispatchMode",
+    "around_call",
     "backward_nodes",
+    "calls_are_compiled",
     "calls_operators",
     "changes_statistics",
     "check_no_cuda_graphs",
@@ -100,6 +110,7 @@ __all__ = [
     "compile_seconds",
     "count_compiled",
     "in_backward",
+    "is_compiled_function",
     "is_random",
     "is_weight",
     "make_auto_placement",
@@ -115,6 +126,7 @@ __all__ = [
     "storage_of",
     "tensors_of",
     "unmark_offloaded",
+    "wrap_function",
     "wraps",
     "written",
 ]

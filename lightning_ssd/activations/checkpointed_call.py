@@ -1,9 +1,10 @@
 """Activation checkpointing of single unit calls: the unit's forward is run again in backward.
 
 Units are checkpointed if they are layers of the class `GradientCheckpointingLayer` of transformers, with which their
-author allows it. `CheckpointedCall` uses torch's implementation, but begins it in a hook before the forward and ends it
-in a hook after the forward. Therefore the module gets no attribute, and calls its forward as in plain training: a model
-that is copied, saved, validated or exported in the middle of a training is the user's model.
+author allows it, or if they are compiled: backward then runs the same compiled code again. `CheckpointedCall` uses
+torch's implementation, but begins it in a hook before the forward and ends it in a hook after the forward. Therefore
+the module gets no attribute, and calls its forward as in plain training: a model that is copied, saved, validated or
+exported in the middle of a training is the user's model.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations.compiled_code import calls_are_compiled, run_again
 from lightning_ssd.activations.rerun_state import RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
@@ -32,32 +34,45 @@ _VALUES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, to
 
 
 def allows_checkpointing(module: nn.Module) -> bool:
-    """Returns whether the author of `module` allows that its forward is run again in backward.
+    """Returns whether the forward of `module` may be run again in backward: its author allows it, or it is compiled.
 
+    A compiled forward must also run as one graph, which the profiled call shows: then Python runs no code in between.
     Hooks of the user on modules inside of it would run a second time, those before its forward may replace its
     arguments, and a hook after its forward that runs before the one that ends a `CheckpointedCall` may save tensors. A
-    user who has enabled checkpointing, compiled the module or replaced its forward has chosen how it runs. In backward,
-    no `TorchFunctionMode` of the forward is active.
+    user who has enabled checkpointing or replaced the forward has chosen how it runs. In backward, no
+    `TorchFunctionMode` of the forward is active.
     """
+    compiled = calls_are_compiled(module)
     kind = _class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
-    if kind is None or not isinstance(module, kind) or not module.training or "forward" in vars(module):
+    if not module.training or not (compiled or (kind is not None and isinstance(module, kind))):
         return False
-    if hasattr(type(module).forward, "_torchdynamo_orig_callable"):  # by `torch.compile`
+    if not compiled and "forward" in vars(module):
         return False
     around = (*module._forward_pre_hooks.values(), *itertools.islice(module._forward_hooks.values(), 1))
     if internals.count_function_modes() or internals.has_global_module_hooks() or any(map(is_users_hook, around)):
         return False
-    return all(_is_plain(inner, module) for inner in module.modules())
+    return all(_is_plain(inner, module, compiled=compiled) for inner in module.modules())
 
 
-def _is_plain(inner: nn.Module, module: nn.Module) -> bool:
-    """Returns whether a module inside of `module`, or `module` itself, runs as its author has written it."""
-    if not takes_hooks(inner) or inner._compiled_call_impl is not None or vars(inner).get("gradient_checkpointing"):
+def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:
+    """Returns whether a module inside of `module`, or `module` itself, runs as its author has written it.
+
+    Args:
+        inner: the module inside.
+        module: the module.
+        compiled: whether calls of `module` are compiled. Its own hooks may run inside of the compiled code then.
+    """
+    if not takes_hooks(inner) or vars(inner).get("gradient_checkpointing"):
         return False
-    forward = vars(inner).get("forward")
-    if forward is not None and getattr(forward, "__self__", None) is not inner:
-        return False  # it is no method, but a wrapper such as a user's that collects results
-    return inner is module or not any(is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values())
+    if inner is not module or not compiled:
+        forward = vars(inner).get("forward")
+        if inner._compiled_call_impl is not None and not compiled:
+            return False
+        if forward is not None and getattr(forward, "__self__", None) is not inner:
+            return False  # it is no method, but a wrapper such as a user's that collects results
+    return (inner is module and not compiled) or not any(
+        is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values()
+    )
 
 
 def _class_of_transformers(module: str, name: str) -> type | None:
@@ -254,7 +269,7 @@ class CheckpointedCall:
         self._state.check_versions()
         args, kwargs = self._arguments.unpack(tensors)
         with self._state.restored(), _weights_in_use(self._module, args):
-            self._module.forward(*args, **kwargs)
+            run_again(self._module, args, kwargs)
 
 
 @contextlib.contextmanager

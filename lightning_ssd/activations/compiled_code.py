@@ -1,16 +1,179 @@
-"""State of `torch.compile` in this process, without an import of it by trainings that do not compile."""
+"""Compiled code: its functions and calls, and the state of `torch.compile` in this process.
 
-from collections.abc import Callable
+Trainings that do not compile import nothing of `torch.compile`.
+
+Note:
+    Hooks of a module that `module.compile()` has compiled run inside of the compiled call, where Dynamo would trace
+    them. So `around_call` wraps the compiled call itself. Wrappers of one module are layers of one function, each of
+    which may be removed in any order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.torch_internals import compile_seconds, count_compiled
+from lightning_ssd.uncopied import ModuleHook
 
-__all__ = ["GuardHook", "check_no_cuda_graphs", "compile_seconds", "count_compiled", "records_cuda_graphs"]
+__all__ = [
+    "GuardHook",
+    "around_call",
+    "calls_are_compiled",
+    "check_no_cuda_graphs",
+    "compile_seconds",
+    "count_compiled",
+    "is_compiled_function",
+    "records_cuda_graphs",
+    "run_again",
+    "wrap_function",
+]
+
+_LAYERS = "_lightning_ssd_layers"
+"""Attribute of a wrapped function: the list of its layers."""
+
+
+def is_compiled_function(value: object) -> TypeGuard[FunctionType]:
+    """Returns whether `torch.compile` has made a function. It returns its argument with `disable=True`."""
+    return (
+        issubclass(type(value), FunctionType)  # `isinstance` would ask a proxy for the class of an object that is gone
+        and hasattr(value, "_torchdynamo_orig_callable")
+        and not hasattr(value, "_torchdynamo_disable")  # `torch.compiler.disable` sets both
+    )
+
+
+def calls_are_compiled(module: nn.Module) -> bool:
+    """Returns whether calls of `module` run compiled code: `module.compile()`, `torch.compile(module)`, a decorator."""
+    own = vars(module).get("forward")
+    kind = getattr(type(module), "forward", None)
+    if own is None and kind is nn.Module.forward:
+        return False  # `compile()` of a ModuleList, whose modules are called, has no effect
+    if type(module).__name__ == "OptimizedModule":
+        return is_compiled_function(own)  # else made by `torch.compiler.disable`
+    return any(map(is_compiled_function, (module._compiled_call_impl, own, kind)))
+
+
+class _Layer(NamedTuple):
+    """Functions that a wrapped function calls before and after each call.
+
+    Attributes:
+        before: called with the positional and keyword arguments.
+        after: called with the result, or with `None` after an error, unless `before` has raised an error.
+        in_reruns: whether they are also called around a call that activation checkpointing runs again.
+    """
+
+    before: Callable[[Sequence[Any], Mapping[str, Any]], object]
+    after: Callable[[object], object]
+    in_reruns: bool
+
+
+def wrap_function(
+    module: nn.Module,
+    name: str,
+    before: Callable[[Sequence[Any], Mapping[str, Any]], object],
+    after: Callable[[object], object],
+    *,
+    in_reruns: bool = False,
+) -> Callable[[], None]:
+    """Wraps a compiled function that is an attribute of `module`; later wrappers are outside of earlier ones.
+
+    Args:
+        module: the module.
+        name: name of the attribute.
+        before: called with the positional and keyword arguments before each call.
+        after: called with its result, or with `None` after an error, unless `before` has raised an error.
+        in_reruns: whether both are also called around a call that activation checkpointing runs again.
+
+    Returns:
+        A function that removes the wrapper.
+    """
+    layer = _Layer(before, after, in_reruns)
+    layers: list[_Layer] | None = vars(getattr(module, name)).get(_LAYERS)
+    if layers is None:
+        layers = []
+        setattr(module, name, _layered(getattr(module, name), layers))
+    layers.append(layer)
+
+    def remove() -> None:
+        layers.remove(layer)
+        if not layers:
+            setattr(module, name, getattr(module, name).__wrapped__)
+
+    return remove
+
+
+def _layered(compiled: Callable[..., Any], layers: list[_Layer]) -> Callable[..., Any]:
+    @wraps(compiled)  # copies the attributes by which torch recognizes compiled functions
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _run(tuple(layers), compiled, args, kwargs)
+
+    vars(call)[_LAYERS] = layers
+    return call
+
+
+def _run(layers: Sequence[_Layer], function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function within layers, of which the last one is the outermost."""
+    if not layers:
+        return function(*args, **kwargs)
+    layers[-1].before(args, kwargs)
+    result = None
+    try:
+        result = _run(layers[:-1], function, args, kwargs)
+        return result
+    finally:
+        layers[-1].after(result)
+
+
+def around_call(
+    module: nn.Module,
+    before: Callable[[Sequence[Any], Mapping[str, Any]], object],
+    after: Callable[[object], object],
+) -> Callable[[], None]:
+    """Makes each call of `module` call `before` with its arguments and `after` with its result, outside of other hooks.
+
+    After an error, `after` is called with `None`. Torch calls it also if `before` was not called because of an error of
+    another hook.
+
+    Returns:
+        A function that ends it.
+    """
+    if is_compiled_function(module._compiled_call_impl):
+        return wrap_function(module, "_compiled_call_impl", before, after)
+
+    def begin(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        before(args, kwargs)
+
+    def end(module: nn.Module, args: object, output: object) -> None:
+        after(output)
+
+    first = module.register_forward_pre_hook(ModuleHook(begin), prepend=True, with_kwargs=True)
+    last = module.register_forward_hook(ModuleHook(end), prepend=True, always_call=True)
+
+    def remove() -> None:
+        first.remove()
+        last.remove()
+
+    return remove
+
+
+def run_again(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Runs the forward of `module` again, with the layers of its compiled call that take part in reruns, and no hooks.
+
+    A module that `module.compile()` has compiled has its hooks inside of the compiled code.
+    """
+    compiled = module._compiled_call_impl
+    if not is_compiled_function(compiled):
+        module.forward(*args, **kwargs)
+        return
+    layers: list[_Layer] | None = vars(compiled).get(_LAYERS)
+    if layers is None:
+        compiled(*args, **kwargs)
+    else:
+        _run([layer for layer in layers if layer.in_reruns], vars(compiled)["__wrapped__"], args, kwargs)
 
 
 class GuardHook:

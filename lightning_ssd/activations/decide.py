@@ -6,6 +6,7 @@ or a weight; it was kept before in this micro-batch; backward needs it at once; 
 write to its memory at any time.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ class Rules:
         records_all: whether each storage that may be offloaded has a record.
         batch: the running micro-batch; None before the first one.
         batch_number: its number.
+        of_call: choices for the storages that the running call of a compiled unit saves; `None`: no such call runs.
     """
 
     device: torch.device
@@ -66,6 +68,24 @@ class Rules:
     records_all: bool = False
     batch: MicroBatch | None = None
     batch_number: int = 0
+    of_call: "ChoicesOfCall | None" = None
+
+
+class ChoicesOfCall:
+    """A plan's choices for the storages that a call of compiled code makes and saves, in the order of saving.
+
+    Args:
+        choices: the choices. The placement decides about storages beyond them.
+        inputs: storages that exist before the call, which have choices of their own.
+    """
+
+    def __init__(self, choices: Sequence[Choice], inputs: Iterable[torch.UntypedStorage]) -> None:
+        self._choices = iter(choices)
+        self._inputs = {internals.storage_key(storage) for storage in inputs}
+
+    def next(self, storage: torch.UntypedStorage) -> Choice | None:
+        """Returns the choice for a storage that is saved for the first time."""
+        return None if internals.storage_key(storage) in self._inputs else next(self._choices, None)
 
 
 def decide(tensor: Tensor, rules: Rules) -> Decision:
@@ -113,6 +133,11 @@ def decide(tensor: Tensor, rules: Rules) -> Decision:
     record = find_saved_storage(storage)
     if record is not None and record.batch is batch and record.state is State.RESIDENT and record.nbytes == nbytes:
         return record
+    if choice is None and rules.of_call is not None:
+        choice = rules.of_call.next(storage)
+        if choice == "keep":
+            setattr(storage, KEPT_IN, rules.batch_number)
+            return None
     if choice in OFFLOAD_TIERS:
         return tuple(sorted(rules.tiers, key=lambda name: name != choice))  # the planned tier may have no room
     needs_record = rules.records_all or not batch.needs_no_record(nbytes)

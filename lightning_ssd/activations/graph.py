@@ -49,7 +49,8 @@ class Operation:
     """One operation.
 
     Attributes:
-        func: the dispatched operation.
+        func: the dispatched operation; `None`: the call of a compiled unit. The storages that it makes and saves have
+            the positions from 0 on, in the order of saving; others that it returns those from -1 down, in their order.
         segment: segment of the forward.
         unit_call: unit call in which it ran.
         where: name of the module that was running, relative to its unit.
@@ -162,8 +163,10 @@ class ForwardGraph:
         """
         begin = min(operations)
         for operation in (self.operations[index] for index in operations):
-            name = internals.schema_of(operation.func).name
-            if changes_statistics(name) or operation.func.namespace in _COMMUNICATION:
+            func = operation.func
+            if func is not None and (
+                changes_statistics(internals.schema_of(func).name) or func.namespace in _COMMUNICATION
+            ):
                 return False
             for number in operation.inputs:
                 buffer = self.buffers[number]
@@ -309,6 +312,6 @@ def changes_statistics(name: str) -> bool:
 
 
 def _name(maker: Operation, buffer: Buffer) -> str:
-    name = internals.schema_of(maker.func).name.partition("::")[2]
+    name = "compiled" if maker.func is None else internals.schema_of(maker.func).name.partition("::")[2]
     where = f"{maker.where}:{name}" if maker.where else name
     return f"{where}.{buffer.position}" if buffer.position else where

@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_ssd.activations.record import SavedStorage, State
 from lightning_ssd.device import Clock, Stopwatch
-from lightning_ssd.planning import needed_early
 from lightning_ssd.types import OFFLOAD_TIERS, OffloadTierName
 
 
@@ -42,7 +41,13 @@ class Pattern:
 
     def needed_early(self, window_bytes: int) -> frozenset[int]:
         """Returns the indices of the storage that backward needed first, and of the next `window_bytes` bytes."""
-        return needed_early(self.sizes, self.order, window_bytes)
+        early, left = set(self.order[:1]), window_bytes
+        for index in self.order[1:]:
+            if left <= 0:
+                break
+            left -= self.sizes[index]
+            early.add(index)
+        return frozenset(early)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd import forks
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.activations.decide import PLAIN, Decision, Rules, Tiers, decide, is_unwrapped
+from lightning_ssd.activations.decide import PLAIN, ChoicesOfCall, Decision, Rules, Tiers, decide, is_unwrapped
 from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
@@ -56,7 +56,7 @@ from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
 from lightning_ssd.storage_tags import OFFLOADED_WEIGHTS
-from lightning_ssd.types import OffloadTierName
+from lightning_ssd.types import Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
 _WITHOUT_HOOKS = (
@@ -242,6 +242,17 @@ class ActivationOffloader(Uncopied):
         internals.push_dispatch_mode(self.policy.mode)
         with internals.without_dispatch():
             self._make_all_progress()
+
+    def choose(self, choices: Sequence[Choice] | None, inputs: Sequence[Tensor] = ()) -> None:
+        """Sets a plan's choices for the running call of a compiled unit, whose operators no mode sees.
+
+        Args:
+            choices: choices for the storages that the call makes and saves, in the order of saving; `None`: it has
+                ended.
+            inputs: its tensor arguments.
+        """
+        strided = (one.untyped_storage() for one in inputs if one.layout is torch.strided)
+        self._rules.of_call = None if choices is None else ChoicesOfCall(choices, strided)
 
     def limit_window(self, limit: Callable[[int, Callable[[int], int]], int] | None = None) -> None:
         """Reduces the window of the present micro-batch, which has saved nothing yet, to one that has room.

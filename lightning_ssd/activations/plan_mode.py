@@ -36,7 +36,7 @@ class PlannedOp(NamedTuple):
     """One operation, and the plan's choices for its results.
 
     Attributes:
-        func: the dispatched operation.
+        func: the dispatched operation; `None`: the call of a compiled unit.
         choices: choice for each result, by its position among the returned tensors.
         saved: numbers of the recomputed buffers that autograd saves, by position.
         ends: end of the operation, seconds since the begin of the forward.
@@ -76,6 +76,7 @@ class SavedTensorHooks(Protocol):
     def pause(self, *, save_weights: bool) -> bool: ...
     def can_resume(self) -> bool: ...
     def resume(self) -> None: ...
+    def choose(self, choices: Sequence[Choice] | None, inputs: Sequence[Tensor] = (), /) -> None: ...
 
 
 def make_schedule(
@@ -142,7 +143,7 @@ def _plain_calls(
     }
     for index, operation in enumerate(graph.operations):
         if operation.segment.begun_by == "enter" and (
-            internals.schema_of(operation.func).is_mutable
+            (operation.func is not None and internals.schema_of(operation.func).is_mutable)
             or any(choice != "keep" for choice in of_operation.get(index, {}).values())
             or not unsure.isdisjoint(operation.inputs)
         ):
@@ -172,8 +173,6 @@ class PlanMode(UnitDispatchMode):
         """Schedule of the forwards that begin from now on."""
         self._hooks = hooks
         self._containing = _containing(units)
-        self._paused_by: UnitCall | None = None
-        """The running unit call that runs without mode and hooks. A plain one does until it calls another unit."""
         self._checkpointed: CheckpointedCall | None = None
         """The checkpointing of the call `_paused_by`; `None`: the call is not run again in backward."""
         self._caches = EmptyCaches()
@@ -187,6 +186,8 @@ class PlanMode(UnitDispatchMode):
         """Values to recompute of the present forward. After it, only autograd's nodes keep them alive."""
         self._planned: Sequence[PlannedOp] = ()
         self._next = 0
+        self._planned_call: PlannedOp | None = None
+        """Entry of the schedule for the running call of a compiled unit."""
 
     def __enter__(self) -> Any:
         self.elapsed = 0.0
@@ -235,7 +236,7 @@ class PlanMode(UnitDispatchMode):
             self._paused_by = call
 
     def unit_called(
-        self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         if not self.schedule.checkpointed:
             return
@@ -247,6 +248,27 @@ class PlanMode(UnitDispatchMode):
             self._paused_by = unit_call
             self._checkpointed = CheckpointedCall(module, arguments)
             self._checkpointed.begin()
+
+    def compiled_called(
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._planned_call = None if self._paused_by is not None else self._next_operation(None)
+        if self._planned_call is not None:
+            choices = self._planned_call.choices
+            saved = [choices.get(position, "keep") for position in range(1 + max(choices, default=-1))]
+            self._hooks.choose(saved, tensors_of((tuple(args), dict(kwargs))))
+
+    def compiled_returned(self, unit_call: UnitCall, module: nn.Module, output: object) -> None:
+        if self._planned_call is None:
+            return
+        for index, tensor in enumerate(tensors_of(output)):
+            choice = self._planned_call.choices.get(-1 - index)
+            if choice is not None and tensor.layout is torch.strided:
+                setattr(tensor.untyped_storage(), CHOICE, choice)
+
+    def compiled_ended(self) -> None:
+        self._planned_call = None
+        self._hooks.choose(None)
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
         if unit_call != self._paused_by:

@@ -7,19 +7,18 @@ the model's control flow depends on data. A segment whose operations differ does
 import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
-from lightning_ssd.activations.compiled_code import GuardHook, count_compiled
-from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
+from lightning_ssd.activations.compiled_code import GuardHook, around_call, calls_are_compiled, count_compiled
+from lightning_ssd.uncopied import Uncopied, takes_hooks
 
-_COMPILES = hasattr(internals.TorchDispatchMode, "ignore_compile_internals")
+COMPILES_UNDER_MODES = hasattr(internals.TorchDispatchMode, "ignore_compile_internals")
 """Whether torch compiles code under modes that allow it."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__  # inherited by classes that do not dispatch
@@ -55,6 +54,9 @@ class UnitCall(NamedTuple):
 class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
     """Intercepts every operation of the forwards that run inside it. Operations of backwards are not intercepted.
 
+    A call of a compiled unit is one operation: the mode is removed from before the call until after it, so that Dynamo
+    runs the code that it has compiled without a mode.
+
     The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it. Unit
     calls on threads that user code starts in a forward are no events of the forward, as their operations are not seen.
 
@@ -63,23 +65,36 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
 
     Attributes:
         num_compiled: calls of compiled code in forwards under any of these modes in this process, each counted at least
-            once. Its operations are those of its graphs.
+            once, without those of compiled units. Its operations are those of its graphs.
         num_not_compiled: operations under any of these modes of functions that `torch.compile` compiles elsewhere, and
             that older torch leaves uncompiled under every dispatch mode.
     """
 
     supports_higher_order_operators = True
+    compiled_is_one: ClassVar[bool] = True
+    """Whether calls of compiled units are one operation."""
     num_compiled: ClassVar[int] = 0
     num_not_compiled: ClassVar[int] = 0
 
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._handles: list[RemovableHandle] = []
+        self._removals: list[Callable[[], None]] = []
+        """Functions that remove the hooks."""
         self._entered = 0
+        self._paused_by: UnitCall | None = None
+        """The running unit call that runs without mode and hooks, as a plan says."""
+        self._compiled: UnitCall | None = None
+        """The running call of a compiled unit, in which the mode is not in force."""
+        self._is_removed = False
+        """Whether the mode was removed for this call, and not by a pause before it."""
+        self._num_graphs = 0
+        """Compiled graphs that this call has run: one, if Python runs no code in between."""
         self._guards: GuardHook | None = None
         """Notices calls of code that was compiled before the running forward; None: no forward runs."""
         self._count = 0
-        """Value of `count_compiled` at the begin of the forward."""
+        """Value of `count_compiled` at the begin of the forward, plus what compiled units have added."""
+        self._count_before = 0
+        """Value of `count_compiled` at the begin of the running call of a compiled unit."""
         self._thread = 0
         """Identifier of the thread of the running forward."""
         self._open: list[UnitCall] = []
@@ -94,9 +109,9 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
 
     def close(self) -> None:
         """Removes the hooks from the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
 
     def __enter__(self) -> Any:
         self._open.clear()
@@ -111,6 +126,8 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
+        if self._compiled is not None:  # it has raised an error that is no `Exception`, after which torch calls no hook
+            self._end_compiled()
         self._entered -= 1
         if not self._entered and self._guards is not None:
             self._guards.close()
@@ -120,8 +137,12 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _on_compiled_call(self) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return
+        if self._compiled is None:
             UnitDispatchMode.num_compiled += 1
+        else:
+            self._num_graphs += 1
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -136,7 +157,9 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
     @internals.skipped_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         callback = internals.set_eval_frame(None)
-        if callable(callback) and not _COMPILES:  # Dynamo's, which compiles the code that calls the operation
+        if (
+            callable(callback) and not COMPILES_UNDER_MODES
+        ):  # Dynamo's, which compiles the code that calls the operation
             UnitDispatchMode.num_not_compiled += 1
         try:
             return self._dispatch(func, types, args, kwargs)
@@ -165,7 +188,7 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
         """Runs an operation and returns its result."""
 
     def unit_called(  # noqa: B027  # optional
-        self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Called before the forward of a unit's module, after `begin_segment`.
 
@@ -179,21 +202,60 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:  # noqa: B027  # optional
         """Called when a unit call has returned `output`."""
 
+    def compiled_called(  # noqa: B027  # optional
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Called before the forward of a compiled unit, after `unit_called`, once the mode is removed."""
+
+    def compiled_returned(self, unit_call: UnitCall, module: nn.Module, output: object) -> None:  # noqa: B027
+        """Called when that forward has returned `output`, before `unit_returned`; not after an error."""
+
+    def compiled_ended(self) -> None:  # noqa: B027
+        """Called when that forward has ended, before the mode is in force again; also after an error."""
+
     def _hook(self, index: int, module: nn.Module) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if self._follows_unit_calls():
                 self._open.append(UnitCall(index, self._call_counts["enter", index]))
                 self._on_unit_event("enter", index)
                 self.unit_called(self._open[-1], module, args, kwargs)
+                if self.compiled_is_one and calls_are_compiled(module):
+                    self._begin_compiled(self._open[-1], module, args, kwargs)
 
-        def after(module: nn.Module, args: object, output: object) -> None:
+        def after(output: object) -> None:
             if self._follows_unit_calls():
                 if self._open:
-                    self.unit_returned(self._open.pop(), output)
+                    unit_call = self._open.pop()
+                    if unit_call == self._compiled:
+                        if output is not None:
+                            self.compiled_returned(unit_call, module, output)
+                        self._end_compiled()
+                    self.unit_returned(unit_call, output)
                 self._on_unit_event("exit", index)
 
-        self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(ModuleHook(after), prepend=True, always_call=True))
+        self._removals.append(around_call(module, before, after))
+
+    def _begin_compiled(
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Removes the mode, unless user code has entered another one inside of it: then its code is late code."""
+        if self._compiled is not None:
+            return  # it is called by a compiled unit
+        self._is_removed = internals.innermost_dispatch_mode() is self
+        if not self._is_removed and self._paused_by is None:
+            return
+        if self._is_removed:
+            internals.pop_dispatch_mode()
+        self._compiled, self._num_graphs = unit_call, 0
+        self._count_before = count_compiled()
+        self.compiled_called(unit_call, module, args, kwargs)
+
+    def _end_compiled(self) -> None:
+        self._compiled = None
+        self.compiled_ended()
+        self._count += count_compiled() - self._count_before
+        if self._is_removed:
+            internals.push_dispatch_mode(self)
 
     def _follows_unit_calls(self) -> bool:
         """Returns whether a forward inside the mode runs on this thread."""

@@ -4,15 +4,13 @@ The modules, by subject, in the order in which they are best read:
 
 - the meeting with Lightning: `protocol`.
 - the decision of `offload="auto"`: `auto_plan`, `known_memory` (a micro-batch that may need more memory), `obstacles`.
-- a plan of operators: `plan_cycle` (its life), `profiled_steps`, `profiling_budget`, `plan_maker`, `plan_runner`
+- a plan: `plan_cycle` (its life), `profiled_steps`, `profiling_budget`, `plan_maker`, `plan_runner`
   (applies and measures it), `plan_report`, `step_timer`.
-- a plan of compiled code: `compiled_plan`.
 - sizes of micro-batches, and rows of a plan: `batches`.
 """
 
 from lightning_ssd.autoplan.auto_plan import AutoPlan, Outcome
 from lightning_ssd.autoplan.batches import BatchShape
-from lightning_ssd.autoplan.compiled_plan import CompiledPlan
 from lightning_ssd.autoplan.obstacles import CompiledCode, obstacle_to_planning
 from lightning_ssd.autoplan.plan_cycle import TOLERANCE, PlanCycle, PlanOptions
 from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, WARMUP_AFTER_CHANGE, Comparison, PlanRunner
@@ -28,7 +26,6 @@ __all__ = [
     "BatchShape",
     "Comparison",
     "CompiledCode",
-    "CompiledPlan",
     "MicroBatchPlanner",
     "Outcome",
     "PlanCycle",

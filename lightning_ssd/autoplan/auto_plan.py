@@ -4,14 +4,13 @@ A training has these phases. All methods are called on the training thread.
 
 1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`).
 2. decide, at the end of each step until there is a plan (`_decide`).
-3. plan: a `PlanCycle`, or for compiled code a `CompiledPlan`, to which the events of the training are passed.
+3. plan: a `PlanCycle`, to which the events of the training are passed.
 
 A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,13 +21,11 @@ from lightning_ssd.activations import (
     OffloadAll,
     OffloadExcess,
     OffloadPolicy,
-    ResidentLimit,
     make_auto_placement,
 )
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
-from lightning_ssd.autoplan.compiled_plan import CompiledPlan
 from lightning_ssd.autoplan.known_memory import KnownMemory
-from lightning_ssd.autoplan.obstacles import COMPILED, Obstacles
+from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
 from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
 from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
 from lightning_ssd.autoplan.protocol import Training
@@ -65,23 +62,19 @@ class AutoPlan(Uncopied):
 
     Attributes:
         outcome: the decision; `"measuring"` before there is one.
-        cycle: the plan of operators and its life; `None`: there is none.
-        compiled: the plan of compiled code; `None`: there is none.
+        cycle: the plan and its life; `None`: there is none.
     """
 
     def __init__(self, training: Training) -> None:
         self.outcome: Outcome = "measuring"
         self.cycle: PlanCycle | None = None
-        self.compiled: CompiledPlan | None = None
         self._training = training
-        self._obstacles = Obstacles()
+        self._obstacles = Obstacles(training)
         self._parameters = tuple(training.module.parameters())
         self._profiling_budget = ProfilingBudget()
         self._batches = SeenBatches()
         """Batches of the whole training."""
         self._failed_profiles = 0
-        self._states_placed = False
-        """Whether model states of a training with compiled code are in their final tiers."""
         self._begin()
         if self._known is not None:
             self._obstacles.begin()
@@ -89,7 +82,7 @@ class AutoPlan(Uncopied):
     def _begin(self) -> None:
         """Begins to decide for the steps with the present offloader."""
         self.outcome = "measuring"
-        self.cycle = self.compiled = None
+        self.cycle = None
         self._known: KnownMemory | None = None
         """Compares micro-batches with measured ones; `None`: nothing is decided."""
         self._shape: BatchShape | None = None
@@ -150,18 +143,13 @@ class AutoPlan(Uncopied):
         """Whether the present micro-batch is the first one of a step."""
         return self._begins_step
 
-    @contextlib.contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Excludes the time in the context, before the forward of a micro-batch, from measured times.
+    def excluded(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context whose time, before the forward of a micro-batch, is no part of measured times.
 
         The steps by which plans are made and corrected would otherwise include the time in which the first
         micro-batches record their state, and later steps don't.
         """
-        with contextlib.ExitStack() as stack:
-            for timed in (self.cycle, self.compiled):
-                if timed is not None:
-                    stack.enter_context(timed.excluded())
-            yield
+        return contextlib.nullcontext() if self.cycle is None else self.cycle.excluded()
 
     # ---- events of the training ----
 
@@ -188,8 +176,7 @@ class AutoPlan(Uncopied):
             self.cycle.begin_micro_batch(batch)
             if self.cycle.offloads_all:
                 self._training.offloader.limit_window(self._known.limit.fitting_window)
-        plans = (None if one is None else one.rule for one in (self.cycle, self.compiled))
-        self._rule = (self.outcome, *plans)
+        self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
 
@@ -204,8 +191,6 @@ class AutoPlan(Uncopied):
 
     def after_backward(self) -> None:
         """Called after each backward."""
-        if self.compiled is not None:
-            self.compiled.end_backward()
         if self.cycle is not None:
             self.cycle.end_backward()
         if self._training.automatic:  # with manual optimization more backwards may follow
@@ -228,8 +213,6 @@ class AutoPlan(Uncopied):
             return
         if not self._training.automatic:
             self._end_backward()
-        if self.compiled is not None:
-            self.compiled.end_micro_batch(ran_out=self._runs_again)
         self._restore()
         self._proven[self._rule] += 1
         if self._limited:
@@ -257,10 +240,7 @@ class AutoPlan(Uncopied):
                 self._plan_smaller(known, self.cycle)
             return
         self._profiling_budget.end_step()
-        if self.compiled is None:
-            self._decide(known)
-        else:
-            self.compiled.end_step()
+        self._decide(known)
 
     def pause(self) -> None:
         """Called when a validation begins."""
@@ -280,8 +260,6 @@ class AutoPlan(Uncopied):
         """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
         if self.cycle is not None:
             self.cycle.end_epoch()
-        if self.compiled is not None:
-            self.compiled.end_micro_batch(ran_out=True)
 
     def report(self) -> None:
         """Called when training ends: logs a report on the plan of operators, if there is one."""
@@ -297,25 +275,18 @@ class AutoPlan(Uncopied):
         """Ends all decisions."""
         self._known = None
         self._obstacles.close()
-        self._close_plans()
+        self._close_plan()
 
     # ---- before there is a plan of operators ----
 
     def _apply_limit(self, known: KnownMemory) -> None:
         """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
         known.begin(self._shape, self._trained)
-        if (self._states_placed or self.compiled is not None) and not known.limit.known:
-            known.limit.measure()  # model states that were moved, or compiled code, may have left no room
         self._short |= known.short
-        if self.compiled is not None:
-            self.compiled.begin_micro_batch(self._shape, begins_step=self._begins_step)
         decided = self._steps >= FIRST_STEPS
         self._training.offloader.limit_window()
-        if self.compiled is not None:
-            self.compiled.follow()
-        recording = self.compiled is not None and self.compiled.recording
-        self._enable_hooks(recording or not (decided and known.fits))
-        if decided and known.limit.fits and self.outcome != "keep" and self.compiled is None:
+        self._enable_hooks(not (decided and known.fits))
+        if decided and known.limit.fits and self.outcome != "keep":
             self.outcome = "keep"
             peak, most = format_bytes(known.limit.needed_bytes), format_bytes(known.limit.meter.limit())
             self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
@@ -333,18 +304,13 @@ class AutoPlan(Uncopied):
             return
         if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
             return
-        obstacle = self._obstacles.find(self._training, self._shape)
+        obstacle = self._obstacles.find(self._shape)
         if obstacle is None:
-            self._plan_operators(known)
-        elif obstacle == COMPILED and self._training.processes == 1 and self._training.automatic:
-            if self._short:
-                self._plan_compiled(known)
-            elif movable and not self._states_placed:
-                self._place_states(known.limit)
+            self._begin_plan(known)
         elif self._short:
             self._offload_excess(obstacle)
 
-    def _plan_operators(self, known: KnownMemory) -> None:
+    def _begin_plan(self, known: KnownMemory) -> None:
         self.outcome = "plan"
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
@@ -357,43 +323,6 @@ class AutoPlan(Uncopied):
         # The user has added no planner, and expects no metrics of one.
         self.cycle = PlanCycle(self._training, options, meter, self._profiling_budget, logs_metrics=False)
         self.cycle.profiled.recordable = self._batches
-
-    def _plan_compiled(self, known: KnownMemory) -> None:
-        """Plans saved tensors of a training with compiled code, whose operators are not visible."""
-        self.outcome = "plan"
-        self._log("plans which saved tensors of compiled code are kept and offloaded: not all of them have room")
-        recompiles = self._obstacles.compiled_backward
-        self.compiled = CompiledPlan(self._training, known, self._batches, recompiles=recompiles)
-
-    def _place_states(self, limit: ResidentLimit) -> None:
-        """Moves offloaded states of a training with compiled code to the memory that saved tensors leave, once.
-
-        A strategy offloads states before the first step, when the memory of activations is not known, if they take most
-        of the device's memory. Compiled code has no profile from which a plan for them could be made.
-        """
-        if not limit.known:
-            return
-        self._states_placed = True
-        owner = self._training.owner
-        assert owner is not None
-        saved = limit.expected_bytes
-        # Weights that were prefetched before the micro-batch began are part of the measured memory of everything else.
-        # Before a measurement, that includes saved tensors.
-        room = limit.room_bytes + limit.growth_bytes + (0 if limit.measured else saved)
-        free = int(room - ResidentLimit.SPARE * saved)  # with less, saved tensors would have no room
-        tiers = owner.present_tiers(max(0, free))
-        if tiers == owner.present_tiers():
-            return
-        try:
-            owner.move_states_to(tiers)
-        except ValueError as error:  # nothing was moved
-            self._training.inform(f"offload='auto': {error}.")
-            return
-        self._training.inform(
-            "offload='auto': model states of the first units are kept on the device, in the "
-            f"{format_bytes(free)} that saved tensors leave."
-        )
-        self._begin()
 
     def _keep_for_cuda_graphs(self) -> None:
         """Keeps all saved tensors from the second step on, which records the CUDA graphs. The first one warms them up.
@@ -413,20 +342,19 @@ class AutoPlan(Uncopied):
         self._enable_hooks(False)
 
     def _plan_late_code(self) -> None:
-        """Ends the plan of operators, as compiled code runs under it."""
+        """Ends the plan, as compiled code that is no unit runs under it."""
         self._training.inform(
-            "offload='auto': compiled code of this training was called late, in a step whose operators were recorded "
-            "or planned. Saved tensors of all its code are planned from now on, and no operators are recomputed."
+            "offload='auto': compiled code that is no block of the model was called in a step that was recorded or "
+            f"planned. The plan ends, and saved tensors that have no room are offloaded ({BLOCKS})."
         )
-        self._close_plans()
+        self._close_plan()
         self._begin()
 
-    def _close_plans(self) -> None:
-        for plan in (self.cycle, self.compiled):
-            if plan is not None:
-                plan.close()
-                self._training.set_window(None)
-        self.cycle = self.compiled = None
+    def _close_plan(self) -> None:
+        cycle, self.cycle = self.cycle, None
+        if cycle is not None:
+            cycle.close()
+            self._training.set_window(None)
 
     # ---- a micro-batch that ran out of memory ----
 
@@ -466,7 +394,7 @@ class AutoPlan(Uncopied):
             part: forward or backward, which has failed.
         """
         shape, trained, begins_step = self._shape, self._trained, self._begins_step
-        self._close_plans()
+        self._close_plan()
         self._begin()
         offloader = self._training.offloader
         self._training.inform(
@@ -494,7 +422,7 @@ class AutoPlan(Uncopied):
         if self._failed_profiles < MAX_FAILED_PROFILES:
             cycle.plan_smaller()
             return
-        self._close_plans()
+        self._close_plan()
         self._obstacles.lasting = "profiling needs more memory than there is"
         self._offload_excess(self._obstacles.lasting)
         offloader = self._training.offloader

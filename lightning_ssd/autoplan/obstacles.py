@@ -1,26 +1,31 @@
-"""Trainings whose operators can't be planned: those on several devices, and those with compiled code."""
+"""Trainings that can't be planned: those on several devices, and those with compiled code that is no unit."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd.activations import (
+    COMPILES_UNDER_MODES,
     GuardHook,
     UnitDispatchMode,
     backward_nodes,
+    calls_are_compiled,
     count_compiled,
     records_cuda_graphs,
 )
 from lightning_ssd.autoplan.batches import BatchShape
 from lightning_ssd.autoplan.protocol import Training
-from lightning_ssd.model_states import is_compiled
+from lightning_ssd.model_states import compiled_functions, is_compiled
 from lightning_ssd.uncopied import Uncopied
 
 __all__ = ["COMPILED", "CompiledCode", "Obstacles", "obstacle_to_planning"]
 
-COMPILED = "`torch.compile` compiles a part of the training"
-"""The obstacle to planning in trainings with compiled code."""
+BLOCKS = "compile the model's blocks instead: `for block in model.blocks: block.compile()`"
+"""Remedy for compiled code that is no unit."""
+
+COMPILED = f"`torch.compile` compiles code that is no block of the model, whose operations can't be planned ({BLOCKS})"
+"""The obstacle to planning in trainings with such code."""
 
 
 class CompiledCode(Uncopied):
@@ -76,19 +81,25 @@ class CompiledCode(Uncopied):
 
 
 class Obstacles:
-    """Finds reasons why the operators of a training can't be planned, while its first steps run.
+    """Finds reasons why a training can't be planned, while its first steps run.
 
-    All methods are called on the training thread.
+    Compiled code can be planned if it is a unit as a whole. Other compiled code is noticed while it runs, also under a
+    plan, which ends then. All methods are called on the training thread.
+
+    Args:
+        training: the training.
 
     Attributes:
         lasting: a reason that later steps have, too; `None`: none was found.
-        compiled_backward: whether backward runs compiled code, as far as `see_backward` has shown.
         cuda_graphs: whether compiled code of the first step has recorded CUDA graphs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, training: Training) -> None:
         self.lasting: str | None = None
-        self.compiled_backward = self.cuda_graphs = False
+        self.cuda_graphs = False
+        self._training = training
+        self._is_compiled = False
+        """Whether a loss has shown compiled code."""
         self._code: CompiledCode | None = None
         """Notices compiled code; `None` before `begin`."""
 
@@ -103,21 +114,21 @@ class Obstacles:
 
     def see_backward(self, loss: Tensor) -> None:
         """Called before backwards of a training that may be planned: looks for compiled code."""
-        if self.lasting in (None, COMPILED) and not self.compiled_backward and _has_compiled_nodes(loss):
-            self.lasting, self.compiled_backward = COMPILED, True
+        self._is_compiled = self._is_compiled or _has_compiled_nodes(loss)
 
-    def find(self, training: Training, shape: BatchShape | None) -> str | None:
+    def find(self, shape: BatchShape | None) -> str | None:
         """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
-        if self.lasting is None and self._ran_compiled:
+        compiled = self._is_compiled or self._ran_compiled
+        if self.lasting is None and compiled and not _has_compiled_units(self._training):
             self.lasting = COMPILED
         if self.lasting is None and shape is None:
             return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
         if self.lasting is None:
-            self.lasting = obstacle_to_planning(training)
+            self.lasting = obstacle_to_planning(self._training, allows_units=True)
         return self.lasting
 
     def find_late(self, inform: Callable[[str], None]) -> bool:
-        """Returns whether compiled code ran under a plan of operators, which has to end then.
+        """Returns whether compiled code that is no unit ran under a plan, which has to end then.
 
         If older torch ran it uncompiled, all code of the process is compiled anew, and `inform` logs a line about it.
         """
@@ -143,17 +154,40 @@ class Obstacles:
         return self._code is not None and self._code.ran
 
 
-def obstacle_to_planning(training: Training) -> str | None:
-    """Returns why no plan can be applied to the training; `None`: one can."""
+def obstacle_to_planning(training: Training, *, allows_units: bool = False) -> str | None:
+    """Returns why no plan can be applied to the training; `None`: one can, as far as its modules show.
+
+    Args:
+        training: the training.
+        allows_units: whether units may be compiled as a whole.
+    """
     if training.processes > 1:
         return "several devices train, and plans are for the training of one device"
+    units = _compiled_units(training) if allows_units else []
+    inside = {part for unit in units for part in unit.modules()}
     for name, part in training.module.named_modules():
-        if is_compiled(part):
+        if part not in inside and is_compiled(part):
+            remedy = f" ({BLOCKS})" if allows_units else ""
             return (
                 f"{name or type(training.module).__name__} is compiled, and single operations of compiled code can't "
-                "be planned"
+                f"be planned{remedy}"
             )
     return None
+
+
+def _compiled_units(training: Training) -> list[nn.Module]:
+    """Returns the modules of units whose calls are compiled, and none of their other methods."""
+    return [
+        module
+        for unit in training.units()
+        for module in unit.modules
+        if calls_are_compiled(module) and {"forward", "_compiled_call_impl"}.issuperset(compiled_functions(module))
+    ]
+
+
+def _has_compiled_units(training: Training) -> bool:
+    """Returns whether compiled code of the training may be that of its units alone."""
+    return COMPILES_UNDER_MODES and bool(_compiled_units(training))
 
 
 def _has_compiled_nodes(loss: Tensor) -> bool:

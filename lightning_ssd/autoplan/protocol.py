@@ -8,14 +8,12 @@ Note:
     With several processes, some decisions are local to a process, and others must be the same in all of them.
 
     Local, as no other process can see them: whether a saved tensor is kept, offloaded or recomputed, and whether a unit
-    is checkpointed; the window of transfers; the row of a plan that a micro-batch follows; `activation_memory_budget`
-    of compiled code, as its results may differ in the last digits only (and never where deterministic algorithms are
-    asked for).
+    is checkpointed; the window of transfers; the row of a plan that a micro-batch follows.
 
-    The same in all processes, as collectives or shared memory depend on them: tiers of model states (`move_states`,
-    `move_states_to`), the processor of an optimizer step, whether gradients stay on the GPU, and the step between which
-    and the next one states are moved; a second attempt at a micro-batch (`save_memory`) if its backward has begun
-    collectives. These are the methods below that say "agreed".
+    The same in all processes, as collectives or shared memory depend on them: tiers of model states (`move_states`),
+    the processor of an optimizer step, whether gradients stay on the GPU, and the step between which and the next one
+    states are moved; a second attempt at a micro-batch (`save_memory`) if its backward has begun collectives.
+    These are the methods below that say "agreed".
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.model_states import ModelStates, PlanTiers, Unit
+from lightning_ssd.model_states import ModelStates, Unit
 from lightning_ssd.planning import Plan
 
 __all__ = ["MicroBatchPlanner", "StatesOwner", "Training"]
@@ -61,12 +59,6 @@ class StatesOwner(Protocol):
         Raises:
             ValueError: nothing was moved.
         """
-
-    def present_tiers(self, resident_bytes: int = 0) -> PlanTiers:
-        """Returns the tiers of states, with those of the first units on the device as far as these bytes go."""
-
-    def move_states_to(self, tiers: PlanTiers) -> None:
-        """Moves states as `move_states` does. Agreed."""
 
 
 class MicroBatchPlanner(Protocol):

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.autoplan import AutoPlan, CompiledPlan, Outcome, PlanCycle
+from lightning_ssd.autoplan import AutoPlan, Outcome, PlanCycle
 from lightning_ssd.callbacks.micro_batch_switch import ends_short_window
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.step_profiling import StepProfiling
@@ -28,10 +28,9 @@ class AutoPlanner(pl.Callback):
     - `"plan"`: the device lacks room. The training is profiled and planned as by a `SwapPlanner`: saved tensors are
       kept, offloaded and recomputed, and, with `states="auto"`, offloaded model states are moved. The plan is for
       batches of every size; micro-batches that may need more memory than all before offload all saved tensors.
-      In a training with compiled code, whose operators are not visible, saved tensors are kept and offloaded by a plan
-      of their order and times (`CompiledPlan`), and offloaded model states are moved to memory that they leave.
-    - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, for
-      example. Saved tensors without room are offloaded, as in the first steps.
+      Saved tensors of compiled blocks are kept or offloaded, or their block is checkpointed.
+    - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, or code is
+      compiled that is no block, for example. Saved tensors without room are offloaded, as in the first steps.
 
     A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded
     (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or
@@ -63,11 +62,6 @@ class AutoPlanner(pl.Callback):
     def planner(self) -> PlanCycle | None:
         """The plan of operators; `None`: there is none."""
         return None if self._plan is None else self._plan.cycle
-
-    @property
-    def compiled(self) -> CompiledPlan | None:
-        """The plan of compiled code; `None`: there is none."""
-        return None if self._plan is None else self._plan.compiled
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -38,8 +38,6 @@ from lightning_ssd.model_states.placement import (
     plan_memory,
     planned_residents,
     present_spec,
-    residents_within,
-    state_bytes,
 )
 from lightning_ssd.model_states.units import FlatParameter, Unit, UnitPart
 from lightning_ssd.model_states.weights import OffloadedModel
@@ -112,34 +110,18 @@ def move_model_states(
     return _remake(states, module, optimizers, groups, movable, parts, target, device, setup)
 
 
-def present_tiers(
-    states: ModelStates, optimizers: Sequence[Optimizer], setup: Setup, *, resident_bytes: int = 0
-) -> PlanTiers:
+def present_tiers(states: ModelStates, setup: Setup) -> PlanTiers:
     """Returns the tiers of all parts of units, as `move_model_states` takes them.
 
-    Args:
-        states, optimizers, setup: as in `move_model_states`.
-        resident_bytes: bytes of the device, beside those that it has for prefetched weights, for parts that are off it:
-            the first ones that fit are on it in the result. All of them are if they fit without prefetched weights.
-
-    Returns:
-        The present tiers of the other parts. A part with flat parameters on SSDs is on SSDs.
+    A part with flat parameters on SSDs is on SSDs.
     """
     model = states.offloaded
-    units = [unit for unit, _ in model.units]
-    groups, _ = groups_of(optimizers)
-    resident = model.parameters
-    if not resident_bytes or state_bytes(resident, groups) > resident_bytes + states.prefetched_bytes:
-        dtypes = {one.parameter: flat.dtype for flat in model.stores for one in flat.param_views}
-        resident, _ = residents_within(
-            units, resident, groups, resident_bytes, dtypes, defer_to_user_hooks=setup.defer_to_user_hooks
-        )
     tiers: dict[str, UnitTiers] = {}
     for unit, flat_params in model.units:
         of_parts: dict[str, tuple[Tier, Tier]] = {}
         for part in setup.parts_of(unit):
             own = [model.stores[flat].tiers for flat in flats_of(part, flat_params)]
-            if not own or any(parameter in resident for _, parameter in part.parameters):
+            if not own:
                 of_parts[part.name] = ("gpu", "gpu")
             else:
                 weights, opt_state = zip(*own, strict=True)

@@ -7,7 +7,6 @@ The modules, by subject, in the order in which they are best read:
 - planners: `planners` (by name), `holistic` (the default), `few_launches`, `saved_groups` (helpers); `papers` with
   `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes` (Teraio's rule for units) with `teraio` (its algorithm),
   `io_timeline` and `migration`.
-- compiled code: `saved_timeline`.
 - reports: `report`, `endurance`.
 """
 
@@ -46,13 +45,6 @@ from lightning_ssd.planning.report import (
 )
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
-from lightning_ssd.planning.saved_timeline import (
-    SavedTimeline,
-    StoragePlan,
-    needed_early,
-    plan_storages,
-    smaller_budget,
-)
 from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.teraio import plan_in_longer_step
@@ -88,9 +80,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "SSD",
-    "SavedTimeline",
     "StepMemory",
-    "StoragePlan",
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",
@@ -114,18 +104,15 @@ __all__ = [
     "load_json",
     "make_plan",
     "make_report",
-    "needed_early",
     "offload_amounts",
     "plan_for_least_memory",
     "plan_in_longer_step",
-    "plan_storages",
     "plan_with_coefficient",
     "read_text",
     "render_report",
     "render_summary",
     "resident_bytes",
     "simulate",
-    "smaller_budget",
     "sum_ranges",
     "swap_coefficient",
     "unit_call_name",

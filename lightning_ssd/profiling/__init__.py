@@ -12,7 +12,6 @@ from lightning_ssd.profiling.limits import (
 )
 from lightning_ssd.profiling.machine import adam_step, measure_machine
 from lightning_ssd.profiling.profiler import Profiler, count_samples
-from lightning_ssd.profiling.saved_timeline_recorder import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_bytes, trace
 from lightning_ssd.profiling.unit_profiles import unit_profiles
@@ -21,7 +20,6 @@ __all__ = [
     "HOST_FILL",
     "LifetimeRecorder",
     "Profiler",
-    "SavedTimelineRecorder",
     "TraceMode",
     "TracingError",
     "add_unseen_memory",

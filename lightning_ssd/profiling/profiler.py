@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
@@ -26,6 +25,7 @@ from lightning_ssd.activations import (
     SavedStorage,
     UnitCall,
     UnitDispatchMode,
+    around_call,
     make_schedule,
 )
 from lightning_ssd.device import WorkCounter, allocator_memory, make_clock
@@ -43,7 +43,7 @@ from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.replay import LifetimeProfile
 from lightning_ssd.types import Choice, Tier
-from lightning_ssd.uncopied import ModuleHook, Uncopied, takes_hooks
+from lightning_ssd.uncopied import Uncopied, takes_hooks
 
 LAUNCH_QUEUE = 128
 """Operations that surely fit into a GPU's launch queue, together with the copies of their saved tensors."""
@@ -122,7 +122,8 @@ class Profiler(Uncopied):
         """The unit call whose operations the host launches, and the time of its begin."""
         self._num_calls: Counter[int] = Counter()
         """Calls of each unit, by index, in the present timed forward."""
-        self._handles: list[RemovableHandle] = []
+        self._removals: list[Callable[[], None]] = []
+        """Functions that remove the hooks of timed steps."""
 
     # ---- one micro-batch, operation by operation ----
 
@@ -154,7 +155,7 @@ class Profiler(Uncopied):
         mode = TraceMode([unit.modules for unit in self.units], self._offloader.device, self._lifetimes)
         self._trace_mode = mode
         placement = self._offloader.policy.placement if self._lifetimes is None else KeepAll()
-        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement)
+        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement, mode.on_stall)
 
     def _step_bytes(self) -> int:
         """Returns the bytes of gradients and optimizer states on the device, which the first step allocates."""
@@ -238,6 +239,7 @@ class Profiler(Uncopied):
         on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
         on_unpacked: Callable[[SavedStorage], None],
         placement: PlacementPolicy | None = None,
+        on_stall: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """Runs the next forward inside `mode` and active hooks, with callbacks for saved and unpacked storages.
 
@@ -246,11 +248,20 @@ class Profiler(Uncopied):
             on_saved: as in `OffloadPolicy`.
             on_unpacked: as in `OffloadPolicy`.
             placement: as in `OffloadPolicy`; None: it does not change.
+            on_stall: as in `OffloadPolicy`.
         """
         policy = self._policy_before = self._offloader.policy
         changes: dict[str, Any] = {} if placement is None else {"placement": placement}
         self._offloader.run(
-            replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked, hooks_enabled=True, **changes)
+            replace(
+                policy,
+                mode=mode,
+                on_saved=on_saved,
+                on_unpacked=on_unpacked,
+                on_stall=on_stall,
+                hooks_enabled=True,
+                **changes,
+            )
         )
 
     def _leave_mode(self) -> None:
@@ -259,7 +270,13 @@ class Profiler(Uncopied):
         enabled = policy.hooks_enabled and before.hooks_enabled
         self._offloader.run(
             replace(
-                policy, mode=before.mode, placement=placement, on_saved=None, on_unpacked=None, hooks_enabled=enabled
+                policy,
+                mode=before.mode,
+                placement=placement,
+                on_saved=None,
+                on_unpacked=None,
+                on_stall=None,
+                hooks_enabled=enabled,
             )
         )
 
@@ -282,8 +299,7 @@ class Profiler(Uncopied):
         self._launches.clear()
         for index, unit in enumerate(self.units):
             for module in filter(takes_hooks, unit.modules):
-                hook = ModuleHook(self._launch_hook(index))
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                self._removals.append(around_call(module, self._launch_hook(index), _ignore))
 
     def begin_forward(self, *, of_step: bool) -> None:
         """Called when a timed micro-batch begins; `of_step` is True for the first one of a step."""
@@ -320,8 +336,8 @@ class Profiler(Uncopied):
     def _stepped(self) -> WorkCounter:
         return WorkCounter(0, 0.0) if self._states is None else self._states.stepped()
 
-    def _launch_hook(self, index: int) -> Callable[[nn.Module, object], None]:
-        def begin(module: nn.Module, args: object) -> None:
+    def _launch_hook(self, index: int) -> Callable[[object, object], None]:
+        def begin(args: object, kwargs: object) -> None:
             if self._launching is not None:  # not in a backward that recomputes the forward
                 self._begin_launches(UnitCall(index, self._num_calls[index]))
                 self._num_calls[index] += 1
@@ -339,9 +355,9 @@ class Profiler(Uncopied):
         self._launching = None if unit_call is None else (unit_call, now)
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
         self._launching = None
 
     def _pop_peak(self) -> int:
@@ -495,6 +511,10 @@ class Profiler(Uncopied):
             if any(item.parameter in owned for item in flat.param_views):
                 nbytes[store.tiers] += flat.nbytes + store.layout.opt_state_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
+
+
+def _ignore(output: object) -> None:
+    """Called after a unit's forward, whose end is not timed."""
 
 
 def count_samples(batch: Any) -> tuple[int, int]:

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
@@ -21,6 +21,7 @@ from lightning_ssd.activations import (
     Segment,
     UnitCall,
     UnitDispatchMode,
+    calls_are_compiled,
     calls_operators,
     changes_statistics,
     in_backward,
@@ -53,10 +54,31 @@ MATRIX_SIZE = 4096
 """Rows and columns of the matrices whose products are that work."""
 
 
+class _CompiledCall(NamedTuple):
+    """A running call of a compiled unit.
+
+    Attributes:
+        given: tensors among its arguments.
+        read: their storages, each with True if it is a weight's.
+        inputs: numbers of the buffers among them.
+        versions: versions of these tensors, and of the unit's parameters and buffers.
+        num_buffers: number of buffers in the graph.
+        begun: point of the device's clock.
+    """
+
+    given: Sequence[Tensor]
+    read: Mapping[torch.UntypedStorage, bool]
+    inputs: tuple[int, ...]
+    versions: Sequence[int]
+    num_buffers: int
+    begun: Any
+
+
 class TraceMode(UnitDispatchMode):
     """Records the graph of a forward, and the seconds of its operations and of those of the following backward.
 
-    Operations are timed one by one: waits of the device between them do not count.
+    Operations are timed one by one: waits of the device between them do not count. A compiled unit is one operation,
+    and each of its nodes in backward: the modes are removed meanwhile, and waits for transfers are subtracted.
 
     Args:
         units: as in `UnitDispatchMode`.
@@ -98,11 +120,22 @@ class TraceMode(UnitDispatchMode):
         """Casts of weights by autocast: the call that has made them, and their bytes. Autograd alone keeps them alive,
         if it has saved them."""
         self._module_names: list[str] = []
+        self._stalls: list[tuple[Any, Any]] | None = None
+        """Spans in which the compute stream may wait, in the running compiled operation; `None`: none runs."""
+        self._compiled_stalls: dict[int, list[tuple[Any, Any]]] = {}
+        """Those of each compiled operation, by the index in the graph."""
+        self._backward_stalls: list[tuple[UnitCall, Any, Any]] = []
+        """Those of compiled nodes in backward."""
+        self._call: _CompiledCall | None = None
+        """The running compiled operation of the forward."""
+        self._compiled_nodes: set[Node] = set()
+        """Nodes of compiled operations in the autograd graph of the forward."""
         for modules in units:
             for unit in modules:
-                for name, module in unit.named_modules():
-                    if module is not unit and takes_hooks(module):
-                        self._handles += self._track_module(name, module)
+                if not calls_are_compiled(unit):  # Dynamo would trace hooks inside
+                    for name, module in unit.named_modules():
+                        if module is not unit and takes_hooks(module):
+                            self._removals += self._track_module(name, module)
 
     def __enter__(self) -> Any:
         self.graph = ForwardGraph()
@@ -115,6 +148,9 @@ class TraceMode(UnitDispatchMode):
         self._readers.clear()
         self._casts.clear()
         self._module_names.clear()
+        self._compiled_stalls.clear()
+        self._backward_stalls.clear()
+        self._compiled_nodes.clear()
         self._queue_work(HEAD_START_SECONDS)
         self._refills_left = MAX_REFILLS
         return super().__enter__()
@@ -134,15 +170,28 @@ class TraceMode(UnitDispatchMode):
         if number is not None and (unit_call := self.graph.buffers[number].unit_call) is not None:
             self.graph.transients.first_use(unit_call, number)
 
+    def on_stall(self, begun: Any, ended: Any) -> None:
+        """Called with each span in which the compute stream may have waited for a transfer."""
+        if self._stalls is not None:
+            self._stalls.append((begun, ended))
+
     def finish(self) -> None:
         """Records the seconds of the operations in the graph. The device must have executed all of them."""
-        for operation, span in zip(self.graph.operations, self._spans, strict=True):
-            operation.seconds = 0.0 if span is None else self._clock.elapsed(*span) or 0.0
+        for index, (operation, span) in enumerate(zip(self.graph.operations, self._spans, strict=True)):
+            if span is not None:
+                stalled = sum(self._seconds(*stall) for stall in self._compiled_stalls.get(index, ()))
+                operation.seconds = max(0.0, self._seconds(*span) - stalled)
+        of_backward = self.graph.backward_seconds
         for unit_call, start, end in self._backward_spans:
-            seconds = self._clock.elapsed(start, end) or 0.0
-            self.graph.backward_seconds[unit_call] = self.graph.backward_seconds.get(unit_call, 0.0) + seconds
+            of_backward[unit_call] = of_backward.get(unit_call, 0.0) + self._seconds(start, end)
+        for unit_call, start, end in self._backward_stalls:
+            of_backward[unit_call] = max(0.0, of_backward[unit_call] - self._seconds(start, end))
         self._spans.clear()
         self._backward_spans.clear()
+        self._compiled_nodes.clear()
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        return max(0.0, self._clock.elapsed(start, end) or 0.0)
 
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
@@ -204,13 +253,90 @@ class TraceMode(UnitDispatchMode):
         return result, (start, self._last_end)
 
     def unit_called(
-        self, unit_call: UnitCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
         if arguments is not None:
             read = _read(arguments.tensors)
             self.graph.arguments[unit_call] = frozenset(self._number(one) for one, weight in read.items() if not weight)
             self._random_states[unit_call] = other_random_states()
+
+    def compiled_called(
+        self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        given = tensors_of((tuple(args), dict(kwargs)))
+        read = _read(given)
+        inputs = tuple(self._number(storage) for storage, weight in read.items() if not weight)
+        versions = _versions(module, given)
+        self.graph.transients.enter(unit_call, backward=False)
+        self._refill_queue()
+        self._stalls = []
+        self._call = _CompiledCall(given, read, inputs, versions, len(self.graph.buffers), self._clock.now())
+
+    def compiled_returned(self, unit_call: UnitCall, module: nn.Module, output: object) -> None:
+        call = self._call
+        assert call is not None
+        self._last_end = self._clock.now()
+        index = len(self.graph.operations)
+        for position, buffer in enumerate(self.graph.buffers[call.num_buffers :]):  # saved meanwhile
+            buffer.maker, buffer.position = index, position
+        for position, value in enumerate(tensors_of(output)):
+            if value.layout is torch.strided and not value.is_quantized:
+                storage = value.untyped_storage()
+                if storage not in call.read and self._known(storage) is None:
+                    self.graph.buffers.append(Buffer(storage.nbytes(), index, -1 - position))
+                    setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
+                    self.graph.transients.alloc(storage)
+        if self._num_graphs != 1 or _versions(module, call.given) != call.versions:
+            self._must_run_once([unit_call])  # Python has run code in between, or a tensor was changed in place
+        self._compiled_stalls[index] = self._stalls or []
+        self._spans.append((call.begun, self._last_end))
+        self.graph.operations.append(
+            Operation(None, self._segment, unit_call, "", call.inputs, 0.0, deterministic=False)
+        )
+        self._follow_backward(unit_call, call.given, output)
+
+    def compiled_ended(self) -> None:
+        self._stalls = self._call = None
+
+    def _follow_backward(self, unit_call: UnitCall, given: Sequence[Tensor], output: object) -> None:
+        """Has the compiled nodes of a call run without the mode of backward, each as one operation."""
+        seen = {one.grad_fn for one in given} | self._compiled_nodes | {None}
+        left = [one.grad_fn for one in tensors_of(output)]
+        while left:
+            node = left.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                left += [following for following, _ in node.next_functions]
+                if node.name().startswith("CompiledFunction"):
+                    self._compiled_nodes.add(node)
+                    self._follow_node(unit_call, node)
+
+    def _follow_node(self, unit_call: UnitCall, node: Node) -> None:
+        removed: list[Any] = []
+        """Time of the begin, if the mode was in force."""
+
+        def begin(_: object) -> None:
+            self._backward_of = unit_call
+            if internals.innermost_dispatch_mode() is self._backward:
+                self.graph.transients.enter(unit_call, backward=True)
+                self._refill_queue()
+                internals.pop_dispatch_mode()
+                self._stalls = []
+                removed.append(self._clock.now())
+
+        def end(results: object, _: object) -> None:
+            if removed:
+                self._last_end = self._clock.now()
+                self._backward_spans.append((unit_call, removed.pop(), self._last_end))
+                self._backward_stalls += [(unit_call, *stall) for stall in self._stalls or ()]
+                self._stalls = None
+                internals.push_dispatch_mode(self._backward)
+                for storage in _read(results):
+                    self.graph.transients.alloc(storage)
+
+        node.register_prehook(begin)
+        node.register_hook(end)
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:
         def begins(_: object) -> None:
@@ -312,7 +438,7 @@ class TraceMode(UnitDispatchMode):
         graph, number = getattr(storage, BUFFER, (None, None))
         return number if graph is self.graph else None
 
-    def _track_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+    def _track_module(self, name: str, module: nn.Module) -> Iterator[Callable[[], None]]:
         def before(module: nn.Module, args: object) -> None:
             if self._entered and not in_backward():
                 self._module_names.append(name)
@@ -321,8 +447,8 @@ class TraceMode(UnitDispatchMode):
             if self._entered and not in_backward() and self._module_names:
                 self._module_names.pop()
 
-        yield module.register_forward_pre_hook(ModuleHook(before))
-        yield module.register_forward_hook(ModuleHook(after), always_call=True)
+        yield module.register_forward_pre_hook(ModuleHook(before)).remove
+        yield module.register_forward_hook(ModuleHook(after), always_call=True).remove
 
 
 class OptimizerTrace(internals.TorchDispatchMode):
@@ -403,6 +529,12 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
             storage = storage_of(value)
             found[storage] = offloaded_weights(storage) is not None or is_weight(value, storage)
     return found
+
+
+def _versions(module: nn.Module, given: Sequence[Tensor]) -> list[int]:
+    """Returns the versions of the tensors that a call is given, and of the module's parameters and buffers."""
+    with internals.without_torch_function():  # offloaded weights would answer for their versions
+        return [internals.version_of(one) for one in (*given, *module.parameters(), *module.buffers())]
 
 
 def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, device: torch.device) -> bool:

@@ -155,6 +155,8 @@ class _SavedHandle:
 class _Tracer(TraceMode):
     """Records a forward and backward on tensors without memory, with calculated times."""
 
+    compiled_is_one = False  # its time is calculated from its operators
+
     def __init__(
         self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile, lifetimes: LifetimeRecorder | None
     ) -> None:

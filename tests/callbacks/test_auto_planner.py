@@ -405,14 +405,10 @@ def test_one_line_names_the_outcome(
     assert f"offload='auto': {said}" in caplog.text
 
 
-@pytest.mark.parametrize("automatic", [True, False])
 def test_compiled_code_that_was_compiled_before_is_not_traced(
-    automatic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Its frames are not compiled again in the second training: the graph of the loss shows them.
-
-    With manual optimization, several forwards and backwards may make a step, and the excess is offloaded.
-    """
+    """Its frames are not compiled again in the second training: the graph of the loss shows them."""
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -429,16 +425,11 @@ def test_compiled_code_that_was_compiled_before_is_not_traced(
         def __init__(self) -> None:
             super().__init__()
             self.block = block
-            self.automatic_optimization = automatic
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             for _ in range(8):
                 batch = compiled(batch)
-            loss = batch.square().mean()
-            if not automatic:
-                self.manual_backward(loss)
-                self.optimizers().step()  # type: ignore[union-attr]
-            return loss
+            return batch.square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -447,7 +438,7 @@ def test_compiled_code_that_was_compiled_before_is_not_traced(
     for _ in range(2):
         trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), callbacks=[see], max_epochs=1)
         trainer.fit(Model(), DataLoader(Lengths([2] * 6), batch_size=None))
-        assert see.outcomes[-1] == ("plan" if automatic else "offload")
+        assert see.outcomes[-1] == "offload"
         assert see.auto is not None and see.auto.planner is None
 
 

@@ -1,23 +1,20 @@
 """Trainings with compiled blocks, whose saved tensors are planned where memory is short."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
-import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd.autoplan import compiled_plan
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
 from tests.support.compiled import counted
 from tests.support.plans import quiet_trainer
 
-STEPS = 48
+STEPS = 20
 
 
 class Block(nn.Module):
@@ -26,18 +23,42 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)).tanh().sin())  # type: ignore[no-any-return]
+        hidden = nn.functional.dropout(nn.functional.gelu(self.up(x)), 0.1, self.training).tanh().sin()
+        return x + self.down(hidden)  # type: ignore[no-any-return]
+
+
+def compile_in_place(block: nn.Module, backend: str) -> nn.Module:
+    block.compile(backend=backend)
+    return block
+
+
+def compile_wrapped(block: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(block, backend=backend)  # type: ignore[return-value]
+
+
+def compile_forward(block: nn.Module, backend: str) -> nn.Module:
+    block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+    return block
 
 
 class Blocks(pl.LightningModule):
-    """Compiled blocks, and eager code around them."""
+    """Compiled blocks, and eager code around them.
 
-    def __init__(self, backend: str) -> None:
+    Args:
+        backend: Dynamo's backend.
+        make: makes a block.
+        compiles: compiles a block, and returns it.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        make: Callable[[], nn.Module] = Block,
+        compiles: Callable[[nn.Module, str], nn.Module] = compile_in_place,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        for block in self.blocks:
-            block.compile(backend=backend)
+        self.blocks = nn.ModuleList(compiles(make(), backend) for _ in range(4))
         self.head = nn.Linear(32, 8)
         self.losses: list[Tensor] = []
 
@@ -57,8 +78,6 @@ class See(pl.Callback):
 
     def __init__(self) -> None:
         self.placements: list[type] = []
-        self.settings: list[float] = []
-        self.saved: list[int] = []
         self.stored: list[int] = []
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -66,17 +85,21 @@ class See(pl.Callback):
         offloader = find_offloader(trainer)
         assert offloader is not None
         self.placements.append(type(offloader.policy.placement))
-        self.settings.append(functorch.activation_memory_budget)
-        self.saved.append(offloader.stats().saved)
         self.stored.append(offloader.stats().stored)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.compiled = self.auto.compiled
+        self.planner = self.auto.planner
         self.outcome = self.auto.outcome
 
 
 def train(
-    backend: str, strategy: Any, path: Path, steps: int = STEPS, shapes: Sequence[tuple[int, ...]] = (), **how: Any
+    backend: str,
+    strategy: Any,
+    path: Path,
+    steps: int = STEPS,
+    shapes: Sequence[tuple[int, ...]] = (),
+    build: Callable[[str], pl.LightningModule] = Blocks,
+    **how: Any,
 ) -> tuple[list[Tensor], Any]:
     """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations.
 
@@ -86,31 +109,13 @@ def train(
         path: the Trainer's directory.
         steps: steps of the training.
         shapes: shapes of the batches, without the last dimension, which is 32; else 16 rows in each.
+        build: builds the model, compiled by a backend.
         **how: further arguments of the Trainer.
     """
     generator = torch.Generator().manual_seed(1)
     data: Any = [torch.randn(*shape, 32, generator=generator) for shape in shapes or [(16,)] * steps]
     with counted() as counts:
-        module = Blocks(backend)
+        module: Any = build(backend)
         trainer = quiet_trainer(path, strategy=strategy, max_steps=len(shapes) or steps, **how)
         trainer.fit(module, DataLoader(data, batch_size=None))
     return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counts
-
-
-class Ticks:
-    """A clock that each reading moves on by a second."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        self.seconds += 1
-        return self.seconds
-
-    def elapsed(self, start: float, end: float) -> float:
-        return end - start
-
-
-def compile_again(monkeypatch: pytest.MonkeyPatch, value: float = 0.5) -> None:
-    """Has the plan of recorded storages ask for code that saves less."""
-    monkeypatch.setattr(compiled_plan, "smaller_budget", lambda *_: value)

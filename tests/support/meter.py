@@ -1,6 +1,6 @@
 """Statistics of an allocator that a test sets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -41,3 +41,10 @@ def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(config, "allocator_memory", lambda device: meter)
     patch.setattr(plan_cycle, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
     patch.setattr(plan_cycle, "COMPARED_STEPS", 10**6)
+
+
+def use_slow_transfers(patch: pytest.MonkeyPatch) -> None:
+    """Makes trainings plan for a machine whose copies and drives take longer than any computation, after `use`."""
+    rates = ("copy_out", "copy_in", "copy_out_both", "copy_in_both", "ssd_read", "ssd_write", "ssd_mixed")
+    slow = replace(HardwareProfile.from_json(MACHINE), **dict.fromkeys(rates, 1e5))
+    patch.setattr(plan_cycle, "measure_training_machine", lambda offloader: slow)

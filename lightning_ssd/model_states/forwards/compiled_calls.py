@@ -14,11 +14,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations import is_compiled_function, wrap_function
 from lightning_ssd.model_states.units import (
     compiled_functions,
     compiled_methods,
     compiled_regions,
-    is_compiled_function,
 )
 from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
@@ -44,7 +44,7 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
     """Makes every call of `module` call `before` before it and `after` after it, also after an error.
 
     `after` is not called if `before` has raised an error, or was not called because another hook had raised one.
-    Wrappers of later calls of this function are outside of earlier ones.
+    Wrappers of later calls of this function are outside of earlier ones. Reruns of checkpointed units call both, too.
 
     Returns:
         A function that restores the module.
@@ -181,18 +181,7 @@ def run_calls_within(
 
 def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
     """Wraps a compiled attribute in calls of `before` and `after`; returns a function that restores it."""
-    compiled = getattr(module, name)
-
-    @wraps(compiled)  # copies the attributes by which torch recognizes compiled functions
-    def call(*args: object, **kwargs: object) -> object:
-        before()
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            after()
-
-    setattr(module, name, call)
-    return partial(setattr, module, name, compiled)
+    return wrap_function(module, name, lambda *_: before(), lambda _: after(), in_reruns=True)
 
 
 def _wrap_function(module: nn.Module, name: str, context: CallContext) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.units import is_compiled_function
+from lightning_ssd.activations import is_compiled_function
 from lightning_ssd.sizes import show_argument
 
 log = logging.getLogger(__name__)

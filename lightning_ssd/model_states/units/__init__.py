@@ -16,7 +16,6 @@ from lightning_ssd.model_states.units.compiled_modules import (
     compiled_methods,
     compiled_regions,
     is_compiled,
-    is_compiled_function,
     is_region,
 )
 from lightning_ssd.model_states.units.flat import FlatParameter, ParamView, in_memory_order
@@ -63,7 +62,6 @@ __all__ = [
     "in_memory_order",
     "init_groups",
     "is_compiled",
-    "is_compiled_function",
     "is_region",
     "loading_to_meta",
     "materialize",

@@ -8,10 +8,12 @@ from typing import TypeGuard
 
 from torch import nn
 
+from lightning_ssd.activations import calls_are_compiled, is_compiled_function
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if calls of `module` are compiled, or a function that is one of its attributes."""
-    return _calls_are_compiled(module) or bool(compiled_functions(module))
+    return calls_are_compiled(module) or bool(compiled_functions(module))
 
 
 def is_region(module: nn.Module) -> bool:
@@ -19,7 +21,7 @@ def is_region(module: nn.Module) -> bool:
 
     Compiled functions that it holds and that do not refer to it, such as a loss of tensors, make it no region.
     """
-    return _calls_are_compiled(module) or bool(compiled_methods(module))
+    return calls_are_compiled(module) or bool(compiled_methods(module))
 
 
 def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
@@ -34,26 +36,6 @@ def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
 def _is_function(value: object) -> TypeGuard[FunctionType]:
     """Returns whether `value` is a function. `isinstance` would ask a proxy for the class of an object that is gone."""
     return issubclass(type(value), FunctionType)
-
-
-def _calls_are_compiled(module: nn.Module) -> bool:
-    """Returns whether calls of `module` run compiled code: `module.compile()`, `torch.compile(module)`, a decorator."""
-    if not _can_be_called(module):
-        return False
-    if type(module).__name__ == "OptimizedModule":
-        return is_compiled_function(vars(module).get("forward"))  # else made by `torch.compiler.disable`
-    return is_compiled_function(module._compiled_call_impl) or is_compiled_function(
-        getattr(type(module), "forward", None)
-    )
-
-
-def is_compiled_function(value: object) -> bool:
-    """Returns whether `torch.compile` has made a function. It returns its argument with `disable=True`."""
-    return (
-        _is_function(value)
-        and hasattr(value, "_torchdynamo_orig_callable")
-        and not hasattr(value, "_torchdynamo_disable")  # `torch.compiler.disable` sets both
-    )
 
 
 def compiled_functions(module: nn.Module) -> list[str]:

@@ -1,0 +1,287 @@
+"""Compiled units are planned as other units are, with plain numbers, and Dynamo compiles what it compiles without."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.autoplan import obstacles
+from tests.support.compare import assert_same
+from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
+from tests.support.compiled_blocks import (
+    Block,
+    Blocks,
+    See,
+    compile_forward,
+    compile_in_place,
+    compile_wrapped,
+    train,
+)
+from tests.support.meter import Meter, use, use_slow_transfers
+from tests.support.plans import BOTH, draw
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
+
+SHORT = 190_000
+"""Limit of memory without room for all saved tensors, in bytes."""
+
+
+def limit(most: int, monkeypatch: pytest.MonkeyPatch, *, transfers: bool = True) -> None:
+    """Limits the device's memory, on a machine with fast transfers, or with slow ones."""
+    use(Meter(most, most - 10_000), monkeypatch)
+    if not transfers:
+        use_slow_transfers(monkeypatch)
+
+
+def offloaded_bytes(see: See) -> int:
+    """Returns the bytes that the plan offloads in a micro-batch, without the batch, which the Trainer refers to."""
+    plan, profile = see.planner.plan, see.planner.runner.profile
+    found = 0
+    for index, unit in enumerate(profile.units):
+        choices = plan.units[unit.name]
+        found += 0 if choices.input == "keep" or not index else unit.input_bytes
+        found += sum(one.saved_bytes for one in unit.operators if choices.operators[one.name] in ("host", "ssd"))
+    return found
+
+
+FORMS = [
+    compile_in_place,
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in (compile_wrapped, compile_forward)),
+]
+
+
+@pytest.mark.parametrize("compiles", FORMS)
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_saved_tensors_of_compiled_units_are_kept_or_offloaded_one_by_one(
+    compiles: Any, backend: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "build": lambda name: Blocks(name, Block, compiles)}
+    plain, expected = train(backend, "auto", tmp_path, **how)
+    see = See()
+    limit(SHORT, monkeypatch)
+    numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert see.outcome == "plan"
+    kept = {choice for unit in see.planner.plan.units.values() for choice in unit.operators.values()}
+    assert kept > {"keep"}
+    assert see.stored[-1] - see.stored[-2] == offloaded_bytes(see) > 0
+
+
+@pytest.mark.parametrize("compiles", FORMS)
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_checkpointed_units_run_their_code_again_and_nothing_is_compiled_again(
+    compiles: Any, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"build": lambda name: Blocks(name, Block, compiles)}
+    plain, expected = train(backend, "auto", tmp_path, **how)
+    see = See()
+    limit(SHORT, monkeypatch, transfers=False)
+    numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
+    assert counters == expected
+    assert_same(numbers, plain)
+    checkpointed = [name for name, unit in see.planner.plan.units.items() if unit.checkpoint]
+    assert checkpointed and see.stored[-1] == see.stored[-2]
+
+
+class Draw(pl.Callback):
+    """Applies another random plan before each step, once the training is planned."""
+
+    def __init__(self, see: See) -> None:
+        self.see = see
+        self.checkpointed = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        cycle = self.see.auto.planner if batch_idx else None
+        if cycle is not None and cycle.plan is not None and not cycle.calibrating:
+            plan = draw(cycle.plan, cycle.runner.profile, batch_idx, checkpoint=0.3)
+            self.checkpointed += sum(unit.checkpoint for unit in plan.units.values())
+            cycle.runner.apply(plan)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_random_plans(backend: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, expected = train(backend, "auto", tmp_path, 30)
+    see = See()
+    draws = Draw(see)
+    limit(SHORT, monkeypatch)
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states})
+    numbers, counters = train(backend, strategy, tmp_path, 30, callbacks=[see, draws])
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert draws.checkpointed > 4
+
+
+class Broken(Block):
+    """A graph break, between whose graphs Python runs code."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).tanh()
+        torch._dynamo.graph_break()
+        Broken.calls += 1
+        return self.down(x.sin())  # type: ignore[no-any-return]
+
+
+class Normalized(Block):
+    """Changes buffers in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Hooked(Block):
+    """Has a hook of the user inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_hook(lambda module, args, output: output.sin())
+
+
+class Shrinks(Block):
+    """Changes a weight in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.99)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "states"), [(Broken, "gpu"), (Normalized, "gpu"), (Hooked, "gpu"), (Shrinks, "gpu"), (Shrinks, "host")]
+)
+def test_units_whose_second_run_could_have_other_effects_are_not_checkpointed(
+    make: Callable[[], nn.Module], states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"build": lambda name: Blocks(name, make)}
+    Broken.calls = 0
+    plain, expected = train("aot_eager", "auto", tmp_path, **how)
+    see, calls = See(), Broken.calls
+    limit(SHORT, monkeypatch, transfers=False)
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states})
+    numbers, counters = train("aot_eager", strategy, tmp_path, callbacks=[see], **how)
+    assert counters == expected and Broken.calls == 2 * calls
+    assert_same(numbers, plain)
+    assert see.outcome == "plan"
+    assert all(unit.checkpoint_bytes is None for unit in see.planner.runner.profile.units)
+
+
+class Whole(Blocks):
+    """Blocks that are called in a compiled function."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend, compiles=lambda block, backend: block)
+        self.run = torch.compile(nn.Sequential.forward, backend=backend)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.run(nn.Sequential(*self.blocks, self.head), batch).square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class Hidden(Blocks):
+    """Eager blocks, and a compiled function that no module shows."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend, compiles=lambda block, backend: block)
+        self.functions = [torch.compile(lambda x: x.sin() * 1.1, backend=backend)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.functions[0](batch), batch_idx)
+
+
+class Mixed(Hidden):
+    """The same with compiled blocks: the function is noticed while it runs under a mode."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        for block in self.blocks:
+            block.compile(backend=backend)
+
+
+def compiled_as_a_whole(backend: str) -> pl.LightningModule:
+    return torch.compile(Blocks(backend, compiles=lambda block, backend: block), backend=backend)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("build", [Whole, Hidden, Mixed, compiled_as_a_whole])
+def test_without_a_plan_for_other_compiled_code_a_line_names_the_remedy(
+    backend: str,
+    build: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, expected = train(backend, "auto", tmp_path, build=build)
+    see = See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    with caplog.at_level("INFO"):
+        numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=build)
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert see.outcome == "offload" and see.stored[-1] > see.stored[-2]
+    assert "`for block in model.blocks: block.compile()`" in caplog.text
+
+
+def test_epochs_that_are_shorter_than_an_accumulation_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps have two micro-batches of four."""
+    how: dict[str, Any] = {"accumulate_grad_batches": 4, "limit_train_batches": 2}
+    plain, _ = train("aot_eager", "auto", tmp_path, **how)
+    see = See()
+    limit(SHORT, monkeypatch)
+    numbers, _ = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
+    assert_same(numbers, plain)
+    assert see.planner.plan is not None
+
+
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_saved_tensors_of_cuda_graphs_are_kept_from_the_step_on_that_records_them(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training without compiled code is planned, although another one of the process has recorded graphs."""
+
+    class Hooks(pl.Callback):
+        enabled: list[bool] = []  # noqa: RUF012
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            self.enabled.append(trainer.strategy.offloader.policy.hooks_enabled)
+
+    hooks, see = Hooks(), See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    monkeypatch.setattr(obstacles, "records_cuda_graphs", lambda device: True)
+    if not compiled:
+        monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    with caplog.at_level("INFO"):
+        train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 6, callbacks=[hooks, see])
+    assert see.outcome == ("keep" if compiled else "plan")
+    assert hooks.enabled == [True] + [not compiled] * 5
+    assert ("records CUDA graphs (`mode='reduce-overhead'`)" in caplog.text) == compiled
+
+
+def test_batches_of_two_sizes_have_a_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo compiles for the two sizes what it compiles in plain training."""
+    shapes = [(16,), (8,)] * 12
+    plain, expected = train("aot_eager", "auto", tmp_path, shapes=shapes)
+    see = See()
+    limit(SHORT, monkeypatch)
+    strategy = SSDOffloadStrategy(**BOTH)
+    numbers, counters = train("aot_eager", strategy, tmp_path, shapes=shapes, callbacks=[see])
+    assert counters == expected
+    assert_same(numbers, plain)
+    stored = [after - before for before, after in zip(see.stored[-5:], see.stored[-4:], strict=False)]
+    assert 0 <= stored[0] == stored[2] < stored[1] == stored[3] or 0 <= stored[1] == stored[3] < stored[0] == stored[2]
