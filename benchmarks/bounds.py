@@ -170,7 +170,7 @@ class Probe(pl.Callback):
             "device": torch.cuda.get_device_name() if pl_module.device.type == "cuda" else "CPU",
             "torch": torch.__version__,
             "in_force_from": batch_idx - self._steps - WARMUP_AFTER_CHANGE,
-            "deferred": states is not None and states.defers_steps,
+            "deferred": states is not None and states.decision.needs_norm and states.decision.defers,
         }
         print(json.dumps(self.result), flush=True)
 

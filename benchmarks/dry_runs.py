@@ -63,7 +63,7 @@ class Probe(StepTimes):
 
 def _stepped(trainer: pl.Trainer) -> WorkCounter:
     states = trainer.strategy.model_states  # type: ignore[attr-defined]
-    return WorkCounter(0, 0.0) if states is None else states.stepped()
+    return WorkCounter(0, 0.0) if states is None else states.steps.work()
 
 
 def recipe_arguments(case: str, scratch: str) -> tuple[str, list[str]]:

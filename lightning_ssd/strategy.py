@@ -605,7 +605,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         mark_weights(self.model)
         config, states = self._storage, self.model_states
         if states is not None:
-            config = config.without(states.host_limit, states.ssd_bytes)
+            config = config.without(states.nbytes.host_limit, states.nbytes.ssd)
         self.offloader = make_offloader(
             config, self.root_device, default_path=self._default_path, rank=self.global_rank
         )
@@ -691,7 +691,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
             raise
         assert self.model_states is not None
-        self.model_states.restore_accumulated_gradients(waiting)
+        self.model_states.gradients.restore_accumulated(waiting)
         planner.restart_after_offload(part)
         self._begin_micro_batch("train")
 
@@ -763,12 +763,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self._setup is not None
         if self._grouping == _grouping(self.optimizers):
             return
-        if self.model_states.recorded:
+        if self.model_states.records.enabled:
             raise RuntimeError(
                 "parameter groups of an optimizer were changed during training, which `recover=True` can't repeat "
                 "after a kill. Set `recover=False`."
             )
-        if self.model_states.stepping:
+        if self.model_states.running.optimizer is not None:
             raise RuntimeError(
                 "parameter groups of an optimizer were changed within its step. Change them before it, such as in "
                 "`on_train_batch_start`, or set `states='gpu'`."
@@ -784,7 +784,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _present_setup(self) -> Setup:
         """Returns the settings of model states. Hooks that user code has added since may need later steps."""
         assert self.model_states is not None and self._setup is not None
-        if self.model_states.defers_next_steps:
+        if self.model_states.running.defers_next:
             self._setup = replace(self._setup, defer_to_user_hooks=True)
         return self._setup
 
@@ -867,7 +867,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return False
         if self._setup is not None and self._setup.whole:
             return False
-        return self.model_states is not None and not self.model_states.accumulating
+        return self.model_states is not None and not self.model_states.gradients.pending
 
     def move_states(self, plan: Plan) -> None:
         """Moves weights and optimizer states to the tiers of `plan`, between two steps.
@@ -892,7 +892,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def move_states_to(self, tiers: PlanTiers) -> None:
         """Moves weights and optimizer states to `tiers`, as `move_states` does to those of a plan, with its errors."""
         assert self.model_states is not None and self._setup is not None and self.model is not None
-        if self.model_states.accumulating:
+        if self.model_states.gradients.pending:
             raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
         offloader, self.offloader = self.offloader, None
         if offloader is not None:

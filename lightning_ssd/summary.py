@@ -54,8 +54,8 @@ def describe_states(states: ModelStates, locations: Sequence[TensorLocation], de
     parts = [f"weights are {_places(weights)}"]
     if opt_states.total():
         parts.append(f"{'master weights and ' if masters else ''}optimizer states {_places(opt_states)}")
-    used = [f"{format_bytes(states.host_bytes)} of host memory with gradients and staging"]
-    used += [f"{format_bytes(states.ssd_bytes)} on SSD"] if states.ssd_bytes else []
+    used = [f"{format_bytes(states.nbytes.host)} of host memory with gradients and staging"]
+    used += [f"{format_bytes(states.nbytes.ssd)} on SSD"] if states.nbytes.ssd else []
     return f"{', '.join(parts)} ({', '.join(used)})" + (
         f"; weights of {format_bytes(kept)} and their states are kept on the {name}" if kept else ""
     )

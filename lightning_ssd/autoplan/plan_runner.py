@@ -278,7 +278,7 @@ class PlanRunner:
                 if self._memory is not None:
                     self._retries = self._memory.retries()
                 if self._states is not None:
-                    self._stepped = self._states.stepped()
+                    self._stepped = self._states.steps.work()
             return
         self._timer.end()
         if not self._trimmed and self.num_steps >= COMPARED_STEPS:  # calibration plans have fewer steps
@@ -319,7 +319,7 @@ class PlanRunner:
         """
         if self.plan is None or self.prediction is None or len(self._timer.seconds) < steps:
             return None
-        host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes)
+        host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.nbytes.host)
         seconds = list(self._timer.seconds)[-steps:]
         retries = 0 if self._memory is None else self._memory.retries() - self._retries
         return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)
@@ -346,7 +346,7 @@ class PlanRunner:
             # The bytes are below 0 where the profile counts more than there is, as of gradients in 16 bits.
             least = min(0, self.profile.other_gpu_bytes)
             self.profile = replace(self.profile, other_gpu_bytes=max(least, unseen))
-        stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
+        stepped = WorkCounter(0, 0.0) if self._states is None else self._states.steps.work().since(self._stepped)
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds
             self.hardware = calibrate_step_rate(self.profile, self.hardware, plan, rate, measured)

@@ -133,7 +133,7 @@ class OffloadMonitor(pl.Callback):
     def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
         """Returns the drives' own wear counters; empty: they were read less than `WEAR_INTERVAL` ago, or can't be."""
         states = find_model_states(trainer)
-        on_ssds = "ssd" in offloader.tiers or (states is not None and states.ssd_bytes)
+        on_ssds = "ssd" in offloader.tiers or (states is not None and states.nbytes.ssd)
         if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
             return {}
         self._wear_read_at = perf_counter()
@@ -151,7 +151,8 @@ class OffloadMonitor(pl.Callback):
     def _metrics(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
         """Returns the metrics since the last call, without those of `_drives`."""
         totals = self._offloaders.add(offloader, _totals(offloader))
-        if states is not None and states.staging is not None and (io := states.io_stats()) is not None:
+        if states is not None and states.staging is not None:
+            io = states.staging.store.stats()
             of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
             self._stores.add(states.staging.store, of_states)
         totals |= self._stores.totals

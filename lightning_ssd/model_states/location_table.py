@@ -126,7 +126,7 @@ def _offloaded(
         if item.parameter.grad is not None:
             yield _in_memory(row, "gradient", f"{item.name}.grad", item.parameter.grad, "gpu")
         return
-    if (held := states.held_gradient(store.flat, index)) is not None:
+    if (held := states.gradients[store.flat].held(index)) is not None:
         yield _in_memory(row, "gradient", f"{item.name}.grad", *held)
     for key, value in {**in_memory.get(item.parameter, {}), **flat_optimizer.states_in_memory(index)}.items():
         if isinstance(value, Tensor):

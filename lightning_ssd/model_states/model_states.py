@@ -11,28 +11,10 @@ A step, as FSDP names its phases:
 The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 
-A gradient, from its hook to the stepped weight, call by call:
-
-1. `ModelStates._post_accumulate_grad`, on the thread that runs backward: autograd has accumulated the gradient. It is
-   removed from the parameter, and `GradientOffloader.receive` allocates its host memory.
-2. `GradientOffloader.measure`: its norm, on the device, if the scale decision needs it.
-3. `GradientOffloader.offload`: the copy to the host. `Gradient.mark` is the mark of the flat parameter's last copy. The
-   offloader keeps the device memory alive until the marks of its copies are reached, 256 MiB at most.
-4. `ParamPrefetcher.retire_for_step` and `StepScheduler.submit`, if all gradients of the flat parameter are complete and
-   no user code may read them before the step; otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at
-   `optimizer.step`, submits the step.
-5. `GradientOffloader.hand_over` in `submit`: the gradient belongs to the step from now on. Where steps accumulate, the
-   worker sums it in fp32 first.
-6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
-   chooses. `StateStore.stage` reads the values from SSDs meanwhile.
-7. `GradScaleDecision`, at the end of backward: decides the scale, for whose future the step waits. None skips the step.
-8. `OptimizerStep._make`, on the worker's thread: `FlatOptimizer` computes the new values.
-9. `OptimizerStep._commit_or_redo` and `_end`: `StateStore.commit` makes the new values the present ones, and
-   `Gradient.end_step` returns the gradient to its owner.
-10. `ParamPrefetcher.pre_forward` in the next forward of the unit waits for the future of the new compute weights.
+`steps/gradient_arrivals.py` follows a gradient from its hook to the stepped weight, call by call.
 
 Each event of Lightning, of modules and of the user's optimizers has a method of `ModelStates`, which calls the pieces
-in the right order. The state and the decisions are in the pieces.
+in the right order. The state and the decisions are in the pieces: callers that need one piece alone take it from here.
 """
 
 import contextlib
@@ -49,13 +31,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import WorkCounter, Worker
+from lightning_ssd.device import Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access, GradDtype, GradientAccess, end_aliases
 from lightning_ssd.model_states.checkpoints import ModelRestorer, StateDicts
 from lightning_ssd.model_states.forwards import UnitHooks, renew_guards
 from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientPool, GradScaleDecision, add_check
-from lightning_ssd.model_states.journal import CommitRecord, Journal, PlainData
+from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.optimizers import (
     GenericOptimizer,
     WholeStep,
@@ -65,13 +47,22 @@ from lightning_ssd.model_states.optimizers import (
     unscales_itself,
 )
 from lightning_ssd.model_states.placement import Setup
-from lightning_ssd.model_states.steps import DeviceSteps, StepScheduler, hook_step, hook_zero_grad, keep_last
+from lightning_ssd.model_states.steps import (
+    DeviceSteps,
+    GradientArrivals,
+    GradientClipping,
+    RunningStep,
+    StepRecords,
+    StepScheduler,
+    hook_step,
+    hook_zero_grad,
+    keep_last,
+    unscale_as_optimizer,
+)
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
-from lightning_ssd.model_states.units import FlatParameter, hook_gradient, is_region
+from lightning_ssd.model_states.units import FlatParameter, is_region
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
 from lightning_ssd.shutdown import Shutdown
-from lightning_ssd.storage import IOStats
-from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for_all
 
@@ -84,15 +75,25 @@ class StateBytes:
 
     Attributes:
         device: budget for resident weights.
-        host: host memory in all, gradients and staging included; second versions in `spare` are not.
+        allocated: host memory, gradients and staging included; second versions in `spare` are not.
         spare: host memory for second versions.
         ssd: scratch space.
     """
 
     device: int
-    host: int
+    allocated: int
     spare: SpareMemory
     ssd: int
+
+    @property
+    def host(self) -> int:
+        """Allocated host memory, including second versions."""
+        return self.allocated + self.spare.reserved
+
+    @property
+    def host_limit(self) -> int:
+        """Most host memory that may be allocated."""
+        return self.allocated + self.spare.nbytes
 
 
 class ModelStates(Uncopied):
@@ -109,6 +110,15 @@ class ModelStates(Uncopied):
 
     Ownership: the model's parameters are views of their flat parameters from construction until `close` or `dissolve`,
     which make them whole on the CPU or return them. All objects of `offloaded` are owned.
+
+    Attributes:
+        gradients: the offloaded gradients.
+        steps: optimizer steps of flat parameters.
+        running: the step that runs.
+        records: records of `recover=True`.
+        decision: the scale of each step.
+        state_dicts: checkpoints.
+        closed: whether threads and hooks have ended.
 
     Args:
         module: the model; its parameters outside of the flat parameters are on the device.
@@ -138,9 +148,7 @@ class ModelStates(Uncopied):
         self.offloaded = offloaded
         self.stores = offloaded.stores
         self.staging = offloaded.staging
-        self.param_budget_bytes = nbytes.device
-        self._nbytes = nbytes
-        self.ssd_bytes = nbytes.ssd
+        self.nbytes = nbytes
         self.recovered = recovered
         self.parts_of = setup.parts_of
         self.shares_gradients = setup.shares_gradients
@@ -156,16 +164,17 @@ class ModelStates(Uncopied):
         self._renew_guards = partial(renew_guards, module)
         self._changed = False
         """Whether user code has changed weights since the present micro-batch began."""
-        self._closed = False
+        self.closed = False
         self._restorer = ModelRestorer(offloaded)
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
-        # `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for prefetches.
+        # Weights. `_staged` and `_prefetcher` call each other: a prefetch unstages values first, staging waits for
+        # prefetches.
         self._staged = StagedFlats(
             self.stores,
             check_caller=lambda: self._prefetcher.check_caller(),
-            drain=lambda flat: self._steps.drain_flat(flat),
+            drain=lambda flat: self.steps.drain_flat(flat),
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
             release=lambda flat: self._prefetcher.evict(flat),
@@ -179,36 +188,66 @@ class ModelStates(Uncopied):
             self._staged.pull,
             setup.config.overlap,
         )
+        # Gradients.
         pin = copies.device.type == "cuda"
         gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in offloaded.flat_optimizers}
-        self._decision = GradScaleDecision(
+        self.decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
-        self._gradients = GradientOffloader(
-            gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
+        self.gradients = GradientOffloader(
+            gradients,
+            offloaded.groups,
+            pool,
+            self._prefetcher,
+            copies,
+            worker,
+            self.decision,
+            recorded=journal is not None,
         )
+        # Steps.
+        self.running = RunningStep(deferred=setup.defer_to_user_hooks)
+        self._clipping = GradientClipping(self.gradients, self.decision, self.running, setup)
+        self.records = StepRecords(journal, self.stores, self.gradients)
         self._device_steps = DeviceSteps(
             self.stores,
             list(offloaded.flat_optimizers),
             copies,
             self._prefetcher,
-            drain=lambda: wait_for_all(self._gradients.consumed(), "gradients"),
+            drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
         )
-        self._steps = StepScheduler(
+        self.steps = StepScheduler(
             offloaded,
-            self._gradients,
+            self.gradients,
             self._prefetcher,
             self._staged,
-            self._decision,
+            self.decision,
             worker,
             setup,
-            journal,
+            self.records,
             self._device_steps,
+            self.running,
+            self._clipping,
         )
+        # User code.
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
             parameter.grad = None
-        self._grads = GradientAccess(gradients, self._gradients, self._apply_clipping)
+        self._grads = GradientAccess(
+            gradients, self.gradients, lambda flat: self._clipping.apply(offloaded.groups[flat][0])
+        )
         self._grad_dtype = GradDtype(self.stores, offloaded.groups)
+        arrivals = GradientArrivals(
+            offloaded,
+            self._optimizers,
+            self.gradients,
+            self._grads,
+            self._grad_dtype,
+            self._prefetcher,
+            self._staged,
+            self.steps,
+            self._device_steps,
+            self.running,
+            self._clipping,
+        )
         self._access = Access(
             self.stores,
             self._prefetcher,
@@ -216,11 +255,12 @@ class ModelStates(Uncopied):
             self._grad_dtype,
             self._grads,
             begin_change=self._begin_change,
-            add_grad=self._add_gradient,
-            watched=self._steps.defer_next,
+            add_grad=arrivals.add,
+            watched=self.running.defer_next,
         )
         self._grads.access = self._access
         self._hook_model(module)
+        self._handles += arrivals.hook()
         stepped_flat = [optimizer for optimizer in self._optimizers if optimizer not in setup.whole]
         self._hook_optimizers(stepped_flat)
         self.state_dicts = StateDicts(
@@ -230,7 +270,7 @@ class ModelStates(Uncopied):
             self._flat_of,
             masters,
             stepped_flat,
-            changing=self._steps.drop_record,
+            changing=self.records.drop,
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
@@ -244,7 +284,7 @@ class ModelStates(Uncopied):
         self._access.open()  # last, so that parameters are ordinary after an error
 
     def _hook_model(self, module: nn.Module) -> None:
-        """Hooks forwards and gradients."""
+        """Hooks forwards."""
         renew_guards(module)
         self._undo.append(self._renew_guards)
         for flat in self.stores:
@@ -266,18 +306,11 @@ class ModelStates(Uncopied):
             summoned=lambda: self._summoned,
         )
         self._undo += hooks.register()
-        for flat in self.stores:
-            for index, item in enumerate(flat.param_views):
-                if flat in self.offloaded.flat_optimizers:
-                    hook = partial(self._post_accumulate_grad, flat, index)
-                else:
-                    hook = partial(self._check_not_added, item.name)
-                self._handles.append(hook_gradient(item.parameter, hook))
 
     def _hook_optimizers(self, stepped_flat: Sequence[Optimizer]) -> None:
         """Hooks optimizers; those in `stepped_flat` are stepped by flat parameters, the others whole."""
         for optimizer in stepped_flat:
-            hooks = hook_step(optimizer, self._grads, self._begin_own_step, self._steps.closure, self.end_step)
+            hooks = hook_step(optimizer, self._grads, self._begin_own_step, self.steps.closure, self.end_step)
             self._handles += hooks
             self._undo.append(keep_last(optimizer, hooks[0]))
         for optimizer in self._optimizers:
@@ -297,7 +330,7 @@ class ModelStates(Uncopied):
         optimizer, names = self.offloaded.flat_optimizers[flat], self.stores[flat].layout.state_names
         found = optimizer.has_state(index, names, running=True)
         if found is None:
-            self._steps.drain_flat(flat)
+            self.steps.drain_flat(flat)
             found = optimizer.has_state(index, names, running=False)
         return bool(found)
 
@@ -312,83 +345,14 @@ class ModelStates(Uncopied):
         self._prefetcher.begin(kind)
         self._grad_dtype.begin_micro_batch()
 
-    @uninterrupted
-    def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
-        """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
-        self._prefetcher.check_caller()
-        with internals.without_torch_function():
-            grad, parameter.grad = parameter.grad, None
-        if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
-            return
-        if self._gradients.ignored and parameter in self._gradients.ignored:
-            return
-        self._steps.check_not_submitted(flat, index)
-        self._grads.note_graph(flat, index, grad)
-        self._apply_clipping(flat)
-        if grad.dtype != flat.dtype:  # summed in fp32
-            self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
-            self._gradients.note_sum(flat)
-            self._grads.add(flat, index, grad)
-            return
-        self._gradients.receive(flat, index)
-        complete = (
-            self._gradients.complete(flat)
-            and self._steps.overlaps(flat)
-            and flat not in self._grad_dtype.summed_on_host
-            and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
-        )
-        self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
-        if complete:
-            self._staged.unstage()  # the step reads what user code has written in the forward
-            self._prefetcher.retire_for_step(flat)
-        if flat in self._device_steps.kept_gradients and self._keeps_gradient(flat):
-            self._gradients.keep(flat, index, grad)
-        else:
-            self._gradients.offload(flat, index, grad)
-        if complete:
-            self._steps.submit(flat)
-        elif flat not in self._grad_dtype.summed_on_host and not self.stepping and self._gradients.frees_early(flat):
-            self._gradients.accumulate(flat)
-
-    def _keeps_gradient(self, flat: FlatParameter) -> bool:
-        """Whether a gradient, which a plan keeps, stays on the device."""
-        return self._steps.keeps_gradient(flat) and flat not in self._grad_dtype.summed_on_host
-
-    def _add_gradient(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
-        """Adds a gradient in fp32, of an operator on the fp32 weight."""
-        if flat.param_views[index].parameter not in self._gradients.ignored:
-            self._grads.add(flat, index, grad)
-
-    def _apply_clipping(self, flat: FlatParameter) -> None:
-        """Clips gradients whose clipping was left to the step, and that user code is about to use."""
-        self._steps.apply_clipping(self.offloaded.groups[flat][0])
-
-    def _check_not_added(self, name: str, parameter: nn.Parameter) -> None:
-        """Checks a parameter that no optimizer steps, whose gradient is kept on the device for user code.
-
-        Raises:
-            RuntimeError: the parameter was added to an optimizer since its forward.
-        """
-        if any(member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)):
-            raise RuntimeError(
-                f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
-                "`on_train_batch_start`, or set `states='gpu'`."
-            )
-
-    def delay_steps(self) -> None:
-        """Has the steps of the next backward's gradients begin after it, so that it can be run again if it fails.
-
-        The steps overlap with the next forward only. Where gradients share a pool, they are not delayed.
-        """
-        self._gradients.delay_steps()
-
     @property
     def can_run_again(self) -> bool:
         """Whether the present micro-batch may be run again: no gradient of it is stepped, or added to earlier ones.
 
         Nor has user code changed a weight.
         """
-        kept = self._gradients.droppable or not self._gradients.arriving
+        backward = self.gradients.backward
+        kept = backward.droppable or not backward.arriving
         return kept and not (self._changed or self._grad_dtype.summed_on_host)
 
     @property
@@ -398,34 +362,11 @@ class ModelStates(Uncopied):
             return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
 
     @uninterrupted
-    def drop_delayed(self) -> None:
-        """Drops the gradients of a backward that has failed, and whose steps were delayed."""
-        self._gradients.drop_delayed()
-
-    @uninterrupted
     def end_backward(self) -> None:
         """Ends a backward: the gradients that it has offloaded are stepped, or accumulated."""
-        self._steps.end_backward()
+        self.steps.end_backward()
 
     # ---- an optimizer step ----
-
-    @property
-    def defer_to_user_hooks(self) -> bool:
-        """Whether user code may read gradients between backward and step, so that no step begins earlier."""
-        return self._steps.defer_to_user_hooks
-
-    @property
-    def defers_next_steps(self) -> bool:
-        """Whether user code may read gradients between backward and the next step.
-
-        It differs from `defer_to_user_hooks` if user code has added a hook during the running step.
-        """
-        return self._steps.defers_next
-
-    @property
-    def stepping(self) -> bool:
-        """Whether an optimizer's step has begun and not ended."""
-        return self._steps.optimizer is not None
 
     @uninterrupted
     def step_on_device(self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter]) -> bool:
@@ -451,54 +392,37 @@ class ModelStates(Uncopied):
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless it has begun. Backward then submits steps of complete gradients."""
         self._prefetcher.check_caller()
-        if self._steps.optimizer is not optimizer:
+        if self.running.optimizer is not optimizer:
             check_state(optimizer)
             self.state_dicts.before_step()
-            self._steps.begin(optimizer)
+            self.steps.begin(optimizer)
 
     def begin_scaled_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer` whose losses are scaled, before its backward if no user code may read gradients.
 
         Otherwise the optimizer's `step` begins it.
         """
-        self._steps.defer_inexact_clipping()
-        if not self.defer_to_user_hooks:
+        self.steps.defer_inexact_clipping()
+        if not self.running.deferred:
             self.begin_step(optimizer)
 
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
-        if self.defer_to_user_hooks and unscales_itself(optimizer):
+        if self.running.deferred and unscales_itself(optimizer):
             self.end_backward()  # user code may have called `loss.backward` without Lightning
-            if not self._unscale_as_optimizer(optimizer):
-                self._steps.skip(optimizer)
+            offloaded = {item.parameter for flat in self.offloaded.flat_optimizers for item in flat.param_views}
+            if not unscale_as_optimizer(optimizer, offloaded):
+                self.steps.skip(optimizer)
                 return
         self.begin_step(optimizer)
-        self._steps.note_options(optimizer)
-
-    def _unscale_as_optimizer(self, optimizer: Optimizer) -> bool:
-        """Does for offloaded gradients what a fused `step` does for others, by the attributes that a scaler has set.
-
-        Lightning's scaler sets them, too, after `unscale`, which leaves no scale to divide by.
-
-        Returns:
-            Whether the step is made: all gradients are finite.
-        """
-        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if found is not None and bool(found):
-            return False
-        if scale is not None:
-            for parameter in parameters_of(optimizer):
-                if self._is_stepped_flat(parameter) and (gradient := parameter.grad) is not None:
-                    scale = scale.to(gradient.device)  # once: all of them are on one device
-                    gradient.div_(scale)
-        return True
+        self.steps.note_options(optimizer)
 
     @uninterrupted
     def end_step(self, optimizer: Optimizer) -> None:
         """Ends the step of `optimizer` on the device. Jobs on the CPU continue."""
-        if self._steps.optimizer is optimizer:
+        if self.running.optimizer is optimizer:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
-            self._steps.end()
+            self.steps.end()
             self._grad_dtype.end_step(optimizer)
 
     @uninterrupted
@@ -508,19 +432,19 @@ class ModelStates(Uncopied):
         A `backward` that user code has called itself may have submitted steps, which can't be taken back: then it ends
         like others.
         """
-        if self._steps.optimizer is not optimizer:
+        if self.running.optimizer is not optimizer:
             return
-        if self._steps.has_submitted:
+        if self.steps.has_submitted:
             self.end_step(optimizer)
             return
-        self._steps.cancel()
+        self.steps.cancel()
         self._grad_dtype.end_step(optimizer)
 
     @uninterrupted
     def skip_step(self, optimizer: Optimizer) -> None:
         """Ends a step of `optimizer` that the loss scaler has skipped, without a call of `optimizer.step`."""
-        if self.defer_to_user_hooks and optimizer not in self._whole:
-            self._steps.skip(optimizer)
+        if self.running.deferred and optimizer not in self._whole:
+            self.steps.skip(optimizer)
         else:
             self.end_step(optimizer)
 
@@ -536,27 +460,27 @@ class ModelStates(Uncopied):
         with self._grads.hidden():
             scaler.unscale_(optimizer)
         if not scaler.is_enabled():
-            self._decision.reset_checks()
+            self.decision.reset_checks()
             return
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if not self.defer_to_user_hooks:
-            self._decision.merge_checks(found)
+        if not self.running.deferred:
+            self.decision.merge_checks(found)
         else:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
-            self._steps.resume_stepped(optimizer)
-            if not (norms := self._steps.norms(optimizer)):
+            self._clipping.resume_stepped(optimizer)
+            if not (norms := self._clipping.norms(optimizer)):
                 return
             device = self._copies.device
             measured = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
             large = [parameter for parameter, norm in zip(norms, measured, strict=True) if not math.isfinite(norm)]
             infinite = any(not self._is_finite(parameter) for parameter in large)
             add_check(found, torch.full((), float(infinite), device=device))
-        self._steps.unscale(optimizer, scaler, found)
+        self._clipping.unscale(optimizer, scaler, found)
 
     def _is_finite(self, parameter: nn.Parameter) -> bool:
         """Returns whether the gradient of an offloaded parameter is finite, whose norm may be infinite nevertheless."""
         flat, index = self._flat_of[parameter]
-        assigned = self._gradients[flat].assigned
+        assigned = self.gradients[flat].assigned
         gradient = assigned[index] if index in assigned else flat.param_views[index].of(self._grads.whole(flat, index))
         return bool(gradient.isfinite().all())
 
@@ -574,22 +498,22 @@ class ModelStates(Uncopied):
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters, limit)
-        elif optimizer in self._optimizers and self._steps.may_clip(optimizer, algorithm, limit):
+        elif optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             with self._grads.hidden():
-                self._steps.clip(optimizer, algorithm, limit)
+                self._clipping.clip(optimizer, algorithm, limit)
         else:
-            self._steps.check_not_begun(optimizer)
+            self.steps.check_not_begun(optimizer)
             with self.full_grads(optimizer):
                 clip(parameters, limit)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
         self._prefetcher.check_caller()
-        self._steps.check_may_drop(optimizer)
+        self.steps.check_may_drop(optimizer)
         self._grads.zero(self.offloaded.groups, optimizer, set_to_none)
-        self._steps.drop_clipping(optimizer)
-        self._decision.reset_checks()
+        self._clipping.drop(optimizer)
+        self.decision.reset_checks()
 
     # ---- whole weights and gradients, for user code ----
 
@@ -606,13 +530,13 @@ class ModelStates(Uncopied):
         if self._summoned:
             yield
             return
-        self._steps.apply_all_clipping()
+        self._clipping.apply_all()
         with self.summon_full_params():
-            self._gradients.accumulate_all()
+            self.gradients.accumulate_all()
             self.drain()
             if optimizer is not None:
-                self._steps.resume_stepped(optimizer)
-            with self._gradients.as_grads():
+                self._clipping.resume_stepped(optimizer)
+            with self.gradients.as_grads():
                 yield
 
     @contextlib.contextmanager
@@ -635,7 +559,7 @@ class ModelStates(Uncopied):
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()
-        with summon(self.stores, read_only=self.recorded):
+        with summon(self.stores, read_only=self.records.enabled):
             self._summoned = True
             try:
                 with self._masters.summon():
@@ -650,7 +574,7 @@ class ModelStates(Uncopied):
         Raises:
             RuntimeError: steps are recorded, or the flat parameter's step has begun.
         """
-        if self.recorded:
+        if self.records.enabled:
             raise RuntimeError(
                 f"weights of {flat.name} are changed outside of the optimizer, which `recover=True` can't repeat after "
                 "a kill. Change them before `fit`, or set `recover=False`."
@@ -671,98 +595,11 @@ class ModelStates(Uncopied):
         return self._masters.by_param
 
     @property
-    def accumulating(self) -> bool:
-        """Whether there are gradients that no step has used."""
-        return self._gradients.pending
-
-    def held_gradient(self, flat: FlatParameter, index: int) -> tuple[Tensor, Tier] | None:
-        """Returns the gradient of a stepped parameter that no step uses at present, and its tier, if there is one."""
-        return self._gradients[flat].held(index)
-
-    def used_gradients(self) -> dict[nn.Parameter, Tensor | None]:
-        """Returns copies of the gradients that the last steps have used and `zero_grad` has not dropped.
-
-        A gradient is None if its step has not kept it. No step runs.
-        """
-        return self._gradients.used()
-
-    def restore_used_gradients(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Restores the gradients that `used_gradients` of earlier model states has returned."""
-        self._gradients.restore_used(gradients)
-        for parameter, gradient in gradients.items():
-            if gradient is not None and not self._is_stepped_flat(parameter):
-                parameter.grad = gradient.to(parameter.device, parameter.dtype)
-
-    def restore_accumulated_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Restores gradients that wait for their step, of parameters that are offloaded since the last micro-batch.
-
-        Args:
-            gradients: fp32 tensors in host memory, for each parameter that has a gradient.
-        """
-        self._gradients.restore_accumulated(gradients)
-        for parameter, gradient in gradients.items():
-            if not self._is_stepped_flat(parameter):
-                parameter.grad = gradient.to(parameter.device)
-
-    def ignore_gradients(self, parameters: Collection[nn.Parameter]) -> None:
-        """Ignores the gradients of parameters in the next backward: `.grad` has them already."""
-        self._gradients.ignored = set(parameters)
-
-    @property
     def prefetched_bytes(self) -> int:
         """Most bytes of the device that compute weights of offloaded parameters take at a time."""
         return min(self._prefetcher.budget, sum(flat.nbytes for flat in self.stores))
 
-    @property
-    def host_bytes(self) -> int:
-        """Allocated bytes of host memory, including second versions."""
-        return self._nbytes.host + self._nbytes.spare.reserved
-
-    @property
-    def host_limit(self) -> int:
-        """Most bytes of host memory that may be allocated."""
-        return self._nbytes.host + self._nbytes.spare.nbytes
-
-    def io_stats(self) -> IOStats | None:
-        """Returns the bytes written to SSDs and read from them; None if no values are there."""
-        return None if self.staging is None else self.staging.store.stats()
-
-    @property
-    def defers_steps(self) -> bool:
-        """Whether the next steps wait for the end of backward, at which the norm or the loss scale is known."""
-        return self._decision.needs_norm and self._decision.defers
-
-    def stepped(self) -> WorkCounter:
-        """Returns the number of parameters that the CPU has stepped, and the seconds of these steps."""
-        return self._steps.work()
-
-    # ---- the journal of `recover=True` ----
-
-    @property
-    def recorded(self) -> bool:
-        """Whether steps are recorded, so that a killed run can resume."""
-        return self._steps.recorded
-
-    @property
-    def unrecorded(self) -> bool:
-        """Whether a step was made that no record names, and steps are recorded."""
-        return self._steps.unrecorded
-
-    @uninterrupted
-    def record(self, training_state: Callable[[], PlainData]) -> None:
-        """Submits a record of the steps made so far; the next steps wait for it.
-
-        Args:
-            training_state: returns all other state to resume from, on the CPU; called on the journal's thread.
-        """
-        self._steps.record(training_state)
-
     # ---- the end ----
-
-    @property
-    def closed(self) -> bool:
-        """Whether threads and hooks have ended."""
-        return self._closed
 
     def drain(self) -> None:
         """Returns when every submitted step is committed or skipped, and its values are stored.
@@ -771,7 +608,7 @@ class ModelStates(Uncopied):
             Exception: the error of a step.
         """
         self._staged.unstage()
-        self._steps.drain()
+        self.steps.drain()
 
     def end_generic_steps(self) -> None:
         """Returns when no step runs code of the optimizer's class, which steps of Adam, AdamW and SGD do not.
@@ -789,7 +626,7 @@ class ModelStates(Uncopied):
             Exception: the error of a step, or of the record.
         """
         self.drain()
-        self._steps.wait_for_record()
+        self.records.wait()
 
     def close(self, failure: BaseException | None = None) -> None:
         """Makes the parameters whole on the CPU, and ends threads and hooks.
@@ -802,7 +639,7 @@ class ModelStates(Uncopied):
             Exception: without `failure`, if a step failed or its result could not be read; with a note as above. The
                 last record is kept then, too.
         """
-        if self._closed:
+        if self.closed:
             return
         shutdown = Shutdown(failure)
         if failure is None:
@@ -821,7 +658,7 @@ class ModelStates(Uncopied):
         Raises:
             Exception: the error of a step; the model is restored then.
         """
-        assert not self.recorded, "flat parameters of a recorded run don't change"
+        assert not self.records.enabled, "flat parameters of a recorded run don't change"
         self._staged.pull_all()
         self.drain()
         self.state_dicts.before_step()
@@ -843,7 +680,7 @@ class ModelStates(Uncopied):
         Raises:
             Exception: the first error; all has ended.
         """
-        self._closed = True
+        self.closed = True
         shutdown = Shutdown()
         shutdown.run(self.state_dicts.remove)
         for handle in self._handles:
@@ -853,29 +690,29 @@ class ModelStates(Uncopied):
         for undo in reversed(self._undo):  # some wrap the same attribute
             shutdown.run(undo)  # before parameters are ordinary ones, as interrupted calls of modules end now
         self._access.close()
-        shutdown.run(self._decision.fail)
+        shutdown.run(self.decision.fail)
         shutdown.run(self._copies.drain)
-        shutdown.run(self._steps.close_journal)
-        shutdown.run(self._steps.close)
+        shutdown.run(self.records.close)
+        shutdown.run(self.steps.close)
         for flat in self.stores:
             shutdown.run(self._prefetcher.evict, flat)
-        shutdown.run(self._gradients.free)  # before the whole weights need room
+        shutdown.run(self.gradients.free)  # before the whole weights need room
         if self._pool is not None:
             shutdown.run(self._pool.close)
         shutdown.run(self._masters.close)
-        shutdown.run(self._decision.close)
+        shutdown.run(self.decision.close)
         shutdown.raise_failure()
 
     def _restore_model(self, shutdown: Shutdown) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
-            shutdown, self._steps.history.revert_partial_steps(), hand_over=not self.recorded
+            shutdown, self.steps.history.revert_partial_steps(), hand_over=not self.records.enabled
         )
         for parameter in self._flat_of:
             shutdown.run(end_aliases, parameter)
-        kept = self.recorded and self._steps.end_record(shutdown)
-        if self.recorded:
+        kept = self.records.end(shutdown)
+        if self.records.enabled:
             self._restorer.hand_over(kept=kept)
         shutdown.run(self._copies.close)
         if self.staging is not None:

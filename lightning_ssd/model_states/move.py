@@ -179,7 +179,7 @@ def regroup_model_states(
     unstepped = [
         item.parameter for flat in model.stores if flat not in model.flat_optimizers for item in flat.param_views
     ]
-    if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
+    if states.gradients.pending or any(parameter.grad is not None for parameter in unstepped):
         with states.full_grads():
             gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
             gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
@@ -268,13 +268,13 @@ def _remake(
     """Ends `states`, moves their values to the target flat parameters of each part, and assembles the result."""
     budget = setup.host_budget()
     # The move frees the host memory of the present states.
-    available = (usable_memory() if budget is None else budget) + states.host_bytes
+    available = (usable_memory() if budget is None else budget) + states.nbytes.host
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
     memory_plan = _plan_memory(target, budget, setup)
     check_flats_apart((item.flat for of_part in target for item in of_part), device, known=states.parameters)
     states.drain()
-    used = states.used_gradients() | _resident_gradients(target, states.parameters, keep=setup.defer_to_user_hooks)
+    used = states.gradients.used() | _resident_gradients(target, states.parameters, keep=setup.defer_to_user_hooks)
     before, staging = states.parameters, states.staging
     with contextlib.ExitStack() as undo:
         if staging is None:
@@ -310,5 +310,5 @@ def _remake(
         undo.pop_all()
     for parameter in before - states.parameters:
         end_aliases(parameter)
-    states.restore_used_gradients(used)
+    states.gradients.restore_used(used)
     return states

@@ -334,7 +334,7 @@ class Profiler(Uncopied):
         self._unhook()
 
     def _stepped(self) -> WorkCounter:
-        return WorkCounter(0, 0.0) if self._states is None else self._states.stepped()
+        return WorkCounter(0, 0.0) if self._states is None else self._states.steps.work()
 
     def _launch_hook(self, index: int) -> Callable[[object, object], None]:
         def begin(args: object, kwargs: object) -> None:
@@ -448,7 +448,7 @@ class Profiler(Uncopied):
             clip_norm,
             between,
             offloaded,
-            param_budget_bytes=None if self._states is None else self._states.param_budget_bytes,
+            param_budget_bytes=None if self._states is None else self._states.nbytes.device,
             synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
         )

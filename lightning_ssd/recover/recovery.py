@@ -205,7 +205,7 @@ class Recovery(Uncopied):
         if self._recorded_step is None:
             self._recorded_step = self._trainer.global_step
         # `unrecorded` does not count steps of resident parameters, which `global_step` does.
-        if self._states.unrecorded or self._trainer.global_step != self._recorded_step:
+        if self._states.records.pending or self._trainer.global_step != self._recorded_step:
             self._record()
 
     def end(self) -> None:
@@ -243,7 +243,7 @@ class Recovery(Uncopied):
                 checkpoint.pop(key, None)
         self._recorded_step = self._trainer.global_step
         try:
-            self._states.record(_encode_on_cpu(checkpoint))
+            self._states.records.write(_encode_on_cpu(checkpoint))
         except NotPlainError as error:
             raise ValueError(
                 f"`recover=True` records the content of Lightning's checkpoints: {error}; or set `recover=False`."

@@ -127,7 +127,7 @@ class MicroBatchRetry:
         changed = self._attribute_set_since_forward()
         states = self._states()
         if states is not None and self._delay_steps:
-            states.delay_steps()
+            states.gradients.delay_steps()
         if self._try_backward(losses[1], run, changed):
             return
         for loss in losses:
@@ -183,7 +183,7 @@ class MicroBatchRetry:
         state.restore()
         states = self._states()
         if states is not None:
-            states.drop_delayed()
+            states.gradients.backward.drop()
             states.begin("train")
         save_memory, self._save_memory = self._save_memory, None
         if save_memory is not None:
@@ -203,7 +203,7 @@ class MicroBatchRetry:
         offload_states(part, self._zeroed)
         states = self._states()
         assert states is not None
-        states.ignore_gradients(states.parameters.intersection(complete))
+        states.gradients.backward.ignored = states.parameters.intersection(complete)
         self._gradients.set_complete({one: grad for one, grad in complete.items() if one not in states.parameters})
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ def explain_out_of_memory(
         if row.tier == "gpu":
             states[f"{row.kind}s"] += row.nbytes
     if model_states is not None:
-        states["buffers for offloaded weights"] = model_states.param_budget_bytes
+        states["buffers for offloaded weights"] = model_states.nbytes.device
     activations = offloader.resident_bytes()
     uses = {**states, "saved activations that were not offloaded": activations}
     used = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in uses.items())

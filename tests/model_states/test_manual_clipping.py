@@ -71,7 +71,7 @@ def test_programs_of_manual_optimization(
 def summed(module: Any) -> int:
     """Returns the number of flat parameters whose gradients were summed in fp32 on the host; 0 in plain training."""
     states = getattr(module.trainer.strategy, "model_states", None)
-    return 0 if states is None else sum(gradient.accum is not None for _, gradient in states._gradients.items())
+    return 0 if states is None else sum(gradient.accum is not None for _, gradient in states.gradients.items())
 
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
@@ -143,7 +143,7 @@ def test_gradients_that_several_backwards_add_to_are_summed_between_them(tmp_pat
             for rows in batch[0].split(2):
                 self.manual_backward(self.loss(rows))
                 if (states := getattr(self.trainer.strategy, "model_states", None)) is not None:
-                    waiting.append(any(any(gradient.arrived) for _, gradient in states._gradients.items()))
+                    waiting.append(any(any(gradient.arrived) for _, gradient in states.gradients.items()))
             self.clip_gradients(optimizer, 0.01, "norm")
             optimizer.step()
 

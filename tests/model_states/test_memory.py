@@ -89,8 +89,8 @@ def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
             states.drain()
             buffers = [buffer for store in states.stores.values() for buffer in store._host_buffers()]
             second = sum(buffer.nbytes for buffer in buffers if buffer.has_second)
-            assert states._nbytes.spare.reserved == second
-            found.append(states.host_bytes)
+            assert states.nbytes.spare.reserved == second
+            found.append(states.nbytes.host)
 
     end = StepScheduler.end
 

@@ -63,7 +63,7 @@ def test_a_record_is_written_when_the_bytes_are_that_it_names(tmp_path: Path) ->
                 assert recorded_step(tmp_path) == 2
                 backend.open_gate.clear()
             if batch_idx == 3:  # the record of step 3 is requested, and ready jobs of its thread are done
-                states_of(trainer)._steps._journal._worker.submit(lambda: None).result()
+                states_of(trainer).records._journal._worker.submit(lambda: None).result()
                 seen.append(recorded_step(tmp_path))
                 backend.open_gate.set()
                 states_of(trainer).finish()

@@ -120,7 +120,7 @@ def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> No
             self.model = pl_module
 
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            holds.append(self.model.trainer.strategy.model_states.defer_to_user_hooks)
+            holds.append(self.model.trainer.strategy.model_states.running.deferred)
             super().on_train_batch_end(trainer, *args)
 
     train(tmp_path, host(), Model(), callbacks=[Extended(tmp_path / "profile.json")])
@@ -396,7 +396,7 @@ def test_allocated_host_memory_is_within_the_budget(how: str, tmp_path: Path) ->
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             states: Any = trainer.strategy.model_states  # type: ignore[attr-defined]
-            allocated.append((states.host_bytes, states.host_limit))
+            allocated.append((states.nbytes.host, states.nbytes.host_limit))
 
     make_model, arguments = TRAININGS[how]
     callbacks = [Watch(), *arguments.get("callbacks", [])]

@@ -46,7 +46,7 @@ class GradientSource(Source):
         if self.own is None:
             accum = self._gradients.whole(self.flat, self.index)
             write_changed(self.item.of(accum), values.detach().to("cpu"))
-            self._gradients.offloader.remeasure(self.flat, [self.index])
+            self._gradients.offloader.norms.remeasure(self.flat, [self.index])
 
     def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
         super().note_graph(view, exists=exists)
@@ -148,7 +148,7 @@ class GradientAccess:
         if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
             self._accumulate_arrived(flat)
         gradient.assign(index, values)
-        self.offloader.remeasure(flat, [index])
+        self.offloader.norms.remeasure(flat, [index])
 
     def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
@@ -192,7 +192,7 @@ class GradientAccess:
         else:
             accum.copy_(values.detach())
         gradient.set_accumulated(index)
-        self.offloader.remeasure(flat, [index])
+        self.offloader.norms.remeasure(flat, [index])
 
     def whole(self, flat: FlatParameter, index: int) -> Tensor:
         """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
@@ -236,7 +236,7 @@ class GradientAccess:
                 for index in present:
                     flat.param_views[index].of(gradient.accumulated()).zero_()
                     gradient.set_accumulated(index)
-            self.offloader.remeasure(flat, present)
+            self.offloader.norms.remeasure(flat, present)
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
         """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""

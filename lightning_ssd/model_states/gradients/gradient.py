@@ -124,6 +124,7 @@ class Gradient:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
         accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
         consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
+        summed: done when the last accumulation is, and the norms of its sums are known.
         arrived: for each parameter, whether `host_grad` or `on_device` has its gradient of the running backward.
         on_device: those of them that are on the device, by parameter index; their memory in `host_grad` is unused.
         num_arrived: gradients that the running backward has accumulated, repeated ones included.
@@ -149,6 +150,7 @@ class Gradient:
             self._use(slab.tensor, slab.close)
         self.accum: Tensor | None = None
         self.consumed: Future[None] = finished(None)
+        self.summed: Future[None] = finished(None)
         self.arrived = [False] * len(flat.param_views)
         self.on_device: dict[int, Tensor] = {}
         self.num_arrived = 0
@@ -207,6 +209,10 @@ class Gradient:
         self.states[index] = GradientState.PRESENT
         self.arrived[index] = True
         self.num_arrived += 1
+
+    def keep(self, index: int, grad: Tensor) -> None:
+        """Keeps an arrived gradient of parameter `index` on the device, for a step there."""
+        self.on_device[index] = grad.detach()
 
     def end_backward(self) -> int:
         """Backward has ended. Returns the number of gradients that it has accumulated."""

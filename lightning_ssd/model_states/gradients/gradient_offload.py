@@ -1,4 +1,4 @@
-"""Gradient offloading: from `Tensor.grad` on the device to host memory, accumulation in fp32, norms.
+"""Gradient offloading: from `Tensor.grad` on the device to host memory, and accumulation in fp32.
 
 A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward
 continues. Gradients of several micro-batches are summed on the host. A gradient whose step the device makes may stay
@@ -6,60 +6,44 @@ there instead, if a plan says so (Teraio places gradients as it does all other t
 """
 
 import contextlib
-from collections import deque
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import CopyEngine, Mark, Worker
+from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
+from lightning_ssd.model_states.gradients.in_flight import CopiesInFlight
+from lightning_ssd.model_states.gradients.norms import GradientNorms, measure_summed
+from lightning_ssd.model_states.gradients.running_backward import RunningBackward
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.model_states.weights import ParamPrefetcher
 from lightning_ssd.waits import wait_for
 
 
-@dataclass
-class _DelayedBackward:
-    """A backward whose gradients are stepped after its end.
-
-    Attributes:
-        states: states of each flat parameter's gradients before it.
-        accumulated: flat parameters that had gradients of earlier micro-batches, or of user code, before it.
-        measured: parameters whose norms it has measured, with their flat parameters.
-        added: whether it has added to gradients of earlier micro-batches or steps.
-    """
-
-    states: Mapping[FlatParameter, list[GradientState]]
-    accumulated: frozenset[FlatParameter]
-    measured: list[tuple[FlatParameter, nn.Parameter]] = field(default_factory=list)
-    added: bool = False
-
-
 class GradientOffloader:
     """Offloads the gradients of the flat parameters that are stepped.
 
-    Duty: copies a gradient to the host, accumulates micro-batches, measures norms, and passes the result to a step. The
-    step scheduler decides when a step begins.
+    Duty: copies a gradient to the host, accumulates micro-batches, and passes the result to a step. The step scheduler
+    decides when a step begins.
 
     Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
     `backward`; two of them never call at a time. Two callbacks run elsewhere: `run` in `accumulate` on the worker's
     thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
 
-    Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy; or
+    Ownership: a gradient on the device belongs to `in_flight` until the compute stream was ordered after its copy; or
     to `Gradient.on_device`, if it stays, until `hand_over_on_device` passes it to a step, or `offload_kept` copies it.
-    Host memory: see `Gradient`. A norm is a one-element tensor, on the device for a gradient that was copied, on the
-    host for an accumulated one; the norms of a flat parameter belong to its next step, and an accumulation writes to
-    the mapping of the step that it was submitted for, which the step reads after `Gradient.consumed`.
+    Host memory: see `Gradient`.
 
     Args:
         gradients: the gradient of each flat parameter that is stepped; owned.
+        groups: optimizer of each of these flat parameters, and index of the parameter group.
         pool: memory that the gradients share; owned. None: each has its own memory.
         prefetcher: counts the forwards of a unit, each of which yields a gradient.
         copies: copies of the device.
@@ -68,16 +52,15 @@ class GradientOffloader:
         recorded: whether steps are recorded, so that no gradient may outlive its step.
 
     Attributes:
-        ignored: parameters whose gradients of the next backward are ignored, because an attempt that has failed has
-            added them.
+        norms: norms of the gradients.
+        in_flight: device memory of gradients that are being copied.
+        backward: the backward that runs, which may fail.
     """
-
-    MAX_IN_FLIGHT_BYTES = 256 * 2**20
-    """Most bytes of gradients on the device whose copies are in flight."""
 
     def __init__(
         self,
         gradients: Mapping[FlatParameter, Gradient],
+        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
         pool: GradientPool | None,
         prefetcher: ParamPrefetcher,
         copies: CopyEngine,
@@ -86,26 +69,21 @@ class GradientOffloader:
         *,
         recorded: bool,
     ) -> None:
+        self.norms = GradientNorms(gradients, decision, copies.device, self._wait_for_copies)
+        self.in_flight = CopiesInFlight(copies)
+        self.backward = RunningBackward(gradients, self.norms, self.in_flight)
         self._gradients = gradients
+        self._groups = groups
         self._pool = pool
         self._prefetcher = prefetcher
         self._copies = copies
         self._worker = worker
         self._decision = decision
         self._recorded = recorded
-        self._norms: dict[FlatParameter, dict[nn.Parameter, Tensor]] = {flat: {} for flat in gradients}
-        """Norms of the gradients of the next step, before they are unscaled."""
         self._expected: dict[tuple[FlatParameter, tuple[bool, ...], bool], int] = {}
         """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient, and by
         whether the weights of its unit were used outside of forwards, too."""
-        self.ignored: set[nn.Parameter] = set()
-        self._in_flight: deque[tuple[Tensor, Mark]] = deque()
-        self._in_flight_bytes = 0
         self._waited = 0.0
-        self._delayed: _DelayedBackward | None = None
-        """A backward whose gradients can be dropped if it fails; None: they can't be."""
-        self._summed: set[FlatParameter] = set()
-        """Flat parameters whose gradients the running backward has added in fp32 on the host, one by one."""
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
         """Returns the gradient of a flat parameter."""
@@ -114,6 +92,10 @@ class GradientOffloader:
     def items(self) -> ItemsView[FlatParameter, Gradient]:
         """Returns the flat parameters that are stepped, and their gradients."""
         return self._gradients.items()
+
+    def of(self, optimizer: Optimizer) -> list[tuple[FlatParameter, Gradient]]:
+        """Returns the flat parameters that `optimizer` steps, and their gradients."""
+        return [item for item in self._gradients.items() if self._groups[item[0]][0] is optimizer]
 
     @property
     def share_memory(self) -> bool:
@@ -125,60 +107,15 @@ class GradientOffloader:
         """Whether there are gradients that no step has used."""
         return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
 
-    @property
-    def arriving(self) -> bool:
-        """Whether the running backward has offloaded gradients."""
-        return bool(self._summed) or any(gradient.num_arrived for gradient in self._gradients.values())
-
-    # ---- a backward that may fail ----
-
     def delay_steps(self) -> None:
         """Begins a backward whose gradients are stepped after its end, so that they can be dropped if it fails.
 
-        With a shared pool steps are not delayed: other gradients need the memory that they free.
+        The steps overlap with the next forward only. With a shared pool steps are not delayed: other gradients need the
+        memory that they free.
         """
-        if self._pool is None and not self.arriving:
+        if self._pool is None and not self.backward.arriving:
             self.accumulate_all()  # gradients that user code may read are of an earlier backward
-            states = {flat: list(gradient.states) for flat, gradient in self._gradients.items()}
-            accumulated = frozenset(flat for flat, gradient in self._gradients.items() if gradient.kept)
-            self._delayed = _DelayedBackward(states, accumulated)
-
-    @property
-    def steps_delayed(self) -> bool:
-        """Whether gradients of the running backward are stepped after its end only."""
-        return self._delayed is not None
-
-    @property
-    def droppable(self) -> bool:
-        """Whether `drop_delayed` undoes what the running backward has done."""
-        return self._delayed is not None and not self._delayed.added
-
-    def drop_delayed(self) -> None:
-        """Drops the gradients of the running backward, which has failed."""
-        delayed, self._delayed = self._delayed, None
-        if delayed is None:
-            return
-        self._release_in_flight()  # later copies to the same host memory are on the same stream
-        for flat, parameter in delayed.measured:
-            self._norms[flat].pop(parameter, None)
-        for flat, gradient in self._gradients.items():
-            if not gradient.num_arrived and flat not in self._summed:
-                continue
-            if gradient.accumulating and flat not in delayed.accumulated:  # all that is accumulated is of this backward
-                gradient.drop()
-                self.reset_norms(flat)
-            gradient.undo_backward(delayed.states[flat])
-        self._summed.clear()
-
-    def _note_added(self, flat: FlatParameter) -> None:
-        """Notes an addition to the accumulated gradients of `flat`, which can't be undone if they have earlier ones."""
-        if self._delayed is not None and flat in self._delayed.accumulated:
-            self._delayed.added = True
-
-    def note_sum(self, flat: FlatParameter) -> None:
-        """Notes that the running backward adds a gradient of `flat` in fp32 on the host."""
-        self._note_added(flat)
-        self._summed.add(flat)
+            self.backward.delay_steps()
 
     # ---- one gradient, on the thread that runs backward ----
 
@@ -191,7 +128,7 @@ class GradientOffloader:
         gradient = self._gradients[flat]
         gradient.announce(index)
         if gradient.assigned:
-            self._note_added(flat)
+            self.backward.note_added(flat)
             gradient.fold()
         if gradient.states[index] is GradientState.STEPPED:
             self.resume_accumulation(flat, index)
@@ -222,39 +159,18 @@ class GradientOffloader:
 
         That is so in micro-batches without a step where gradients share memory, which has no room for all of them.
         """
-        return self._pool is not None and not self.steps_delayed and not flat.shared and self.complete(flat)
-
-    def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
-        """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
-
-        Args:
-            flat: flat parameter of the parameter.
-            parameter: parameter of the gradient.
-            grad: the gradient, on the device.
-            check_finite: whether the running step is skipped if the gradient is not finite.
-        """
-        if check_finite and self._decision.loss_scaled:
-            self._decision.check(grad)
-        if self._decision.needs_norm and not self._gradients[flat].accumulating:
-            self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
-            if self._delayed is not None:
-                self._delayed.measured.append((flat, parameter))
+        return self._pool is not None and not self.backward.steps_delayed and not flat.shared and self.complete(flat)
 
     def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
-        """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
+        """Copies a gradient to the host. The compute stream waits for older copies above `CopiesInFlight.MAX_BYTES`."""
         gradient = self._gradients[flat]
         # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
         # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
         last = gradient.num_arrived >= len(flat.param_views)
         data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
         gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
-        self.keep_alive(data, gradient.mark)
-        while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
-            self._release_oldest()
-
-    def keep(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
-        """Keeps a gradient on the device, for a step there."""
-        self._gradients[flat].on_device[index] = grad.detach()
+        self.in_flight.add(data, gradient.mark)
+        self.in_flight.bound()
 
     def offload_kept(self, flat: FlatParameter) -> None:
         """Offloads the gradients of `flat` that were kept on the device: something else than a step there uses them."""
@@ -263,31 +179,13 @@ class GradientOffloader:
         for index, grad in kept.items():
             self.offload(flat, index, grad)
 
-    def keep_alive(self, data: Tensor, mark: Mark) -> None:
-        """Keeps device bytes alive until the mark of their copy is reached."""
-        self._in_flight.append((data, mark))
-        self._in_flight_bytes += data.numel()
-
     def end_backward(self) -> None:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
-        self._delayed = None
-        self._summed.clear()
-        self.ignored.clear()
-        self._release_in_flight()
+        self.backward.end()
+        self.in_flight.release()
         for flat, gradient in self._gradients.items():
             if num_arrived := gradient.end_backward():
                 self._expected[flat, _requires_grad(flat), self._prefetcher.used_outside(flat)] = num_arrived
-
-    def _release_in_flight(self) -> None:
-        if self._in_flight:  # the copies end in the order in which they were issued
-            self._copies.wait(self._in_flight[-1][1])
-            self._in_flight.clear()
-            self._in_flight_bytes = 0
-
-    def _release_oldest(self) -> None:
-        data, mark = self._in_flight.popleft()
-        self._in_flight_bytes -= data.numel()
-        self._copies.wait(mark)
 
     def resume_accumulation(self, flat: FlatParameter, index: int) -> None:
         """Makes a new gradient add to the one that the last step has used, as in plain training without `zero_grad`.
@@ -309,8 +207,7 @@ class GradientOffloader:
                 "next backward or step, or set `recover=False`."
             )
         gradient.resume(index)
-        if self._delayed is not None:
-            self._delayed.added = True
+        self.backward.note_resumed()
 
     def resume_stepped(self, flat: FlatParameter) -> None:
         """Makes gradients that an earlier step has used, and `zero_grad` has not dropped, gradients of the next step.
@@ -331,7 +228,7 @@ class GradientOffloader:
                     "`on_after_backward`: steps wait for the end of backward then, and keep gradients."
                 )
             self.resume_accumulation(flat, index)
-            self.remeasure(flat, [index])
+            self.norms.remeasure(flat, [index])
 
     def used(self) -> dict[nn.Parameter, Tensor | None]:
         """Returns copies of the gradients that steps have used; None: the step has not kept it. No step runs."""
@@ -343,7 +240,10 @@ class GradientOffloader:
         }
 
     def restore_used(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Restores what `used` has returned, before the first backward."""
+        """Restores what `used` of earlier model states has returned, before the first backward.
+
+        A gradient of a parameter that is on the device now becomes its `.grad`.
+        """
         for flat, gradient in self._gradients.items():
             gradient.restore_used(
                 {
@@ -352,11 +252,16 @@ class GradientOffloader:
                     if item.parameter in gradients
                 }
             )
+        offloaded = self._parameters()
+        for parameter, value in gradients.items():
+            if value is not None and parameter not in offloaded:
+                parameter.grad = value.to(parameter.device, parameter.dtype)
 
     def restore_accumulated(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Accumulates gradients of earlier micro-batches, of parameters that were on the device then.
 
-        Called before the next backward. They are fp32 tensors in host memory.
+        Called before the next backward. They are fp32 tensors in host memory. Those of parameters that are still there
+        become their `.grad`.
         """
         for flat, gradient in self._gradients.items():
             for index, item in enumerate(flat.param_views):
@@ -366,7 +271,14 @@ class GradientOffloader:
                 gradient.set_accumulated(index)
                 if self._decision.loss_scaled:
                     self._decision.check_value(item.of(gradient.accumulated()))
-                self.remeasure(flat, [index])
+                self.norms.remeasure(flat, [index])
+        offloaded = self._parameters()
+        for parameter, value in gradients.items():
+            if parameter not in offloaded:
+                parameter.grad = value.to(parameter.device)
+
+    def _parameters(self) -> set[nn.Parameter]:
+        return {item.parameter for flat in self._gradients for item in flat.param_views}
 
     # ---- accumulation on the host ----
 
@@ -374,22 +286,23 @@ class GradientOffloader:
         """Submits the accumulation of the gradients that were copied.
 
         Returns:
-            `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
+            `Gradient.consumed`, done when they are in `Gradient.accum`.
         """
-        self._note_added(flat)
+        self.backward.note_added(flat)
         gradient = self._gradients[flat]
         if gradient.on_device:
             self.offload_kept(flat)
         arrived = gradient.accumulate()
-        norms = self._norms[flat] if self._decision.needs_norm else None
+        norms = self.norms.to_sum(flat)
 
         def run() -> None:  # on the worker's thread
             gradient.add(arrived)
             if norms is not None:
                 for index in range(len(flat.param_views)):
-                    _measure_accumulated(gradient, flat, index, norms)
+                    measure_summed(gradient, flat, index, norms)
 
-        gradient.set_consumed(self._worker.submit(run, [self._on_host(gradient)]))
+        gradient.summed = self._worker.submit(run, [self._on_host(gradient)])
+        gradient.set_consumed(gradient.summed)
         return gradient.consumed
 
     def accumulate_all(self) -> None:
@@ -398,56 +311,10 @@ class GradientOffloader:
             if any(gradient.arrived):
                 self.accumulate(flat)
 
-    def remeasure(self, flat: FlatParameter, indices: Sequence[int]) -> None:
-        """Measures the norms of gradients again that user code has changed or dropped, or that are used again."""
-        if not self._decision.needs_norm:
-            return
-        gradient = self._gradients[flat]
-        norms = self._norms[flat]
-        for index in indices if norms or gradient.accumulating else ():
-            norms.pop(flat.param_views[index].parameter, None)
-            if gradient.accumulating:  # else `has_accum` belongs to the last step
-                _measure_accumulated(gradient, flat, index, norms)
-
-    def measure_norms(self, needed: bool) -> None:
-        """Has the norms of gradients measured as they arrive, or not, from the step on that begins now.
-
-        Norms of earlier micro-batches are measured when they are needed.
-        """
-        if self._decision.needs_norm and not needed:
-            for flat in self._gradients:
-                self.reset_norms(flat)
-        self._decision.needs_norm = needed
-
     def pop_waited(self) -> float:
         """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
         waited, self._waited = self._waited, 0.0
         return waited
-
-    def norms(self, flat: FlatParameter) -> Mapping[nn.Parameter, Tensor]:
-        """Returns the norms of the gradients of `flat`. Accumulations have ended.
-
-        Gradients that user code has assigned, and may have changed since, and those that arrived before norms were
-        needed are measured now: on the device, unless they were accumulated.
-        """
-        gradient, norms = self._gradients[flat], self._norms[flat]
-        for index, item in enumerate(flat.param_views):
-            if index in gradient.assigned:
-                norms[item.parameter] = internals.foreach_norm([gradient.assigned[index].detach()])[0]
-            if gradient.states[index] is not GradientState.PRESENT or item.parameter in norms:
-                continue
-            if gradient.arrived[index]:
-                self.offload_kept(flat)
-                wait_for(self._on_host(gradient), "gradients")
-                copied = item.of(gradient.host_grad).to(self._copies.device)
-                norms[item.parameter] = internals.foreach_norm([copied.float()])[0]
-            else:
-                _measure_accumulated(gradient, flat, index, norms)
-        return norms
-
-    def reset_norms(self, flat: FlatParameter) -> None:
-        """Starts the norms of the next step of `flat`."""
-        self._norms[flat] = {}
 
     # ---- towards a step, or user code ----
 
@@ -508,7 +375,7 @@ class GradientOffloader:
                     item.of(gradient.accumulated()).copy_(grad)
                 if grad is not None and self._decision.loss_scaled:
                     self._decision.check_value(item.of(gradient.accumulated()))
-                self.remeasure(flat, [index])
+                self.norms.remeasure(flat, [index])
 
     def consumed(self) -> "Sequence[Future[None]]":
         """Returns the futures of the last use of every gradient."""
@@ -523,13 +390,10 @@ class GradientOffloader:
         """Returns a future that is done when all copies of `gradient` that were issued are on the host."""
         return self._copies.on_d2h(gradient.mark)
 
-
-def _measure_accumulated(
-    gradient: Gradient, flat: FlatParameter, index: int, norms: dict[nn.Parameter, Tensor]
-) -> None:
-    item = flat.param_views[index]
-    if gradient.has_accum[index]:
-        norms[item.parameter] = internals.foreach_norm([item.of(gradient.accumulated())])[0]
+    def _wait_for_copies(self, flat: FlatParameter) -> None:
+        """Returns when the gradients of `flat` that have arrived are in host memory."""
+        self.offload_kept(flat)
+        wait_for(self._on_host(self._gradients[flat]), "gradients")
 
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:

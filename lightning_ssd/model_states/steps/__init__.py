@@ -2,9 +2,13 @@
 
 The modules, in the order in which they are best read:
 
+- `running_step`: the optimizer whose step runs, and whether the step may begin in backward.
+- `gradient_arrivals`: hooks of gradients, from which they are offloaded, and steps submitted.
+- `gradient_clipping`: clipping and unscaling between backward and step.
 - `step_scheduler`: when the step of a flat parameter begins, and which futures wait for it.
 - `step`: the step of one flat parameter, from the arrival of its gradient to its commit.
 - `weights_first`: units whose compute weights are stepped before the rest.
+- `step_records`: the steps that the journal of `recover=True` has recorded.
 - `step_history`: the last steps, and the roll-back of those that were committed in part.
 - `device_steps`: the flat parameters that the device steps.
 - `device_stepper`: steps on the device, in pieces.
@@ -13,13 +17,22 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.steps.device_steps import DeviceSteps
+from lightning_ssd.model_states.steps.gradient_arrivals import GradientArrivals
+from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping, unscale_as_optimizer
 from lightning_ssd.model_states.steps.optimizer_hooks import hook_step, hook_zero_grad, keep_last
+from lightning_ssd.model_states.steps.running_step import RunningStep
+from lightning_ssd.model_states.steps.step_records import StepRecords
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
 
 __all__ = [
     "DeviceSteps",
+    "GradientArrivals",
+    "GradientClipping",
+    "RunningStep",
+    "StepRecords",
     "StepScheduler",
     "hook_step",
     "hook_zero_grad",
     "keep_last",
+    "unscale_as_optimizer",
 ]

@@ -553,7 +553,7 @@ def test_gradients_that_no_hook_reads_are_not_summed_on_the_host(tmp_path: Path,
     summed: list[int] = []
 
     def look(module: Any) -> None:
-        summed.append(sum(one.accum is not None for _, one in module.trainer.strategy.model_states._gradients.items()))
+        summed.append(sum(one.accum is not None for _, one in module.trainer.strategy.model_states.gradients.items()))
 
     def read(module: Any) -> None:
         module.blocks[0].up.weight.grad.sum()

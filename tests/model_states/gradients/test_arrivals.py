@@ -12,6 +12,7 @@ from lightning_ssd import shared_gradients
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.gradients.in_flight import CopiesInFlight
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
@@ -228,7 +229,7 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
             left.append(len(engines[0].waiting))
 
     monkeypatch.setattr(build, "make_copy_engine", make)
-    monkeypatch.setattr(GradientOffloader, "MAX_IN_FLIGHT_BYTES", nbytes)
+    monkeypatch.setattr(CopiesInFlight, "MAX_BYTES", nbytes)
     fit(tmp_path, Watching(), "host", strategy={"offload": "none"})
     assert left == [0, 0, 0]
     assert engines[0].most == (2 if nbytes == 1 else 8)
@@ -242,7 +243,7 @@ def test_a_step_consumes_all_accumulated_gradients(tmp_path: Path) -> None:
 
     class Watching(Toy):
         def on_train_batch_end(self, *_: Any) -> None:
-            pending.append(self.trainer.strategy.model_states._gradients.pending)  # type: ignore[union-attr]
+            pending.append(self.trainer.strategy.model_states.gradients.pending)  # type: ignore[union-attr]
 
     fit(tmp_path, Watching(), "host", accumulate_grad_batches=2)
     assert pending == [True, False, False]

@@ -311,7 +311,7 @@ class HeldJobs(Chain):
     """Jobs of a step are queued from the backward on, and run when the step has ended."""
 
     def hold(self, model_states: Any, wait: Callable[[], object]) -> None:
-        model_states._steps._worker.submit(wait)
+        model_states.steps._worker.submit(wait)
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.ended = threading.Event()

@@ -1,0 +1,116 @@
+"""Norms of the gradients of the next step, which decide its scale."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.gradients.gradient import Gradient, GradientState
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.waits import wait_for
+
+
+class GradientNorms:
+    """Measures the norm of each offloaded gradient once, before it is unscaled: as it arrives, or as it is summed.
+
+    Threads: the training thread, or autograd's while that waits; `measure_summed` runs on the worker's thread.
+
+    Ownership: a norm is a one-element tensor, on the device for a gradient that was copied, on the host for a summed
+    one. The norms of a flat parameter belong to its next step. A job that sums gradients writes to the mapping of the
+    step that it was submitted for, which the step reads after `Gradient.summed`.
+
+    Args:
+        gradients: the gradient of each flat parameter that is stepped.
+        decision: whether norms are needed.
+        device: device of the model's computation.
+        copied: returns when the gradients of a flat parameter that have arrived are in host memory.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[FlatParameter, Gradient],
+        decision: GradScaleDecision,
+        device: torch.device,
+        copied: Callable[[FlatParameter], None],
+    ) -> None:
+        self._gradients = gradients
+        self._decision = decision
+        self._device = device
+        self._copied = copied
+        self._norms: dict[FlatParameter, dict[nn.Parameter, Tensor]] = {flat: {} for flat in gradients}
+
+    def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
+        """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
+
+        Args:
+            flat: flat parameter of the parameter.
+            parameter: parameter of the gradient.
+            grad: the gradient, on the device.
+            check_finite: whether the running step is skipped if the gradient is not finite.
+        """
+        if check_finite and self._decision.loss_scaled:
+            self._decision.check(grad)
+        if self._decision.needs_norm and not self._gradients[flat].accumulating:
+            self._norms[flat][parameter] = _norm(grad.float())
+
+    def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:
+        """Returns the mapping that a job which sums gradients of `flat` measures into; None: norms are not needed."""
+        return self._norms[flat] if self._decision.needs_norm else None
+
+    def remeasure(self, flat: FlatParameter, indices: Sequence[int]) -> None:
+        """Measures the norms of gradients again that user code has changed or dropped, or that are used again."""
+        if not self._decision.needs_norm:
+            return
+        gradient, norms = self._gradients[flat], self._norms[flat]
+        for index in indices if norms or gradient.accumulating else ():
+            norms.pop(flat.param_views[index].parameter, None)
+            if gradient.accumulating:  # else `has_accum` belongs to the last step
+                measure_summed(gradient, flat, index, norms)
+
+    def begin_step(self, *, needed: bool) -> None:
+        """Has norms measured as gradients arrive, or not, from the step on that begins now.
+
+        Norms of earlier micro-batches are measured when they are needed.
+        """
+        if self._decision.needs_norm and not needed:
+            for flat in self._gradients:
+                self.reset(flat)
+        self._decision.needs_norm = needed
+
+    def of(self, flat: FlatParameter) -> Mapping[nn.Parameter, Tensor]:
+        """Returns the norms of the gradients of `flat`, before the clipping that is left to its step.
+
+        It waits for sums, and not for a submitted step, which waits for the scale that these norms decide. Gradients
+        that user code has assigned, and may have changed since, and those that arrived before norms were needed are
+        measured now: on the device, unless they were summed.
+        """
+        gradient, norms = self._gradients[flat], self._norms[flat]
+        wait_for(gradient.summed, "gradients")
+        for index, item in enumerate(flat.param_views):
+            if index in gradient.assigned:
+                norms[item.parameter] = _norm(gradient.assigned[index].detach())
+            if gradient.states[index] is not GradientState.PRESENT or item.parameter in norms:
+                continue
+            if gradient.arrived[index]:
+                self._copied(flat)
+                norms[item.parameter] = _norm(item.of(gradient.host_grad).to(self._device).float())
+            else:
+                measure_summed(gradient, flat, index, norms)
+        return norms
+
+    def reset(self, flat: FlatParameter) -> None:
+        """Starts the norms of the next step of `flat`."""
+        self._norms[flat] = {}
+
+
+def measure_summed(gradient: Gradient, flat: FlatParameter, index: int, norms: dict[nn.Parameter, Tensor]) -> None:
+    """Measures the norm of a gradient of `flat` in host memory, if there is one."""
+    item = flat.param_views[index]
+    if gradient.has_accum[index]:
+        norms[item.parameter] = _norm(item.of(gradient.accumulated()))
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return internals.foreach_norm([gradient])[0]

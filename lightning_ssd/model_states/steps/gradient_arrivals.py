@@ -1,0 +1,156 @@
+"""A gradient, from its hook to the stepped weight.
+
+Call by call:
+
+1. `GradientArrivals._post_accumulate_grad`, on the thread that runs backward: autograd has accumulated the gradient. It
+   is removed from the parameter, and `GradientOffloader.receive` allocates its host memory.
+2. `GradientNorms.measure`: its norm, on the device, if the scale decision needs it.
+3. `GradientOffloader.offload`: the copy to the host. `Gradient.mark` is the mark of the flat parameter's last copy.
+   `CopiesInFlight` keeps the device memory alive until the marks of its copies are reached, 256 MiB at most.
+4. `ParamPrefetcher.retire_for_step` and `StepScheduler.submit`, if all gradients of the flat parameter are complete and
+   no user code may read them before the step; otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at
+   `optimizer.step`, submits the step.
+5. `GradientOffloader.hand_over` in `submit`: the gradient belongs to the step from now on. Where steps accumulate, the
+   worker sums it in fp32 first.
+6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
+   chooses. `StateStore.stage` reads the values from SSDs meanwhile.
+7. `GradScaleDecision`, at the end of backward: decides the scale, for whose future the step waits. None skips the step.
+8. `OptimizerStep._make`, on the worker's thread: `FlatOptimizer` computes the new values.
+9. `OptimizerStep._commit_or_redo` and `_end`: `StateStore.commit` makes the new values the present ones, and
+   `Gradient.end_step` returns the gradient to its owner.
+10. `ParamPrefetcher.pre_forward` in the next forward of the unit waits for the future of the new compute weights.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.interrupts import uninterrupted
+from lightning_ssd.model_states.access import GradDtype, GradientAccess
+from lightning_ssd.model_states.gradients import GradientOffloader
+from lightning_ssd.model_states.optimizers import parameters_of
+from lightning_ssd.model_states.steps.device_steps import DeviceSteps
+from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
+from lightning_ssd.model_states.steps.running_step import RunningStep
+from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
+from lightning_ssd.model_states.stores import StagedFlats
+from lightning_ssd.model_states.units import FlatParameter, hook_gradient
+from lightning_ssd.model_states.weights import OffloadedModel, ParamPrefetcher
+
+
+class GradientArrivals:
+    """Offloads gradients as autograd accumulates them, and submits the step of a flat parameter after its last one.
+
+    Threads: the training thread, or autograd's while that waits in `backward`.
+
+    Args:
+        offloaded: the flat parameters.
+        optimizers: optimizers of the model.
+        gradients: copies gradients to the host.
+        grads: `Tensor.grad` of offloaded parameters, which gradients in fp32 are added to.
+        grad_dtype: flat parameters whose gradients are summed in fp32.
+        prefetcher: evicts the weights whose step begins.
+        staged: values that user code has staged.
+        steps: submits steps.
+        device_steps: flat parameters whose gradients stay on the device.
+        running: the step that runs.
+        clipping: clips gradients before others are added to them.
+    """
+
+    def __init__(
+        self,
+        offloaded: OffloadedModel,
+        optimizers: list[Optimizer],
+        gradients: GradientOffloader,
+        grads: GradientAccess,
+        grad_dtype: GradDtype,
+        prefetcher: ParamPrefetcher,
+        staged: StagedFlats,
+        steps: StepScheduler,
+        device_steps: DeviceSteps,
+        running: RunningStep,
+        clipping: GradientClipping,
+    ) -> None:
+        self._offloaded = offloaded
+        self._optimizers = optimizers
+        self._gradients = gradients
+        self._grads = grads
+        self._grad_dtype = grad_dtype
+        self._prefetcher = prefetcher
+        self._staged = staged
+        self._steps = steps
+        self._device_steps = device_steps
+        self._running = running
+        self._clipping = clipping
+
+    def hook(self) -> list[RemovableHandle]:
+        """Hooks the gradients of all offloaded parameters, and returns the handles of the hooks."""
+        handles: list[RemovableHandle] = []
+        for flat in self._offloaded.stores:
+            for index, item in enumerate(flat.param_views):
+                if flat in self._offloaded.flat_optimizers:
+                    hook = partial(self._post_accumulate_grad, flat, index)
+                else:
+                    hook = partial(self._check_not_added, item.name)
+                handles.append(hook_gradient(item.parameter, hook))
+        return handles
+
+    def add(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Adds a gradient in fp32, of an operator on the fp32 weight."""
+        if flat.param_views[index].parameter not in self._gradients.backward.ignored:
+            self._grads.add(flat, index, grad)
+
+    @uninterrupted
+    def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
+        """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
+        self._prefetcher.check_caller()
+        with internals.without_torch_function():
+            grad, parameter.grad = parameter.grad, None
+        if grad is None:  # in mixed precision, the gradient of the fp32 weight: all of it was added on the host
+            return
+        gradients, ignored = self._gradients, self._gradients.backward.ignored
+        if ignored and parameter in ignored:
+            return
+        self._steps.check_not_submitted(flat, index)
+        self._grads.note_graph(flat, index, grad)
+        self._clipping.apply(self._offloaded.groups[flat][0])
+        if grad.dtype != flat.dtype:  # summed in fp32
+            gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.deferred)
+            gradients.backward.note_sum(flat)
+            self._grads.add(flat, index, grad)
+            return
+        gradients.receive(flat, index)
+        on_host = flat in self._grad_dtype.summed_on_host
+        complete = (
+            gradients.complete(flat)
+            and self._steps.overlaps(flat)
+            and not on_host
+            and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
+        )
+        gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.deferred)
+        if complete:
+            self._staged.unstage()  # the step reads what user code has written in the forward
+            self._prefetcher.retire_for_step(flat)
+        if flat in self._device_steps.kept_gradients and self._steps.keeps_gradient(flat) and not on_host:
+            gradients[flat].keep(index, grad)
+        else:
+            gradients.offload(flat, index, grad)
+        if complete:
+            self._steps.submit(flat)
+        elif not on_host and self._running.optimizer is None and gradients.frees_early(flat):
+            gradients.accumulate(flat)
+
+    def _check_not_added(self, name: str, parameter: nn.Parameter) -> None:
+        """Checks a parameter that no optimizer steps, whose gradient is kept on the device for user code.
+
+        Raises:
+            RuntimeError: the parameter was added to an optimizer since its forward.
+        """
+        if any(member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)):
+            raise RuntimeError(
+                f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
+                "`on_train_batch_start`, or set `states='gpu'`."
+            )
