@@ -39,7 +39,6 @@ from lightning_ssd.model_states.access.operands import (
     differentiate,
     geometry,
     map_tensors,
-    move_offset,
     offset_in,
     plain_dtype,
     running_statistics,
@@ -334,23 +333,20 @@ class Access:
         kwargs: Mapping[str, Any],
         found: dict[int, OffloadedTensor],
     ) -> Any:
-        first = found.get(id(args[0])) if args else None
         written = written_argument(args, kwargs) if kind is Kind.WRITE else ()
         # False for `x += p`, which writes to a tensor of the user, and which autograd follows.
         writes = bool(offloaded_in(written, kwargs.get("out")))
         computing = torch.is_grad_enabled() and not writes
-        matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
-        if matmul and computing:
+        if writes and kind is Kind.MATMUL:
+            kind = Kind.WRITE  # autocast casts nothing for `out`
+        if kind is Kind.MATMUL and computing:
             self._note_repeated((*args, *kwargs.values()))
-        with self._values(found, computing=computing, matmul=matmul) as values, references_saved():
+        with self._values(found, computing=computing, kind=kind) as values, references_saved():
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: internals.version_of(value) for key, value in values.items()}
             shapes = {key: geometry(value) for key, value in values.items()}
-            if kind is Kind.STRIDED and first is not None:
-                source = first.source
-                args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
             given, named = substitute(args, values), substitute(kwargs, values)
-            if matmul and computing:
+            if kind is Kind.MATMUL and computing:
                 given, named = in_order_of_casts(given, named)
             result = func(*given, **named)
             changed = [key for key, value in values.items() if internals.version_of(value) != versions[key]]
@@ -384,40 +380,42 @@ class Access:
 
     @contextlib.contextmanager
     def _values(
-        self, found: Mapping[int, OffloadedTensor], *, computing: bool, matmul: bool = False
+        self, found: Mapping[int, OffloadedTensor], *, computing: bool, kind: Kind = Kind.COMPUTE
     ) -> Iterator[dict[int, Tensor]]:
         """Yields the tensors that replace offloaded ones as arguments of an operator.
 
         Args:
             found: the offloaded tensors, by identity.
             computing: whether autograd records the operator.
-            matmul: whether autocast would cast its arguments to 16 bits.
+            kind: kind of the operator; `Kind.MATMUL` only if autocast may cast its arguments to 16 bits.
         """
         held: dict[FlatParameter, None] = {}
         """Flat parameters whose compute weights are arguments of the operator."""
         for tensor in found.values():
             source = tensor.source
-            if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, matmul)):
+            if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, kind)):
                 held[source.flat] = None
         before, self._bases = self._bases, {}
         try:
             with self.prefetcher.resident(held, record=computing):
-                yield {key: self._stand_in(tensor, computing, matmul) for key, tensor in found.items()}
+                if kind is Kind.STRIDED:
+                    self._bases = {id(tensor.source): tensor.source.in_own_storage() for tensor in found.values()}
+                yield {key: self._stand_in(tensor, computing, kind) for key, tensor in found.items()}
         finally:
             self._bases = before
 
-    def _stand_in(self, tensor: OffloadedTensor, computing: bool, matmul: bool) -> Tensor:
+    def _stand_in(self, tensor: OffloadedTensor, computing: bool, kind: Kind) -> Tensor:
         """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
             source = _weights(tensor)
             if source.whole:
                 return tensor
-            if source.flat.mixed and _rounds(tensor, matmul):
+            if source.flat.mixed and _rounds(tensor, kind):
                 if computing and tensor.requires_grad:
                     self.grad_dtype.note_use(tensor)
                 return recomputed_with(tensor) if in_backward() else tensor
             if computing and tensor.requires_grad:
-                if not source.flat.mixed and source.flat.memory(source.index) is None:
+                if source.in_flat_memory and kind is not Kind.STRIDED:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
                     self.grad_dtype.sum_on_host(source.flat)
@@ -720,8 +718,8 @@ def _own_memory(tensor: OffloadedTensor) -> Tensor:
     return tensor.source.base()
 
 
-def _rounds(tensor: OffloadedTensor, matmul: bool) -> bool:
+def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:
     """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
-    if not matmul or not isinstance(tensor, OffloadedParameter):
+    if kind is not Kind.MATMUL or not isinstance(tensor, OffloadedParameter):
         return False
     return autocast_to(tensor.flat.dtype, tensor.flat.device)

@@ -56,40 +56,6 @@ def offset_in(value: Tensor, base: Tensor) -> int | None:
     return offset if same and 0 <= offset < max(1, base.nbytes) else None
 
 
-def move_offset(
-    func: Callable[..., Any], value: Tensor, base: Tensor, origin: int, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Any, Mapping[str, Any]]:
-    """Returns arguments of `as_strided` whose offset is one in the storage of `value` instead of the plain tensor's.
-
-    Args:
-        func: `as_strided`, or one of its variants.
-        value: the tensor that stands for the first argument.
-        base: the whole values that it is a view of.
-        origin: offset of these values in their storage in plain training, bytes.
-        args: arguments of `func`.
-        kwargs: keyword arguments of `func`.
-
-    Raises:
-        RuntimeError: it addresses elements outside of `base`.
-    """
-    # `as_strided_scatter` has another tensor before the size.
-    names = ["input", "size", "stride", "storage_offset"]
-    if "scatter" in func.__name__:
-        names.insert(1, "src")
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if (offset := given.get("storage_offset")) is None:
-        return args, kwargs
-    moved = offset + (base.storage_offset() * base.itemsize - origin) // value.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(given["size"], given["stride"], strict=True))
-    first = moved * value.itemsize - base.storage_offset() * base.itemsize
-    if 0 not in given["size"] and (first < 0 or first + (last + 1) * value.itemsize > base.nbytes):
-        raise RuntimeError(
-            f"`{func.__name__}` with `storage_offset={offset}` addresses memory outside of a weight that is "
-            "offloaded. Leave `storage_offset` out, or take a `.clone()` first."
-        )
-    return args[: names.index("storage_offset")], {**kwargs, "storage_offset": moved}
-
-
 def geometry(tensor: Tensor) -> tuple[object, ...]:
     """Returns dtype, shape, strides and memory, which no function may change of an offloaded tensor."""
     return (

@@ -289,6 +289,10 @@ class Source(ABC):
         """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
         return self.read()
 
+    def in_own_storage(self) -> Tensor:
+        """Returns the values as `read` does, at the place that they have in their storage in plain training."""
+        return self.read()
+
     @property
     def origin(self) -> int:
         """Offset of the values in their storage in plain training, bytes."""

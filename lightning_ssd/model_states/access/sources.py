@@ -42,6 +42,14 @@ class Weights(Source):
         return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
 
     @property
+    def in_flat_memory(self) -> bool:
+        """True if the values on the device are those of plain training, in the memory of the flat parameter."""
+        return not (self.whole or self.flat.mixed or self.flat.memory(self.index) is not None)
+
+    def in_own_storage(self) -> Tensor:
+        return self.read().clone() if self.in_flat_memory else self.read()
+
+    @property
     def backs_views(self) -> bool:
         return self.flat.forwards > 0 and self.flat.resident and not self.whole
 
