@@ -46,6 +46,7 @@ from lightning_ssd.model_states.access.operands import (
     written_argument,
 )
 from lightning_ssd.model_states.access.parameter import (
+    FollowedValues,
     FollowedView,
     OffloadedParameter,
     OffloadedTensor,
@@ -60,9 +61,10 @@ from lightning_ssd.model_states.access.parameter import (
     not_followed,
     offloaded_in,
     recomputed_with,
+    without_graph,
 )
 from lightning_ssd.model_states.access.references import references_saved
-from lightning_ssd.model_states.access.sources import Replaced, Weights
+from lightning_ssd.model_states.access.sources import Weights
 from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.model_states.stores import StagedFlats, StateStore
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory, check_shareable, ordinary, same_stride
@@ -421,10 +423,9 @@ class Access:
                     self.grad_dtype.sum_on_host(source.flat)
                 return WholeWeight.of(tensor, source)
         if computing and tensor.requires_grad:
-            return apply(_Values, tensor, self._value(tensor))
+            return apply(FollowedValues, tensor, self._value(tensor))
         if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
-            anchor = torch.empty((), device=tensor.device, requires_grad=True)
-            return apply(_WithoutGraph, anchor, self._value(tensor), tensor.source.name)
+            return without_graph(self._value(tensor), tensor.source.name)
         return self._value(tensor)
 
     def _note_repeated(self, args: Sequence[Any]) -> None:
@@ -572,7 +573,8 @@ class Access:
             source.flat.release_views()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    source.replace(Replaced(source))
+                    values = source.read().detach()
+                source.end_aliases(values if source.flat.memory(source.index) is not None else values.clone())
             source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)
@@ -599,7 +601,7 @@ class Access:
 
         Memory of a gradient is a read-only copy: it has other values once the gradient is clipped, added to or stepped.
         """
-        if isinstance(tensor.source, Weights | Replaced):
+        if isinstance(tensor.source, Weights):
             return func(self._memory(tensor, tensor.source.name).requires_grad_(tensor.requires_grad), *args, **kwargs)
         warnings.warn(
             f"`{func.__name__}` of an offloaded gradient gives a copy of its values, which later changes of the "
@@ -619,47 +621,19 @@ class Access:
             sharing: name of the tensor that will share the memory, for messages.
         """
         source = tensor.source
-        if not isinstance(source, Weights | Replaced):
+        if not isinstance(source, Weights):
             raise RuntimeError(
                 f"`.data` of {sharing} can't share memory with {source.name}, which is offloaded. "
                 "Copy the values (`copy_`), or set a `.clone()` of them."
             )
         before = self._bases
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(source, Weights):
-                with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    self._bases = {id(source): source.share()}
-            else:
-                self._bases = {id(source): source.read()}
+            with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
+                self._bases = {id(source): source.share()}
             try:
                 return self._value(tensor).detach()
             finally:
                 self._bases = before
-
-
-class _Values(torch.autograd.Function):
-    """The values of a view that autograd follows."""
-
-    @staticmethod
-    def forward(ctx: Any, view: Tensor, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _WithoutGraph(torch.autograd.Function):
-    """The values of a tensor whose graph was freed: that of `create_graph=True`, or of tensors written to it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, values: Tensor, name: str) -> Tensor:
-        ctx.tensor_name = name
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise not_followed(ctx.tensor_name)
 
 
 def _changed_by_compiled(name: str) -> RuntimeError:

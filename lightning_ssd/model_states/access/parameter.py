@@ -159,18 +159,18 @@ class OffloadedView(_RunsOperators, Tensor):
         backed: bool,
         graph: AliasGraph | None = None,
     ) -> "OffloadedView":
-        """Returns a view of `source`; other arguments as the attributes.
+        """Makes `memory` a view of `source`, and returns it; other arguments as the attributes.
 
         Args:
-            memory: with `backed`, a tensor over the memory of the values; otherwise a hollow one.
+            memory: with `backed`, a new tensor over the memory of the values; otherwise a hollow one.
             graph: as the attribute; None: it is no view of another tensor for autograd.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            view = memory.as_subclass(OffloadedView)
-        view._init(source, offset, versioned, backed)
+        memory.__class__ = OffloadedView
+        assert isinstance(memory, OffloadedView)
+        memory._init(source, offset, versioned, backed)
         if graph is not None:
-            view.graph = graph
-        return view
+            memory.graph = graph
+        return memory
 
     def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
         self.source = source
@@ -210,8 +210,11 @@ class OffloadedView(_RunsOperators, Tensor):
             self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
                 values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
             )
+            name, freed = self.source.name, self.graph.freed
             del self.source, self.offset, self.versioned, self.backed, self.graph
             self.__class__ = Tensor  # type: ignore[assignment]
+            if freed:
+                without_graph(self, name)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
@@ -236,7 +239,7 @@ class FollowedView(OffloadedView):
     @staticmethod
     def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
         """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = apply(_AsNonView, value, backed)
+        view = apply(FollowedValues, value, as_non_view(value, backed=backed))
         view.__class__ = FollowedView
         assert isinstance(view, FollowedView)
         view._init(source, offset, versioned, backed)
@@ -247,7 +250,7 @@ class FollowedView(OffloadedView):
         """The node of the operator that made the view, as in plain torch: user code looks for the parameter's there."""
         with internals.without_torch_function():
             node: Any = super().grad_fn
-        if isinstance(node, internals.node_class(_AsNonView)):
+        if isinstance(node, internals.node_class(FollowedValues)):
             node = cast(Any, node).next_functions[0][0]
         if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
             return _ViewNode(node)
@@ -302,6 +305,12 @@ class Source(ABC):
     def counter(self) -> Tensor | None:
         """Tensor whose version counter tells in-place changes; None: there is none."""
         return None
+
+    def end_aliases(self, values: Tensor) -> None:
+        """Makes the aliases ordinary tensors that share the memory of `values`, whole values as of `read`."""
+        for alias in list(self.aliases):
+            alias.end(values)
+        self.aliases.clear()
 
     def replace(self, other: "Source") -> None:
         """Makes the aliases read and write `other`."""
@@ -490,16 +499,36 @@ def _is_of_weights(node: Any) -> bool:
     return isinstance(node, internals.node_class(WholeWeight))
 
 
-class _AsNonView(torch.autograd.Function):
-    """The result of `as_non_view`, followed by autograd."""
+class FollowedValues(torch.autograd.Function):
+    """Memory in place of a tensor that autograd follows: the values of a view for an operator, or a view's own."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, backed: bool) -> Tensor:
-        return as_non_view(value, backed=backed)
+    def forward(ctx: Any, tensor: Tensor, memory: Tensor) -> Tensor:
+        return memory.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """A tensor whose graph was freed: that of `create_graph=True`, or of tensors written to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, name: str) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.tensor_name = name
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise not_followed(ctx.tensor_name)
+
+
+def without_graph(tensor: Tensor, name: str) -> Tensor:
+    """Returns `tensor`, which requires a gradient from now on, and through which a backward raises RuntimeError."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return apply(_WithoutGraph, torch.empty((), device=tensor.device, requires_grad=True), tensor, name)
 
 
 def as_non_view(value: Tensor, *, backed: bool) -> Tensor:

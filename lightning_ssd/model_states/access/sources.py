@@ -119,26 +119,6 @@ class Weights(Source):
             torch.autograd.graph.increment_version(self.item.parameter)
 
 
-class Replaced(Source):
-    """Values of a parameter before its `.data` was set. Earlier aliases keep them, as in plain training."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source.access, source.flat, source.index, source.name)
-        values = source.read().detach()
-        shared = isinstance(source, Weights) and source.flat.memory(source.index) is not None
-        self._values = values if shared else values.clone()
-
-    def read(self) -> Tensor:
-        return self._values
-
-    @property
-    def origin(self) -> int:
-        return int(self._values.storage_offset()) * self._values.itemsize
-
-    def write(self, values: Tensor) -> None:
-        """Does nothing: the operator has changed the values themselves, which `read` returns."""
-
-
 def end_aliases(parameter: nn.Parameter) -> None:
     """Makes the aliases of a parameter that is no longer offloaded ordinary tensors, which share its memory.
 
@@ -146,6 +126,4 @@ def end_aliases(parameter: nn.Parameter) -> None:
     """
     source = vars(parameter).pop("source", None)
     if source is not None:
-        for alias in list(source.aliases):
-            alias.end(parameter.data)
-        source.aliases.clear()
+        source.end_aliases(parameter.data)
