@@ -38,7 +38,6 @@ from lightning_ssd.model_states.access.gradient_access import GradientAccess
 from lightning_ssd.model_states.access.operands import (
     differentiate,
     geometry,
-    map_tensors,
     offset_in,
     plain_dtype,
     running_statistics,
@@ -58,6 +57,7 @@ from lightning_ssd.model_states.access.parameter import (
     autocast_to,
     hollow,
     in_order_of_casts,
+    map_tensors,
     not_followed,
     offloaded_in,
     recomputed_with,
@@ -291,9 +291,7 @@ class Access:
                         self.grad_dtype.add_hooked(parameter)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
-                    if isinstance(first, FollowedView):
-                        return func(*args, **kwargs)
-                    if parameter is None and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+                    if type(first) is OffloadedView and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
                         raise RuntimeError(
                             f"autograd can't follow a view of {first.source.name}, which is offloaded. "
                             "Take a `.clone()` of it first, or make a parameter of it before `fit`, in "
@@ -441,6 +439,8 @@ class Access:
         Raises:
             RuntimeError: the step of its flat parameter has begun.
         """
+        if isinstance(tensor.source, Weights) and not tensor.source.whole:
+            self.prefetcher.check(tensor.source.flat)
         with self._values({id(tensor): tensor}, computing=False) as values:
             return values[id(tensor)].detach()
 
@@ -470,13 +470,7 @@ class Access:
         values: Mapping[int, Tensor],
         found: Mapping[int, OffloadedTensor],
     ) -> Any:
-        """Returns `result` with offloaded tensors in place of their substitutes, and of views of these.
-
-        Args:
-            result: result of the operator.
-            values: substitutes of the offloaded tensors.
-            found: the offloaded tensors.
-        """
+        """Returns `result` with tensors of `found` in place of their substitutes `values`, and of views of these."""
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())

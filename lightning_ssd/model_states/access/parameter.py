@@ -319,10 +319,6 @@ class Source(ABC):
             other.aliases.add(alias)
         self.aliases.clear()
 
-    def values(self, tensor: OffloadedTensor) -> Tensor:
-        """Returns the values of `tensor`, which has this source, for a backward that needs them."""
-        return self.access.values(tensor)
-
     def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
         """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
         view.graph.freed = exists
@@ -435,7 +431,7 @@ class _SavedOffloadedView(SavedWeight):
         view = self._view
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.values(view) if isinstance(view, OffloadedView) else view.detach()
+        return view.source.access.values(view) if isinstance(view, OffloadedView) else view.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -560,6 +556,22 @@ def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
     return found
 
 
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Applies a function to the tensors of a tree; a list or tuple is returned itself if no item changes.
+
+    The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        mapped = [map_tensors(function, item) for item in value]
+        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+            return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    return value
+
+
 def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> OperatorAccess:
     """Returns the access of the offloaded tensors among some arguments."""
     return next(iter(offloaded_in(args, kwargs).values())).source.access
@@ -639,17 +651,12 @@ def recomputed_with(arguments: Any) -> Any:
     The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them. They
     detach those that require a gradient, and keep others as they are. A view keeps the memory, which a parameter loses
     when it is evicted for the next unit that is recomputed.
-
-    Args:
-        arguments: a tree of arguments.
     """
-    if type(arguments) is OffloadedParameter:
-        return arguments if arguments.requires_grad else arguments.detach()
-    if type(arguments) is tuple or type(arguments) is list:
-        return type(arguments)(map(recomputed_with, arguments))
-    if type(arguments) is dict:
-        return {name: recomputed_with(value) for name, value in arguments.items()}
-    return arguments
+    return map_tensors(_recomputed, arguments)
+
+
+def _recomputed(tensor: Tensor) -> Tensor:
+    return tensor.detach() if type(tensor) is OffloadedParameter and not tensor.requires_grad else tensor
 
 
 def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

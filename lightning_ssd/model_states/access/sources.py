@@ -10,7 +10,6 @@ from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.access.parameter import (
     ForwardValueReferences,
     OffloadedParameter,
-    OffloadedTensor,
     OperatorAccess,
     Source,
 )
@@ -89,11 +88,6 @@ class Weights(Source):
     @property
     def counter(self) -> Tensor:
         return self.item.parameter
-
-    def values(self, tensor: OffloadedTensor) -> Tensor:
-        if not self.whole:
-            self.access.prefetcher.check(self.flat)  # a step that has begun changes them
-        return super().values(tensor)
 
     def share(self) -> Tensor:
         """Returns the parameter's memory in plain training, which other tensors share from now on.
