@@ -284,9 +284,8 @@ class TraceMode(UnitDispatchMode):
             if value.layout is torch.strided and not value.is_quantized:
                 storage = value.untyped_storage()
                 if storage not in call.read and self._known(storage) is None:
-                    self.graph.buffers.append(Buffer(storage.nbytes(), index, -1 - position))
-                    setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
-                    self.graph.transients.alloc(storage)
+                    number = self._add(storage, Buffer(storage.nbytes(), index, -1 - position))
+                    self.graph.transients.alloc(storage, number)
         if self._num_graphs != 1 or _versions(module, call.given) != call.versions:
             self._must_run_once([unit_call])  # Python has run code in between, or a tensor was changed in place
         self._compiled_stalls[index] = self._stalls or []
@@ -333,7 +332,7 @@ class TraceMode(UnitDispatchMode):
                 self._stalls = None
                 internals.push_dispatch_mode(self._backward)
                 for storage in _read(results):
-                    self.graph.transients.alloc(storage)
+                    self.graph.transients.alloc(storage, self._add(storage, Buffer(storage.nbytes())))
 
         node.register_prehook(begin)
         node.register_hook(end)

@@ -38,8 +38,6 @@ from lightning_ssd.model_states.access.gradient_access import GradientAccess
 from lightning_ssd.model_states.access.operands import (
     differentiate,
     geometry,
-    map_tensors,
-    move_offset,
     offset_in,
     plain_dtype,
     running_statistics,
@@ -47,6 +45,7 @@ from lightning_ssd.model_states.access.operands import (
     written_argument,
 )
 from lightning_ssd.model_states.access.parameter import (
+    FollowedValues,
     FollowedView,
     OffloadedParameter,
     OffloadedTensor,
@@ -58,12 +57,14 @@ from lightning_ssd.model_states.access.parameter import (
     autocast_to,
     hollow,
     in_order_of_casts,
+    map_tensors,
     not_followed,
     offloaded_in,
     recomputed_with,
+    without_graph,
 )
 from lightning_ssd.model_states.access.references import references_saved
-from lightning_ssd.model_states.access.sources import Replaced, Weights
+from lightning_ssd.model_states.access.sources import Weights
 from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.model_states.stores import StagedFlats, StateStore
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory, check_shareable, ordinary, same_stride
@@ -290,9 +291,7 @@ class Access:
                         self.grad_dtype.add_hooked(parameter)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
-                    if isinstance(first, FollowedView):
-                        return func(*args, **kwargs)
-                    if parameter is None and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+                    if type(first) is OffloadedView and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
                         raise RuntimeError(
                             f"autograd can't follow a view of {first.source.name}, which is offloaded. "
                             "Take a `.clone()` of it first, or make a parameter of it before `fit`, in "
@@ -334,23 +333,20 @@ class Access:
         kwargs: Mapping[str, Any],
         found: dict[int, OffloadedTensor],
     ) -> Any:
-        first = found.get(id(args[0])) if args else None
         written = written_argument(args, kwargs) if kind is Kind.WRITE else ()
         # False for `x += p`, which writes to a tensor of the user, and which autograd follows.
         writes = bool(offloaded_in(written, kwargs.get("out")))
         computing = torch.is_grad_enabled() and not writes
-        matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
-        if matmul and computing:
+        if writes and kind is Kind.MATMUL:
+            kind = Kind.WRITE  # autocast casts nothing for `out`
+        if kind is Kind.MATMUL and computing:
             self._note_repeated((*args, *kwargs.values()))
-        with self._values(found, computing=computing, matmul=matmul) as values, references_saved():
+        with self._values(found, computing=computing, kind=kind) as values, references_saved():
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: internals.version_of(value) for key, value in values.items()}
             shapes = {key: geometry(value) for key, value in values.items()}
-            if kind is Kind.STRIDED and first is not None:
-                source = first.source
-                args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
             given, named = substitute(args, values), substitute(kwargs, values)
-            if matmul and computing:
+            if kind is Kind.MATMUL and computing:
                 given, named = in_order_of_casts(given, named)
             result = func(*given, **named)
             changed = [key for key, value in values.items() if internals.version_of(value) != versions[key]]
@@ -384,49 +380,50 @@ class Access:
 
     @contextlib.contextmanager
     def _values(
-        self, found: Mapping[int, OffloadedTensor], *, computing: bool, matmul: bool = False
+        self, found: Mapping[int, OffloadedTensor], *, computing: bool, kind: Kind = Kind.COMPUTE
     ) -> Iterator[dict[int, Tensor]]:
         """Yields the tensors that replace offloaded ones as arguments of an operator.
 
         Args:
             found: the offloaded tensors, by identity.
             computing: whether autograd records the operator.
-            matmul: whether autocast would cast its arguments to 16 bits.
+            kind: kind of the operator; `Kind.MATMUL` only if autocast may cast its arguments to 16 bits.
         """
         held: dict[FlatParameter, None] = {}
         """Flat parameters whose compute weights are arguments of the operator."""
         for tensor in found.values():
             source = tensor.source
-            if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, matmul)):
+            if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, kind)):
                 held[source.flat] = None
         before, self._bases = self._bases, {}
         try:
             with self.prefetcher.resident(held, record=computing):
-                yield {key: self._stand_in(tensor, computing, matmul) for key, tensor in found.items()}
+                if kind is Kind.STRIDED:
+                    self._bases = {id(tensor.source): tensor.source.in_own_storage() for tensor in found.values()}
+                yield {key: self._stand_in(tensor, computing, kind) for key, tensor in found.items()}
         finally:
             self._bases = before
 
-    def _stand_in(self, tensor: OffloadedTensor, computing: bool, matmul: bool) -> Tensor:
+    def _stand_in(self, tensor: OffloadedTensor, computing: bool, kind: Kind) -> Tensor:
         """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
             source = _weights(tensor)
             if source.whole:
                 return tensor
-            if source.flat.mixed and _rounds(tensor, matmul):
+            if source.flat.mixed and _rounds(tensor, kind):
                 if computing and tensor.requires_grad:
                     self.grad_dtype.note_use(tensor)
                 return recomputed_with(tensor) if in_backward() else tensor
             if computing and tensor.requires_grad:
-                if not source.flat.mixed and source.flat.memory(source.index) is None:
+                if source.in_flat_memory and kind is not Kind.STRIDED:
                     return tensor
                 if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
                     self.grad_dtype.sum_on_host(source.flat)
                 return WholeWeight.of(tensor, source)
         if computing and tensor.requires_grad:
-            return apply(_Values, tensor, self._value(tensor))
+            return apply(FollowedValues, tensor, self._value(tensor))
         if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
-            anchor = torch.empty((), device=tensor.device, requires_grad=True)
-            return apply(_WithoutGraph, anchor, self._value(tensor), tensor.source.name)
+            return without_graph(self._value(tensor), tensor.source.name)
         return self._value(tensor)
 
     def _note_repeated(self, args: Sequence[Any]) -> None:
@@ -442,6 +439,8 @@ class Access:
         Raises:
             RuntimeError: the step of its flat parameter has begun.
         """
+        if isinstance(tensor.source, Weights) and not tensor.source.whole:
+            self.prefetcher.check(tensor.source.flat)
         with self._values({id(tensor): tensor}, computing=False) as values:
             return values[id(tensor)].detach()
 
@@ -471,13 +470,7 @@ class Access:
         values: Mapping[int, Tensor],
         found: Mapping[int, OffloadedTensor],
     ) -> Any:
-        """Returns `result` with offloaded tensors in place of their substitutes, and of views of these.
-
-        Args:
-            result: result of the operator.
-            values: substitutes of the offloaded tensors.
-            found: the offloaded tensors.
-        """
+        """Returns `result` with tensors of `found` in place of their substitutes `values`, and of views of these."""
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
@@ -574,7 +567,8 @@ class Access:
             source.flat.release_views()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    source.replace(Replaced(source))
+                    values = source.read().detach()
+                source.end_aliases(values if source.flat.memory(source.index) is not None else values.clone())
             source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)
@@ -601,7 +595,7 @@ class Access:
 
         Memory of a gradient is a read-only copy: it has other values once the gradient is clipped, added to or stepped.
         """
-        if isinstance(tensor.source, Weights | Replaced):
+        if isinstance(tensor.source, Weights):
             return func(self._memory(tensor, tensor.source.name).requires_grad_(tensor.requires_grad), *args, **kwargs)
         warnings.warn(
             f"`{func.__name__}` of an offloaded gradient gives a copy of its values, which later changes of the "
@@ -621,47 +615,19 @@ class Access:
             sharing: name of the tensor that will share the memory, for messages.
         """
         source = tensor.source
-        if not isinstance(source, Weights | Replaced):
+        if not isinstance(source, Weights):
             raise RuntimeError(
                 f"`.data` of {sharing} can't share memory with {source.name}, which is offloaded. "
                 "Copy the values (`copy_`), or set a `.clone()` of them."
             )
         before = self._bases
         with torch.inference_mode(False), torch.no_grad():
-            if isinstance(source, Weights):
-                with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    self._bases = {id(source): source.share()}
-            else:
-                self._bases = {id(source): source.read()}
+            with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
+                self._bases = {id(source): source.share()}
             try:
                 return self._value(tensor).detach()
             finally:
                 self._bases = before
-
-
-class _Values(torch.autograd.Function):
-    """The values of a view that autograd follows."""
-
-    @staticmethod
-    def forward(ctx: Any, view: Tensor, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _WithoutGraph(torch.autograd.Function):
-    """The values of a tensor whose graph was freed: that of `create_graph=True`, or of tensors written to it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, values: Tensor, name: str) -> Tensor:
-        ctx.tensor_name = name
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise not_followed(ctx.tensor_name)
 
 
 def _changed_by_compiled(name: str) -> RuntimeError:
@@ -720,8 +686,8 @@ def _own_memory(tensor: OffloadedTensor) -> Tensor:
     return tensor.source.base()
 
 
-def _rounds(tensor: OffloadedTensor, matmul: bool) -> bool:
+def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:
     """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
-    if not matmul or not isinstance(tensor, OffloadedParameter):
+    if kind is not Kind.MATMUL or not isinstance(tensor, OffloadedParameter):
         return False
     return autocast_to(tensor.flat.dtype, tensor.flat.device)

@@ -19,7 +19,7 @@ class GradientSource(Source):
     """The gradient of one parameter, with the shape, dtype and device that it has in plain training.
 
     Attributes:
-        own: values of a tensor that is no longer the parameter's gradient; None while it is.
+        lost: the error of reads, if a step has used the values and the gradient was replaced; else None.
         view: weak reference to the tensor that `Tensor.grad` has returned.
         graph: graph of that tensor and of its views in plain training.
     """
@@ -28,29 +28,24 @@ class GradientSource(Source):
         self.item: ParamView = flat.param_views[index]
         super().__init__(access, flat, index, f"the gradient of {self.item.name}")
         self._gradients = gradients
-        self.own: Tensor | None = None
+        self.lost: str | None = None
         self.view: weakref.ref[OffloadedView] | None = None
         self.graph = AliasGraph()
 
     def read(self) -> Tensor:
-        if self.own is not None:
-            return self.own
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
         accum = self._gradients.whole(self.flat, self.index)
         return self.item.of(accum).to(self.flat.device, self.item.dtype, copy=True)
 
-    @property
-    def origin(self) -> int:
-        return 0 if self.own is None else int(self.own.storage_offset()) * self.own.itemsize
-
     def write(self, values: Tensor) -> None:
-        if self.own is None:
-            accum = self._gradients.whole(self.flat, self.index)
-            write_changed(self.item.of(accum), values.detach().to("cpu"))
-            self._gradients.offloader.norms.remeasure(self.flat, [self.index])
+        accum = self._gradients.whole(self.flat, self.index)
+        write_changed(self.item.of(accum), values.detach().to("cpu"))
+        self._gradients.offloader.norms.remeasure(self.flat, [self.index])
 
     def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
         super().note_graph(view, exists=exists)
-        if view.graph is self.graph and self.own is None:
+        if view.graph is self.graph:
             self._gradients.set_followed(self.flat, self.index, exists)
 
 
@@ -61,7 +56,7 @@ class GradientAccess:
 
     Threads: the training thread, or autograd's while the training thread waits in `backward`.
 
-    Ownership: a tensor that was returned reads the host gradient until that is replaced; then it has values of its own.
+    Ownership: a tensor that was returned reads the host gradient until that is replaced; then it is an ordinary tensor.
 
     Args:
         gradients: gradient of each flat parameter that is stepped; not owned.
@@ -239,12 +234,12 @@ class GradientAccess:
             self.offloader.norms.remeasure(flat, present)
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
-        """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""
-        source = self._sources.pop((flat, index), None)
-        if source is not None and source.own is None:
-            # If a step has used the gradient, operators on the tensor raise the error.
-            with contextlib.suppress(RuntimeError):
-                source.own = source.read()
+        """Makes tensors of user code that alias a gradient ordinary ones, before the gradient is replaced."""
+        if (source := self._sources.pop((flat, index), None)) is not None:
+            try:
+                source.end_aliases(source.read())
+            except RuntimeError as error:  # a step has used it: the values of the next gradient would be wrong ones
+                source.lost = str(error)
 
     def _accumulate_arrived(self, flat: FlatParameter) -> None:
         """Returns when all copied gradients of `flat` are accumulated."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.access.parameter import OffloadedParameter, OffloadedTensor, offloaded_in
+from lightning_ssd.model_states.access.parameter import OffloadedParameter, OffloadedTensor, map_tensors, offloaded_in
 
 
 def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -35,59 +35,11 @@ _STATISTICS = {
 """Functions that write running statistics, and the positions of these statistics among the arguments."""
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies a function to the tensors of a result; a list or tuple is returned itself if no item changes.
-
-    The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        mapped = [map_tensors(function, item) for item in value]
-        if any(new is not old for new, old in zip(mapped, value, strict=True)):
-            return type(value)(mapped)
-    return value
-
-
 def offset_in(value: Tensor, base: Tensor) -> int | None:
     """Returns the offset of `value` in `base` in bytes, or None if it lies elsewhere in their storage."""
     offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
     same = internals.storage_key(value.untyped_storage()) == internals.storage_key(base.untyped_storage())
     return offset if same and 0 <= offset < max(1, base.nbytes) else None
-
-
-def move_offset(
-    func: Callable[..., Any], value: Tensor, base: Tensor, origin: int, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Any, Mapping[str, Any]]:
-    """Returns arguments of `as_strided` whose offset is one in the storage of `value` instead of the plain tensor's.
-
-    Args:
-        func: `as_strided`, or one of its variants.
-        value: the tensor that stands for the first argument.
-        base: the whole values that it is a view of.
-        origin: offset of these values in their storage in plain training, bytes.
-        args: arguments of `func`.
-        kwargs: keyword arguments of `func`.
-
-    Raises:
-        RuntimeError: it addresses elements outside of `base`.
-    """
-    # `as_strided_scatter` has another tensor before the size.
-    names = ["input", "size", "stride", "storage_offset"]
-    if "scatter" in func.__name__:
-        names.insert(1, "src")
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if (offset := given.get("storage_offset")) is None:
-        return args, kwargs
-    moved = offset + (base.storage_offset() * base.itemsize - origin) // value.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(given["size"], given["stride"], strict=True))
-    first = moved * value.itemsize - base.storage_offset() * base.itemsize
-    if 0 not in given["size"] and (first < 0 or first + (last + 1) * value.itemsize > base.nbytes):
-        raise RuntimeError(
-            f"`{func.__name__}` with `storage_offset={offset}` addresses memory outside of a weight that is "
-            "offloaded. Leave `storage_offset` out, or take a `.clone()` first."
-        )
-    return args[: names.index("storage_offset")], {**kwargs, "storage_offset": moved}
 
 
 def geometry(tensor: Tensor) -> tuple[object, ...]:
@@ -103,15 +55,7 @@ def geometry(tensor: Tensor) -> tuple[object, ...]:
 
 def substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
     """Returns a tree of arguments with offloaded tensors replaced by `values`, which are keyed by identity."""
-    if isinstance(value, OffloadedTensor):
-        return values[id(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(substitute(item, values) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(substitute(item, values) for item in value)
-    if isinstance(value, dict):
-        return {key: substitute(item, values) for key, item in value.items()}
-    return value
+    return map_tensors(lambda tensor: values[id(tensor)] if isinstance(tensor, OffloadedTensor) else tensor, value)
 
 
 def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -119,11 +63,6 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 
     Torch takes their nodes in place of them, so that user code which backward calls (hooks, autograd functions,
     recomputation) may use offloaded tensors: `func` calls no `__torch_function__` by itself.
-
-    Args:
-        func: the function, which looks for the nodes of tensors and reads no values.
-        args: its arguments; inputs are the second one, or passed by name.
-        kwargs: its keyword arguments.
     """
     inputs: Any = kwargs.get("inputs") if "inputs" in kwargs or len(args) < 2 else args[1]
     outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,7 +26,6 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
-from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
 from lightning_ssd.model_states.access.references import references_saved, saves_references
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of
 from lightning_ssd.model_states.stores import StagedFlats
@@ -159,18 +158,18 @@ class OffloadedView(_RunsOperators, Tensor):
         backed: bool,
         graph: AliasGraph | None = None,
     ) -> "OffloadedView":
-        """Returns a view of `source`; other arguments as the attributes.
+        """Makes `memory` a view of `source`, and returns it; other arguments as the attributes.
 
         Args:
-            memory: with `backed`, a tensor over the memory of the values; otherwise a hollow one.
+            memory: with `backed`, a new tensor over the memory of the values; otherwise a hollow one.
             graph: as the attribute; None: it is no view of another tensor for autograd.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            view = memory.as_subclass(OffloadedView)
-        view._init(source, offset, versioned, backed)
+        memory.__class__ = OffloadedView
+        assert isinstance(memory, OffloadedView)
+        memory._init(source, offset, versioned, backed)
         if graph is not None:
-            view.graph = graph
-        return view
+            memory.graph = graph
+        return memory
 
     def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
         self.source = source
@@ -210,8 +209,11 @@ class OffloadedView(_RunsOperators, Tensor):
             self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
                 values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
             )
+            name, freed = self.source.name, self.graph.freed
             del self.source, self.offset, self.versioned, self.backed, self.graph
             self.__class__ = Tensor  # type: ignore[assignment]
+            if freed:
+                without_graph(self, name)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
@@ -236,7 +238,7 @@ class FollowedView(OffloadedView):
     @staticmethod
     def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
         """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = apply(_AsNonView, value, backed)
+        view = apply(FollowedValues, value, as_non_view(value, backed=backed))
         view.__class__ = FollowedView
         assert isinstance(view, FollowedView)
         view._init(source, offset, versioned, backed)
@@ -247,7 +249,7 @@ class FollowedView(OffloadedView):
         """The node of the operator that made the view, as in plain torch: user code looks for the parameter's there."""
         with internals.without_torch_function():
             node: Any = super().grad_fn
-        if isinstance(node, internals.node_class(_AsNonView)):
+        if isinstance(node, internals.node_class(FollowedValues)):
             node = cast(Any, node).next_functions[0][0]
         if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
             return _ViewNode(node)
@@ -289,6 +291,10 @@ class Source(ABC):
         """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
         return self.read()
 
+    def in_own_storage(self) -> Tensor:
+        """Returns the values as `read` does, at the place that they have in their storage in plain training."""
+        return self.read()
+
     @property
     def origin(self) -> int:
         """Offset of the values in their storage in plain training, bytes."""
@@ -299,16 +305,18 @@ class Source(ABC):
         """Tensor whose version counter tells in-place changes; None: there is none."""
         return None
 
+    def end_aliases(self, values: Tensor) -> None:
+        """Makes the aliases ordinary tensors that share the memory of `values`, whole values as of `read`."""
+        for alias in list(self.aliases):
+            alias.end(values)
+        self.aliases.clear()
+
     def replace(self, other: "Source") -> None:
         """Makes the aliases read and write `other`."""
         for alias in list(self.aliases):
             alias.source = other
             other.aliases.add(alias)
         self.aliases.clear()
-
-    def values(self, tensor: OffloadedTensor) -> Tensor:
-        """Returns the values of `tensor`, which has this source, for a backward that needs them."""
-        return self.access.values(tensor)
 
     def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
         """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
@@ -422,7 +430,7 @@ class _SavedOffloadedView(SavedWeight):
         view = self._view
         if self._counter is not None:
             check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.values(view) if isinstance(view, OffloadedView) else view.detach()
+        return view.source.access.values(view) if isinstance(view, OffloadedView) else view.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -486,16 +494,36 @@ def _is_of_weights(node: Any) -> bool:
     return isinstance(node, internals.node_class(WholeWeight))
 
 
-class _AsNonView(torch.autograd.Function):
-    """The result of `as_non_view`, followed by autograd."""
+class FollowedValues(torch.autograd.Function):
+    """Memory in place of a tensor that autograd follows: the values of a view for an operator, or a view's own."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, backed: bool) -> Tensor:
-        return as_non_view(value, backed=backed)
+    def forward(ctx: Any, tensor: Tensor, memory: Tensor) -> Tensor:
+        return memory.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """A tensor whose graph was freed: that of `create_graph=True`, or of tensors written to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, name: str) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.tensor_name = name
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise not_followed(ctx.tensor_name)
+
+
+def without_graph(tensor: Tensor, name: str) -> Tensor:
+    """Returns `tensor`, which requires a gradient from now on, and through which a backward raises RuntimeError."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return apply(_WithoutGraph, torch.empty((), device=tensor.device, requires_grad=True), tensor, name)
 
 
 def as_non_view(value: Tensor, *, backed: bool) -> Tensor:
@@ -525,6 +553,22 @@ def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
         elif isinstance(tree, dict):
             found |= offloaded_in(*tree.values())
     return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Applies a function to the tensors of a tree; a list or tuple is returned itself if no item changes.
+
+    The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        mapped = [map_tensors(function, item) for item in value]
+        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+            return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    return value
 
 
 def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> OperatorAccess:
@@ -606,17 +650,12 @@ def recomputed_with(arguments: Any) -> Any:
     The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them. They
     detach those that require a gradient, and keep others as they are. A view keeps the memory, which a parameter loses
     when it is evicted for the next unit that is recomputed.
-
-    Args:
-        arguments: a tree of arguments.
     """
-    if type(arguments) is OffloadedParameter:
-        return arguments if arguments.requires_grad else arguments.detach()
-    if type(arguments) is tuple or type(arguments) is list:
-        return type(arguments)(map(recomputed_with, arguments))
-    if type(arguments) is dict:
-        return {name: recomputed_with(value) for name, value in arguments.items()}
-    return arguments
+    return map_tensors(_recomputed, arguments)
+
+
+def _recomputed(tensor: Tensor) -> Tensor:
+    return tensor.detach() if type(tensor) is OffloadedParameter and not tensor.requires_grad else tensor
 
 
 def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -667,12 +706,12 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             continue
         if torch.is_inference_mode_enabled():
             return
-        forwards = autograd_forwards()
+        apply_code: CodeType = cast(Any, torch.autograd.Function.apply).__code__  # runs the forwards of all functions
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_FRAMES):
             if frame is None:
                 break
-            if id(frame.f_code) in forwards and _has_argument(frame, value):
+            if frame.f_code is apply_code and any(given is value for given in frame.f_locals["args"]):
                 if isinstance(value, OffloadedView):
                     raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)
@@ -682,11 +721,3 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
 
 _FRAMES = 32
 """Python calls between an autograd function and an operator that it runs, at most."""
-
-
-def _has_argument(frame: FrameType, value: Tensor) -> bool:
-    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
-    for given in frame.f_locals.values():
-        if given is value or (isinstance(given, tuple) and any(one is value for one in given)):
-            return True
-    return False

@@ -10,7 +10,6 @@ from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.access.parameter import (
     ForwardValueReferences,
     OffloadedParameter,
-    OffloadedTensor,
     OperatorAccess,
     Source,
 )
@@ -40,6 +39,14 @@ class Weights(Source):
             return self.flat.view(self.index)
         masters = self.access.staged.stage(self.flat).masters
         return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
+
+    @property
+    def in_flat_memory(self) -> bool:
+        """True if the values on the device are those of plain training, in the memory of the flat parameter."""
+        return not (self.whole or self.flat.mixed or self.flat.memory(self.index) is not None)
+
+    def in_own_storage(self) -> Tensor:
+        return self.read().clone() if self.in_flat_memory else self.read()
 
     @property
     def backs_views(self) -> bool:
@@ -82,11 +89,6 @@ class Weights(Source):
     def counter(self) -> Tensor:
         return self.item.parameter
 
-    def values(self, tensor: OffloadedTensor) -> Tensor:
-        if not self.whole:
-            self.access.prefetcher.check(self.flat)  # a step that has begun changes them
-        return super().values(tensor)
-
     def share(self) -> Tensor:
         """Returns the parameter's memory in plain training, which other tensors share from now on.
 
@@ -111,26 +113,6 @@ class Weights(Source):
             torch.autograd.graph.increment_version(self.item.parameter)
 
 
-class Replaced(Source):
-    """Values of a parameter before its `.data` was set. Earlier aliases keep them, as in plain training."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source.access, source.flat, source.index, source.name)
-        values = source.read().detach()
-        shared = isinstance(source, Weights) and source.flat.memory(source.index) is not None
-        self._values = values if shared else values.clone()
-
-    def read(self) -> Tensor:
-        return self._values
-
-    @property
-    def origin(self) -> int:
-        return int(self._values.storage_offset()) * self._values.itemsize
-
-    def write(self, values: Tensor) -> None:
-        """Does nothing: the operator has changed the values themselves, which `read` returns."""
-
-
 def end_aliases(parameter: nn.Parameter) -> None:
     """Makes the aliases of a parameter that is no longer offloaded ordinary tensors, which share its memory.
 
@@ -138,6 +120,4 @@ def end_aliases(parameter: nn.Parameter) -> None:
     """
     source = vars(parameter).pop("source", None)
     if source is not None:
-        for alias in list(source.aliases):
-            alias.end(parameter.data)
-        source.aliases.clear()
+        source.end_aliases(parameter.data)

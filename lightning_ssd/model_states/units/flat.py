@@ -360,7 +360,7 @@ class _SavedWhole(SavedWeight):
     def load(self) -> Tensor:
         self._flat.unshard()  # refuses weights whose step has begun
         check_version(self._parameter, self._version, self._parameter.dtype, self._parameter.size())
-        return self._parameter.source.values(self._parameter)  # type: ignore[attr-defined,no-any-return]
+        return self._parameter.source.access.values(self._parameter)  # type: ignore[attr-defined,no-any-return]
 
 
 def _remedy(name: str) -> str:

@@ -317,11 +317,12 @@ def test_offsets_in_a_storage_address_the_weight_itself(tmp_path: Path, states: 
     def act(module: Any) -> Any:
         results = []
         for parameter in module.parameters():
-            for name, function in STRIDED.items():
-                if where == "forward" and name == "of a view":
-                    continue  # an ordinary tensor there: docs/limits.md
-                for offset in (None, 0, 1, 3, parameter.numel() - 4):
-                    results.append(function(parameter, offset).detach().clone())
+            for function in STRIDED.values():
+                for offset in (None, 0, 1, 3, parameter.numel() - 4, parameter.numel() - 3, -1):
+                    try:
+                        results.append(function(parameter, offset).detach().clone())
+                    except RuntimeError:  # outside of the storage
+                        results.append(None)
         return results
 
     class Strided(nn.Linear):
@@ -342,17 +343,6 @@ def test_offsets_in_a_storage_address_the_weight_itself(tmp_path: Path, states: 
     ours, plain = run(states), run(None)
     assert len(plain) > 30
     assert same(ours, plain)
-
-
-@pytest.mark.parametrize("place", ["on_train_batch_end", "on_before_optimizer_step"])
-def test_offsets_outside_of_a_weight_are_refused(tmp_path: Path, place: str) -> None:
-    def act(module: Any) -> None:
-        weight = module.blocks[0].up.weight
-        for offset in (-1, weight.numel() - 3):
-            with pytest.raises(RuntimeError, match=f"`storage_offset={offset}` addresses memory outside of a weight"):
-                weight.detach().as_strided((4,), (1,), offset)
-
-    fit(tmp_path, Toy(place, act), "host")
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])

@@ -333,10 +333,10 @@ def _view_of_a_view(weight: nn.Parameter, bias: Tensor) -> Tensor:
     return values
 
 
-def _values_before_data_was_set(weight: nn.Parameter, bias: Tensor) -> Tensor:
+def _written_before_data_was_set(weight: nn.Parameter, bias: Tensor) -> Tensor:
     values = weight.data
-    weight.data = weight.data * 0.5
     values += bias
+    weight.data = weight.data.detach() * 0.5
     return values
 
 
@@ -357,7 +357,7 @@ def _in_a_function(weight: nn.Parameter, bias: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("write", [_earlier_view, _view_of_a_view, _values_before_data_was_set, _in_a_function])
+@pytest.mark.parametrize("write", [_earlier_view, _view_of_a_view, _written_before_data_was_set, _in_a_function])
 def test_data_to_which_a_graph_was_written_is_not_differentiated(tmp_path: Path, write: Any) -> None:
     """A gradient of the written tensor would be lost."""
 
@@ -388,13 +388,29 @@ def _rows_of_before(weight: nn.Parameter, bias: Tensor) -> Tensor:
     return rows[1:]
 
 
+def _written_after_data_was_set(weight: nn.Parameter, bias: Tensor) -> Tensor:
+    values = weight.data
+    weight.data = weight.data * 0.5
+    values += 0.1 * bias
+    return values
+
+
 def _detached_in_place(weight: nn.Parameter, bias: Tensor) -> Tensor:
     values = weight.data
     values += 0.1 * bias
     return values.detach_()
 
 
-@pytest.mark.parametrize("write", [_data_of_before, _detached_before, _rows_of_before, _detached_in_place])
+@pytest.mark.parametrize(
+    "write",
+    [
+        _data_of_before,
+        _detached_before,
+        _rows_of_before,
+        _written_after_data_was_set,
+        _detached_in_place,
+    ],
+)
 def test_aliases_without_the_written_graph_are_used_in_differentiated_operators(tmp_path: Path, write: Any) -> None:
     """Only the tensor to which a graph was written has it in plain training, and views of that tensor."""
 

@@ -154,13 +154,18 @@ def test_gradients(tmp_path: Path, kind: type[Toy]) -> None:
 
 
 def test_a_gradient_that_a_step_has_used_is_an_error(tmp_path: Path) -> None:
-    def act(module: Any) -> None:
-        gradient = module.blocks[0].up.weight.grad
-        assert gradient is not None and gradient.shape == (8, 8)
-        with pytest.raises(RuntimeError, match=r"blocks.0.up.weight was consumed.*on_before_optimizer_step"):
-            gradient.norm()
+    """Also after the parameter got another gradient, in a micro-batch without a step."""
+    kept: list[Tensor] = []
 
-    fit(tmp_path, Toy("on_train_batch_end", act), "host")
+    def act(module: Any) -> None:
+        if module.global_step > 1:
+            kept.append(module.blocks[0].up.weight.grad)
+            assert kept[0].shape == (8, 8)
+            with pytest.raises(RuntimeError, match=r"blocks.0.up.weight was consumed.*on_before_optimizer_step"):
+                kept[0].norm()
+
+    fit(tmp_path, Toy("on_train_batch_end", act), "host", accumulate_grad_batches=2, max_epochs=2)
+    assert len(kept) == 4
 
 
 # ---- zero_grad ----
