@@ -57,7 +57,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         stores = trainer.strategy.model_states.stores
         self.stores.append(len(stores))
-        self.tiers.append(trainer.strategy.present_tiers())
+        self.tiers.append(trainer.strategy.states_owner.present_tiers())
 
 
 @pytest.fixture(autouse=True)
