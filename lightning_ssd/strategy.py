@@ -365,7 +365,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer) -> None:
         """Runs Lightning's setup, and offloads model states before all of them are on the device."""
-        self._run.check_can_offload(trainer)
         super().setup(trainer)
         if self._ever_offloaded and is_fitting(trainer):
             gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
@@ -503,7 +502,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         run = self._run
-        if not run.has_begun:  # parameters get these values in `setup`
+        if run.offloads is None:  # parameters get these values in `setup`
             assert self.lightning_module is not None
             averages = [average_of(callback) for callback in averaging_callbacks(self.lightning_module.trainer)]
             run.loaded.record([self.lightning_module, *(average for average in averages if average is not None)])

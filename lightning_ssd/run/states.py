@@ -73,6 +73,7 @@ class RunStates(Uncopied, StatesOwner):
 
     Attributes:
         planner, user_plan, planned_by: see `StatesOwner`.
+        offloads: whether model states are offloaded; `None`: it is decided when the run begins.
         offloader: the activation offloader of a training; `None` in evaluations.
         model_states: the offloaded model states; `None`: all states are on the device.
         recovery: records the training for `recover=True`; `None` otherwise.
@@ -92,6 +93,7 @@ class RunStates(Uncopied, StatesOwner):
         self.planner: MicroBatchPlanner | None = None
         self.user_plan: Plan | None = None
         self.planned_by: str | None = None
+        self.offloads: bool | None = None
         self.offloader: ActivationOffloader | None = None
         self.model_states: ModelStates | None = None
         self.recovery: Recovery | None = None
@@ -103,8 +105,6 @@ class RunStates(Uncopied, StatesOwner):
         self._states_config = states_config
         self._compiles = compiles
         self._fitting = False
-        self._offloads: bool | None = None
-        """Whether states are offloaded; `None`: not decided yet."""
         self._storage = config
         """`config` with byte counts in place of percentages, once the run has begun."""
         self._default_path = ""
@@ -121,13 +121,19 @@ class RunStates(Uncopied, StatesOwner):
     # ---- set-up, before the first step ----
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Determines budgets of memory and disk space, and whether model states are offloaded."""
+        """Determines budgets of memory and disk space, and whether model states are offloaded.
+
+        Raises:
+            ValueError: they have to be, and can't be; the message has the cause and the remedy.
+        """
         # User code may change the working directory later.
         root = trainer.default_root_dir
         self._default_path = root if "://" in root else os.path.abspath(root)
         self._storage = self._config.resolve(self._default_path)
         self._fitting = is_fitting(trainer)
-        self._offloads = self._choose_offloads()
+        self.offloads = self._choose_offloads()
+        if self.offloads:
+            self._check_can_offload(trainer)
 
     def _choose_offloads(self) -> bool:
         if self._fitting and (plan := self._placing_plan()) is not None:
@@ -136,16 +142,15 @@ class RunStates(Uncopied, StatesOwner):
         device = self._strategy.root_device
         return self._states_config.offloads(self._model, device, fitting=self._fitting, movable=movable)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the run is set up or being set up, so that parameters hold values loaded before."""
-        return self._offloads is not None
-
-    @property
-    def offloads(self) -> bool:
-        """Whether states are offloaded: decided by `begin`, and by `make_states_movable`."""
-        assert self._offloads is not None
-        return self._offloads
+    def _check_can_offload(self, trainer: pl.Trainer) -> None:
+        check_no_cuda_graphs(self._model, self._strategy.root_device)
+        averaging = averaging_callbacks(trainer)
+        if self._fitting and averaging and self._states_config.recover:
+            raise ValueError(
+                f"{type(averaging[0]).__name__} changes weights, which `recover=True` can't repeat after a kill. "
+                "Remove it, or set `recover=False`."
+            )
+        self._autocast()  # raises an error if it can't
 
     def place_model(self) -> None:
         """Moves the model to the device, except parameters that `make` offloads."""
@@ -166,21 +171,6 @@ class RunStates(Uncopied, StatesOwner):
     def find_offloadable(self, *, fitting: bool) -> set[nn.Parameter]:
         """Returns the parameters that can be offloaded: dense ones of at least `min_bytes`."""
         return offloaded_parameters(self._model, parse_bytes(self._config.min_bytes, "min_bytes"), fitting=fitting)
-
-    def check_can_offload(self, trainer: pl.Trainer) -> None:
-        """Checks, before Lightning's setup, that the states of this training can be offloaded.
-
-        Raises:
-            ValueError: they can't be, with the cause and the remedy.
-        """
-        check_no_cuda_graphs(self._model, self._strategy.root_device)
-        averaging = averaging_callbacks(trainer)
-        if self._fitting and averaging and self._states_config.recover:
-            raise ValueError(
-                f"{type(averaging[0]).__name__} changes weights, which `recover=True` can't repeat after a kill. "
-                "Remove it, or set `recover=False`."
-            )
-        self._autocast()  # raises an error if it can't
 
     def make(self) -> None:
         """Offloads model states, before all of them are on the device. Lightning's setup has ended."""
@@ -362,7 +352,7 @@ class RunStates(Uncopied, StatesOwner):
         units = find_units(self._model, self._states_config.units)
         resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
         self._make(self.find_offloadable(fitting=True), MetaTensors(set(), set()), resident)
-        self._offloads = True
+        self.offloads = True
 
     def offload_states(self) -> None:
         """Offloads model states, all of which are on the device, between two steps of a training.
