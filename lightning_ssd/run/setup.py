@@ -4,7 +4,6 @@ import functools
 from collections.abc import Set
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from lightning_ssd._lightning import pl
@@ -20,7 +19,7 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.recover import training_settings
-from lightning_ssd.run.precision import scales_exactly
+from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
 
@@ -37,7 +36,6 @@ def make_setup(
     config: StatesConfig,
     storage: OffloadConfig,
     default_path: str,
-    autocast: torch.dtype | None,
     to_offload: Set[nn.Parameter],
     *,
     plan: Plan | None,
@@ -51,11 +49,13 @@ def make_setup(
         config: the user's arguments.
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
-        autocast: dtype of matrix products; None: without autocast.
         to_offload: parameters to offload.
         plan: the user's plan, if it determines the tiers of states.
         compiles: the strategy's argument `compile`.
         start_over: whether training starts from a checkpoint although a killed run has left a record.
+
+    Raises:
+        ValueError: model states can't be offloaded with the Trainer's precision.
     """
     fitting, strategy = is_fitting(trainer), trainer.strategy
     if fitting and plan is not None and plan.clip != "off":
@@ -73,7 +73,7 @@ def make_setup(
         config=config,
         storage=storage,
         default_path=default_path,
-        autocast=autocast,
+        autocast=autocast_dtype(strategy.precision_plugin, config.states, fitting=fitting),
         clip_norm=functools.partial(clips_norm, trainer),  # a partial can be pickled with the strategy
         clip_value=functools.partial(_clip_value, trainer),
         defer_to_user_hooks=defer_to_user_hooks,

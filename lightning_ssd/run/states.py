@@ -150,7 +150,8 @@ class RunStates(Uncopied, StatesOwner):
                 f"{type(averaging[0]).__name__} changes weights, which `recover=True` can't repeat after a kill. "
                 "Remove it, or set `recover=False`."
             )
-        self._autocast()  # raises an error if it can't
+        # Raises an error that `make` would raise after Lightning's setup.
+        autocast_dtype(self._strategy.precision_plugin, self._states_config.states, fitting=self._fitting)
 
     def place_model(self) -> None:
         """Moves the model to the device, except parameters that `make` offloads."""
@@ -194,7 +195,6 @@ class RunStates(Uncopied, StatesOwner):
             self._states_config,
             self._storage,
             self._default_path,
-            self._autocast(),
             to_offload,
             plan=self._placing_plan(),
             compiles=self._compiles,
@@ -223,9 +223,6 @@ class RunStates(Uncopied, StatesOwner):
         ]
         self.connection = Connection(self._strategy)
         self.connection.connect(self.model_states)
-
-    def _autocast(self) -> torch.dtype | None:
-        return autocast_dtype(self._strategy.precision_plugin, self._states_config.states, fitting=self._fitting)
 
     def make_offloader(self) -> None:
         """Makes the activation offloader of a training, with the memory that model states leave."""
