@@ -242,9 +242,9 @@ def fit(
     kind = "gpt" if isinstance(model, GPT) else "bert" if isinstance(model, BERT) else "t5"
     samples = RandomTokens(blocks) if kind == "gpt" else RandomSamples(blocks, kind)
     trainer.fit(model, DataLoader(samples, batch_size=batch))
-    if mode.startswith("planned") and planner.prediction is not None:
-        probe.result["predicted_step"] = planner.prediction.step_seconds
-        probe.result["predicted_peak"] = planner.prediction.gpu_peak_bytes
+    if mode.startswith("planned") and planner.cycle is not None and planner.cycle.prediction is not None:
+        probe.result["predicted_step"] = planner.cycle.prediction.step_seconds
+        probe.result["predicted_peak"] = planner.cycle.prediction.gpu_peak_bytes
     for parameter in model.parameters():
         parameter.grad = None
     gc.collect()

@@ -81,7 +81,9 @@ class Sweep(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        runner, comparison = self._planner.runner, self._planner.comparison
+        cycle = self._planner.cycle
+        assert cycle is not None
+        runner, comparison = cycle.runner, cycle.comparison
         if runner is None or comparison is None:
             return
         if not self.results and runner.plan is not comparison.plan:
@@ -174,8 +176,8 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     count = 20 + (len(COEFFICIENTS) + 4) * (steps + 4)  # more than there is to measure, which ends the training
     trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [planner, sweep], path)
     trainer.fit(model, DataLoader(RandomTokens(setting["batch"] * count), batch_size=setting["batch"]))
-    runner = planner.runner
-    assert runner is not None
+    assert planner.cycle is not None and planner.cycle.runner is not None
+    runner = planner.cycle.runner
     runner.profile.to_json(path / "profile.json")
     runner.hardware.to_json(path / "machine.json")
     return {

@@ -163,7 +163,8 @@ class Probe(pl.Callback):
             self._print(pl_module)
 
     def _follow(self, trainer: Any, planner: SwapPlanner) -> None:
-        comparison, runner = planner.comparison, planner.runner
+        assert planner.cycle is not None
+        comparison, runner = planner.cycle.comparison, planner.cycle.runner
         if comparison is None or runner is None or (self._compared and comparison is self._compared[-1]):
             return
         same = bool(self._compared) and comparison.plan is self._compared[-1].plan

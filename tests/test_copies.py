@@ -18,6 +18,7 @@ from tests.support.products import thorough
 from tests.support.states import host, loader, ssd
 from tests.support.trainings import (
     batches,
+    fit,
     make_trainer,
     nothing_left,  # noqa: F401
     offloading,
@@ -82,14 +83,19 @@ class Pickles(pl.Callback):
         self.pickled: list[Any] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.pickled.append(type(pickle.loads(pickle.dumps(trainer.strategy))))
+        self.pickled.append(pickle.dumps(trainer.strategy))
 
 
 @pytest.mark.parametrize("strategy", [host, ssd])
-def test_a_strategy_is_pickled_during_a_training(tmp_path: Path, strategy: Any) -> None:
+def test_a_strategy_that_is_pickled_during_a_training_trains_another_model(tmp_path: Path, strategy: Any) -> None:
     callback = Pickles()
-    make_trainer(tmp_path, strategy(), callbacks=[callback]).fit(Model(), loader(2))
-    assert callback.pickled == 2 * [SSDOffloadStrategy]
+    expected = fit(tmp_path, strategy(), Model(), loader(2), callbacks=[callback])
+    assert len(callback.pickled) == 2
+    for pickled in callback.pickled:
+        copied = pickle.loads(pickled)
+        assert type(copied) is SSDOffloadStrategy and copied.model_states is None
+        copied.accelerator = None  # its Trainer sets it
+        assert_same(fit(tmp_path, copied, Model(), loader(2)), expected)
 
 
 CALLBACKS: dict[str, Callable[[], pl.Callback]] = {

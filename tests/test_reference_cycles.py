@@ -100,7 +100,7 @@ def test_steps_under_a_plan_leave_no_tensors_to_the_garbage_collector(tmp_path: 
     swaps = planner(gpu_memory="least")
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states="gpu", host_memory="64MiB", ssd_capacity="16MiB")
     train(tmp_path, strategy, Model(), max_epochs=1, batches=12, callbacks=[garbage, swaps])
-    assert swaps.plan is not None
+    assert swaps.cycle.plan is not None
     assert garbage.found == []
 
 

@@ -1,7 +1,7 @@
 """The meeting of a training, its strategy and its planner: three protocols, typed on all sides.
 
 `Training` is the training as the planner sees it; `callbacks/training.py` implements it for a Trainer. `StatesOwner` is
-the part of a strategy that places model states; `SSDOffloadStrategy` implements it. `MicroBatchPlanner` answers the
+the part of a strategy that places model states; `run/states.py` implements it. `MicroBatchPlanner` answers the
 strategy, for each micro-batch; `AutoPlan` implements it.
 
 Note:
@@ -41,7 +41,7 @@ class StatesOwner(Protocol):
     """Name of the user's callback that plans saved tensors, for log lines; `None`: there is none."""
 
     def can_move_states(self) -> bool:
-        """Returns whether states are offloaded, and the user chose no tiers."""
+        """Returns whether `move_states` may be called: states are offloaded, and the user chose no tiers."""
 
     def states_need_most_memory(self) -> bool:
         """Returns whether states are on the device, take most of its memory, and can be offloaded."""
@@ -54,10 +54,15 @@ class StatesOwner(Protocol):
         """
 
     def move_states(self, plan: Plan) -> None:
-        """Moves states to their tiers in `plan`, which replaces the training's offloader. Agreed.
+        """Moves weights and optimizer states to their tiers in `plan`, which replaces the training's offloader. Agreed.
+
+        Results do not change, except the last digits of optimizers that step on the GPU from then on.
 
         Raises:
-            ValueError: nothing was moved.
+            ValueError: nothing was moved, because the plan is not one for this model, there is no room for it, or
+                gradients wait for a step.
+            RuntimeError: the move failed half-way; training can't continue.
+            StorageError: a drive failed.
         """
 
 

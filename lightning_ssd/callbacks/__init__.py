@@ -7,13 +7,11 @@ The modules, by subject, in the order in which they are best read:
 - plans of operators: `swap_planner`, `step_profiling` (passes events to `autoplan`), `training` (a Trainer's training,
   as `autoplan` sees it).
 - for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.
-- helpers: `offloader` (finds the offloader of a training), `averaging` (Lightning's averages of weights),
-  `output_files` (checks files before the training).
+- helpers: `offloader` (finds the offloader of a training), `output_files` (checks files before the training).
 """
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
 from lightning_ssd.callbacks.auto_planner import AutoPlanner
-from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.defaults import (
     add_default_callbacks,
     find_offload_callbacks,
@@ -28,6 +26,7 @@ from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.save_folder import SaveFolder
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
 from lightning_ssd.callbacks.timeline_recorder import TimelineRecorder
+from lightning_ssd.callbacks.training import clips_norm
 
 __all__ = [
     "ActivationOffload",
@@ -40,11 +39,9 @@ __all__ = [
     "SwapPlanner",
     "TimelineRecorder",
     "add_default_callbacks",
-    "average_of",
-    "averages_weights",
+    "clips_norm",
     "find_offload_callbacks",
     "remove_default_callbacks",
     "restore_offload_callbacks",
-    "summon_full_params",
     "trainer_callbacks",
 ]

@@ -23,11 +23,6 @@ class MicroBatchInfo:
     index: int
     is_last: bool
 
-    @property
-    def next(self) -> str:
-        """The phase after this micro-batch: `"step"`, or the `"forward"` of the next micro-batch."""
-        return "step" if self.is_last else "forward"
-
 
 def ends_short_window(trainer: pl.Trainer) -> bool:
     """Returns whether a step that ends with the present batch has fewer micro-batches than others of the training.

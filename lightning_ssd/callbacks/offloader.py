@@ -31,12 +31,6 @@ def find_model_states(trainer: pl.Trainer) -> ModelStates | None:
     return getattr(trainer.strategy, "model_states", None)
 
 
-def offloads_states(trainer: pl.Trainer) -> bool:
-    """Returns whether model states of the running fit are off the device: its weights need saved-tensor hooks then."""
-    states = find_model_states(trainer)
-    return states is not None and bool(states.stores)
-
-
 def offload_config(trainer: pl.Trainer) -> OffloadConfig:
     """Returns the configuration of the activation offloader that `find_offloader` returns."""
     config: OffloadConfig = _owner(trainer).config

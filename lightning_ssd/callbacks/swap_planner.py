@@ -8,10 +8,8 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import (
     TOLERANCE,
-    Comparison,
     PlanCycle,
     PlanOptions,
-    PlanRunner,
     ProfilingBudget,
     Training,
     obstacle_to_planning,
@@ -21,7 +19,7 @@ from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.training import LightningTraining, states_owner
 from lightning_ssd.device import allocator_memory
-from lightning_ssd.planning import PLANNERS, HardwareProfile, ModelProfile, Plan, Prediction
+from lightning_ssd.planning import PLANNERS, HardwareProfile, Plan
 from lightning_ssd.sizes import (
     LEAST_BUDGET,
     SizeArgument,
@@ -120,42 +118,7 @@ class SwapPlanner(StepProfiling):
             tolerance=tolerance,
         )
         self.cycle: PlanCycle | None = None
-        """The plan of the present training, or of the last one, and its life."""
-
-    @property
-    def runner(self) -> PlanRunner | None:
-        """Runs the steps under plans, once the training was profiled; also readable after the training."""
-        return None if self.cycle is None else self.cycle.runner
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """The last comparison of a plan's prediction with measured steps."""
-        return None if self.cycle is None else self.cycle.comparison
-
-    @property
-    def calibrating(self) -> bool:
-        """True while the calibration plan is in force."""
-        return self.cycle is not None and self.cycle.calibrating
-
-    @property
-    def profile(self) -> ModelProfile | None:
-        """The model as profiled last, corrected by later steps."""
-        return None if self.runner is None else self.runner.profile
-
-    @property
-    def hardware(self) -> HardwareProfile | None:
-        """The machine, with the bytes of it that this training may use."""
-        return None if self.runner is None else self.runner.hardware
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force."""
-        return None if self.runner is None else self.runner.plan
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """The prediction for the plan in force."""
-        return None if self.runner is None else self.runner.prediction
+        """The plan of the present training, or of the last one: prediction, comparison with measured steps, profile."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

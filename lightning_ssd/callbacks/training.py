@@ -1,7 +1,6 @@
 """`LightningTraining`: a Trainer's training, as `autoplan` sees it."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.model_states import ModelStates, StatesConfig, Unit, find_units
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["LightningTraining", "states_owner"]
+__all__ = ["LightningTraining", "clips_norm", "states_owner"]
 
 
 class LightningTraining(Uncopied):
@@ -63,9 +62,7 @@ class LightningTraining(Uncopied):
 
     @property
     def scales_gradients(self) -> bool:
-        trainer = self._trainer
-        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-        return clips or trainer.precision == "16-mixed"
+        return clips_norm(self._trainer) or self._trainer.precision == "16-mixed"
 
     @property
     def fixed_window(self) -> bool:
@@ -88,6 +85,13 @@ class LightningTraining(Uncopied):
             logger.log_metrics(dict(metrics), step=step)
 
 
+def clips_norm(trainer: pl.Trainer) -> bool:
+    """Returns whether gradients are clipped by their norm at present, which callbacks may change."""
+    algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
+    return (trainer.gradient_clip_val or 0) > 0 and algorithm == "norm"
+
+
 def states_owner(trainer: pl.Trainer) -> StatesOwner | None:
-    """Returns the strategy if it is one that can offload model states: it has the attribute `planner`."""
-    return cast("StatesOwner", trainer.strategy) if hasattr(trainer.strategy, "planner") else None
+    """Returns the owner of model states, if the strategy is one that can offload them."""
+    owner: StatesOwner | None = getattr(trainer.strategy, "states_owner", None)
+    return owner

@@ -18,6 +18,7 @@ import os
 import platform
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ class Recovery(Uncopied):
         Raises:
             StorageError: a setting that affects results differs, or another `fit` with this path has ended.
         """
+        self._states.state_dicts.protected = True
         if _ended[self._path]:  # a script that is repeated in one process repeats its first `fit`, or the failed one
             raise StorageError(
                 f"{record.file} is of a `fit` that has failed, and another `fit` with this `path` has ended in this "
@@ -164,6 +166,29 @@ class Recovery(Uncopied):
         log.warning("resuming after step %d of a run that was killed", record.training_state["global_step"])
         if changed := differences(record.settings.noted, settings.noted):
             log.warning("settings that have changed since: %s", describe(changed))
+
+    @property
+    def restoring(self) -> bool:
+        """True while the Trainer restores a record of a killed run, whose offloaded states are restored already."""
+        return self._states.state_dicts.protected
+
+    def without_restored(self) -> AbstractContextManager[None]:
+        """Returns a context in which state dicts lack the offloaded states, while `restoring`."""
+        return self._states.state_dicts.without() if self.restoring else nullcontext()
+
+    def check_nothing_replaced(self) -> None:
+        """Raises RuntimeError if user code has replaced parameters that are restored already, while `restoring`."""
+        missing = self._states.parameters - set(self._trainer.lightning_module.parameters())
+        if missing and self.restoring:
+            raise RuntimeError(
+                f"`on_load_checkpoint` replaced {len(missing)} parameters of a run that was killed, whose optimizer "
+                "had been restored already: the new ones would not be trained. Replace them in `setup` or in "
+                "`configure_model`, or set `recover=False`."
+            )
+
+    def end_restoring(self) -> None:
+        """Called when training starts: all of the record is restored but the position in the data."""
+        self._states.state_dicts.protected = False
 
     @staticmethod
     def _refuse(record: CommitRecord, different: list[str]) -> None:

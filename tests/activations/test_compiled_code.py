@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import SSDOffloadStrategy, strategy
+from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import GuardHook, check_no_cuda_graphs
+from lightning_ssd.run import states as run_states
 from tests.support.trainings import SmallModel, batches, make_trainer
 
 GPU = torch.device("cuda")
@@ -53,7 +54,7 @@ def test_other_compiled_modules_are_accepted(compiles: Callable[..., None], how:
 def test_only_trainings_with_offloaded_weights_are_refused(
     states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategy, "check_no_cuda_graphs", lambda model, device: check_no_cuda_graphs(model, GPU))
+    monkeypatch.setattr(run_states, "check_no_cuda_graphs", lambda model, device: check_no_cuda_graphs(model, GPU))
     model = SmallModel()
     model.net[2].compile(backend="eager")
     vars(model.net[2]._compiled_call_impl)["get_compiler_config"] = lambda: {"triton.cudagraphs": True}

@@ -311,6 +311,6 @@ def test_trainings_with_subclasses_are_plain_lightnings(use: Callable[[Tensor], 
     assert_same(fit(SSDOffloadStrategy(offload=1.0, min_bytes=1, states="gpu", ssd_capacity="4MiB")), expected)
     first = planner()
     assert_same(fit(SSDOffloadStrategy(**BOTH), first), expected)
-    assert first.plan is not None and first.profile is not None
-    drawn = draw(first.plan, first.profile, 0, recompute=1.0)
+    assert first.cycle.plan is not None
+    drawn = draw(first.cycle.plan, first.cycle.runner.profile, 0, recompute=1.0)
     assert_same(fit(SSDOffloadStrategy(**BOTH), pinned(drawn)), expected)

@@ -33,7 +33,7 @@ class Sweep(pl.Callback):
         self._began = 0
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        runner = self.planner.runner
+        runner = self.planner.cycle.runner
         if runner is None or trainer.global_step < FIRST:
             return
         if self.applied:
@@ -60,8 +60,7 @@ def test_plans_that_a_caller_applies_keep_the_numbers(accumulate: int) -> None:
     seeds = iter(range(3))
 
     def other(index: int, plan: Plan) -> Plan:
-        assert first.profile is not None
-        return draw(plan, first.profile, next(seeds), recompute=(0.0, 1.0, 0.5)[index])
+        return draw(plan, first.cycle.runner.profile, next(seeds), recompute=(0.0, 1.0, 0.5)[index])
 
     sweep = Sweep(first, other, steps=2, count=3)
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first, sweep, watch], **how))
@@ -105,8 +104,8 @@ def test_host_memory_of_profiled_steps_is_freed_and_not_counted_under_a_plan() -
 def test_a_plan_of_another_model_is_not_applied() -> None:
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=12)
-    assert first.runner is not None and first.plan is not None
-    units = dict(list(first.plan.units.items())[1:])
+    assert first.cycle.runner is not None and first.cycle.plan is not None
+    units = dict(list(first.cycle.plan.units.items())[1:])
     with pytest.raises(ValueError, match=r"`units\."):
-        first.runner.apply(Plan(**{**vars(first.plan), "units": units}))
-    assert first.runner.plan is first.plan and len(first.plan.units) > len(units)
+        first.cycle.runner.apply(Plan(**{**vars(first.cycle.plan), "units": units}))
+    assert first.cycle.runner.plan is first.cycle.plan and len(first.cycle.plan.units) > len(units)

@@ -105,8 +105,8 @@ def plan_and_profile(make: Any, path: Path, how: dict[str, Any] = BOTH, **settin
     """Returns a plan that a training has made, and its profile; `how`: arguments of the strategy."""
     first = planner()
     train(Trained(make), SSDOffloadStrategy(**how), first, path=path, **settings)
-    assert first.plan is not None and first.profile is not None
-    return first.plan, first.profile
+    assert first.cycle.plan is not None
+    return first.cycle.plan, first.cycle.runner.profile
 
 
 @pytest.mark.quick_cases(1)
@@ -272,15 +272,15 @@ def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> No
     expected = fit_stack(tmp_path, "auto")
     first = planner()
     assert_same(fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first), expected)
-    assert first.plan is not None and first.profile is not None
-    names = [unit.name for unit in first.profile.units if unit.checkpoint_bytes is not None]
+    assert first.cycle.plan is not None
+    names = [unit.name for unit in first.cycle.runner.profile.units if unit.checkpoint_bytes is not None]
     assert names == ["layers.0", "layers.0 (2)", "layers.1", "layers.2"]
     for freed in ({"layers.0", "layers.2"}, {"layers.0 (2)"}, set(names)):
         units = {
             name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=name in freed)
-            for name, unit in first.plan.units.items()
+            for name, unit in first.cycle.plan.units.items()
         }
-        module = fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), pinned(replace(first.plan, units=units)))
+        module = fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), pinned(replace(first.cycle.plan, units=units)))
         assert_same(module, expected)
         assert module.alive[-1] == [name not in freed for name in names]
 
@@ -289,8 +289,7 @@ def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp
     """The user makes the steps, by manual optimization, and may make one between a forward and its backward."""
     first = planner()
     fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first, make=ByHand)
-    assert first.profile is not None
-    assert {unit.checkpoint_bytes for unit in first.profile.units} == {None}
+    assert {unit.checkpoint_bytes for unit in first.cycle.runner.profile.units} == {None}
 
 
 @pytest.mark.quick_cases(1)

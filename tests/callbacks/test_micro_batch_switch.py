@@ -30,7 +30,6 @@ class TraceMode(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         current = self.switch.current
         assert current is not None
-        assert current.next == ("step" if current.is_last else "forward")
         self.indices[-1].append(current.index)
         self.said_last.append(current.is_last)
         self._steps = trainer.global_step

@@ -72,10 +72,10 @@ def test_results_are_the_same_under_every_plan(model: Any, precision: str, accum
     plain = train("auto", **how)
     first = planner()
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     for seed, recompute in ((0, 1.0), (1, 0.5)):
         watch = Watch()
-        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
+        callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
         assert watch.stats.recomputed
 
@@ -91,10 +91,10 @@ def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path
         return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="64MiB", gpu_memory="1B")
 
     train_states(tmp_path, strategy(), Model(), callbacks=[first], **how)
-    assert first.plan is not None and first.profile is not None
-    assert {unit.states for unit in first.plan.units.values()} == {states}
+    assert first.cycle.plan is not None
+    assert {unit.states for unit in first.cycle.plan.units.values()} == {states}
     for seed in range(2):
-        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=0.7))]
+        callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, seed, recompute=0.7))]
         model = train_states(tmp_path, strategy(), Model(), callbacks=callbacks, **how)
         assert model.losses == plain.losses
         assert_same(list(model.parameters()), list(plain.parameters()))
@@ -131,7 +131,7 @@ def test_offloaded_weights_that_hooks_of_the_user_save(plans: bool, hooks: Any, 
     chosen = [planner()] if plans else []
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
     model = train_states(tmp_path, strategy, SavedByUser(hooks), callbacks=chosen, limit_val_batches=0)
-    assert all(one.plan is not None for one in chosen)
+    assert all(one.cycle.plan is not None for one in chosen)
     assert model.losses == plain.losses
     assert_same(list(model.parameters()), list(plain.parameters()))
 
@@ -186,10 +186,10 @@ def test_a_forward_that_differs_from_the_recorded_one(model: Any) -> None:
     plain = train("auto", model=model)
     first = planner()
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=model))
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     for seed, recompute in ((0, 1.0), (1, 0.5)):
         watch = Watch()
-        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
+        callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, model=model))
         assert watch.stats.recomputed
 
@@ -245,9 +245,9 @@ def test_effects_that_no_operator_schema_names(precision: str) -> None:
     plain = train("auto", **how)
     first = planner()
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     watch = Watch()
-    callbacks = [pinned(draw(first.plan, first.profile, 0, recompute=1.0)), watch]
+    callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, 0, recompute=1.0)), watch]
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
     assert watch.stats.recomputed
 
@@ -284,7 +284,7 @@ def test_steps_between_forward_and_backward(states: Any) -> None:
     first, watch = planner(), Watch()
     strategy = SSDOffloadStrategy(**BOTH | {"states": states, "gpu_memory": "1B"})
     run = train(strategy, callbacks=[first, watch], **how)
-    assert first.plan is not None and not watch.stats.recomputed
+    assert first.cycle.plan is not None and not watch.stats.recomputed
     assert_same(run.losses, plain.losses)
 
 
@@ -300,7 +300,7 @@ class Keeps(TinyGPT):
 def test_a_hidden_state_that_user_code_keeps_keeps_no_other_memory() -> None:
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=Keeps)
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     used = []
 
     class Look(pl.Callback):
@@ -309,7 +309,7 @@ def test_a_hidden_state_that_user_code_keeps_keeps_no_other_memory() -> None:
             cache._collect()
             used.append(cache.tiers["host"].pool.used_bytes)
 
-    callbacks = [pinned(draw(first.plan, first.profile, 0, recompute=1.0)), Look()]
+    callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, 0, recompute=1.0)), Look()]
     train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, model=Keeps)
     assert used[-1] == used[8]
 
@@ -325,7 +325,7 @@ def test_it_plans_for_the_activation_offload_callback() -> None:
     arguments = {name: value for name, value in BOTH.items() if name != "states"}
     first = planner()
     assert_same(plain, train("auto", callbacks=[ActivationOffload(**arguments), first]))
-    assert first.plan is not None
+    assert first.cycle.plan is not None
 
 
 @pytest.mark.thorough
@@ -335,9 +335,9 @@ def test_a_budget_of_least_memory_keeps_less(tmp_path: Path) -> None:
     for gpu_memory in ("auto", "least"):
         first = planner(gpu_memory=gpu_memory, save=tmp_path / "plan.yaml")
         train(SSDOffloadStrategy(**BOTH), callbacks=[first])
-        assert first.prediction is not None and first.plan is not None
-        kept.append(first.prediction.gpu_peak_bytes)
-        assert Plan.load(tmp_path / "plan.yaml") == first.plan
+        assert first.cycle.prediction is not None and first.cycle.plan is not None
+        kept.append(first.cycle.prediction.gpu_peak_bytes)
+        assert Plan.load(tmp_path / "plan.yaml") == first.cycle.plan
     assert kept[1] < kept[0]
 
 
@@ -351,8 +351,8 @@ def test_a_plan_that_keeps_all_runs_no_dispatch_mode() -> None:
 
     first = planner(tolerance=1e9)
     assert_same(train("auto"), train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()]))
-    assert first.plan is not None
-    assert {choice for unit in first.plan.units.values() for choice in unit.operators.values()} == {"keep"}
+    assert first.cycle.plan is not None
+    assert {choice for unit in first.cycle.plan.units.values() for choice in unit.operators.values()} == {"keep"}
     assert found[0][1] > 0
     assert found[-1] == (None, found[8][1])
 
@@ -421,7 +421,7 @@ def test_hooks_stay_enabled_for_batches_of_unknown_size(store: Any, dense: Any) 
     first, looks = planner(tolerance=1e9), Looks()
     trainer = quiet_trainer(max_epochs=1, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first, looks])
     trainer.fit(OfUnknownSize("none"), torch.utils.data.DataLoader(texts, batch_size=None))
-    assert first.plan is not None and first.plan.keeps_all and all(looks.found)
+    assert first.cycle.plan is not None and first.cycle.plan.keeps_all and all(looks.found)
 
 
 def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
@@ -484,20 +484,20 @@ class AppliedPlans(pl.Callback):
         self._time = time
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        planner = self._planner
-        if planner.plan is None or (self.found and planner.plan is self.found[-1].plan):
+        cycle = self._planner.cycle
+        if cycle.plan is None or (self.found and cycle.plan is self.found[-1].plan):
             return
-        assert planner.prediction is not None and planner.profile is not None and planner.hardware is not None
+        assert cycle.prediction is not None
         now = 0.0 if self._time is None else self._time.now
         self.found.append(
             AppliedPlan(
-                planner.plan,
+                cycle.plan,
                 trainer.global_step,
                 now,
-                planner.calibrating,
-                planner.prediction,
-                planner.profile,
-                planner.hardware,
+                cycle.calibrating,
+                cycle.prediction,
+                cycle.runner.profile,
+                cycle.runner.hardware,
             )
         )
 
@@ -542,8 +542,8 @@ class SlowCalibration(TinyGPT):
         vars(self).update(planner=planner, time=time, factors=itertools.cycle(factors))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.planner.calibrating:
-            self.time.now += next(self.factors) * self.planner.prediction.step_seconds
+        if self.planner.cycle.calibrating:
+            self.time.now += next(self.factors) * self.planner.cycle.prediction.step_seconds
         return super().training_step(batch, batch_idx)
 
 
@@ -554,14 +554,14 @@ def test_a_measured_peak_corrects_the_profile_whether_or_not_the_duration_is_exp
     monkeypatch.setattr(Taking, "time", time, raising=False)
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=Taking, steps=50, recorded=False)
-    assert first.comparison is not None and first.runner is not None
-    assert first.comparison.step_seconds == pytest.approx(1.0, rel=0.05)
-    measured = first.runner.measured()
+    assert first.cycle.comparison is not None and first.cycle.runner is not None
+    assert first.cycle.comparison.step_seconds == pytest.approx(1.0, rel=0.05)
+    measured = first.cycle.runner.measured()
     assert measured is not None
     for seconds, explained in ((1.0, False), (measured.predicted.step_seconds, True)):
-        peak = replace(measured, step_seconds=seconds, predicted=first.prediction, gpu_peak_bytes=123_456_789)
-        assert first.runner.calibrate(peak) == explained
-        assert first.prediction is not None and first.prediction.gpu_peak_bytes == 123_456_789
+        peak = replace(measured, step_seconds=seconds, predicted=first.cycle.prediction, gpu_peak_bytes=123_456_789)
+        assert first.cycle.runner.calibrate(peak) == explained
+        assert first.cycle.prediction is not None and first.cycle.prediction.gpu_peak_bytes == 123_456_789
 
 
 @pytest.mark.quick_cases(1)
@@ -574,8 +574,8 @@ def test_steps_of_less_work_than_the_recorded_one_are_not_measured(time: Clock, 
     class Sized(TinyGPT):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             time.now += batch.shape[0] / 4
-            if first.comparison is not None:
-                found.append(first.comparison.step_seconds)
+            if first.cycle.comparison is not None:
+                found.append(first.cycle.comparison.step_seconds)
             return super().training_step(batch, batch_idx)
 
     rows = 3 * [4] if accumulate == 2 else 4 * [2, 4]
@@ -597,7 +597,7 @@ def test_a_recorded_batch_that_a_hook_skips_is_recorded_again() -> None:
     first = planner()
     loader = torch.utils.data.DataLoader([torch.randn(2, 16) for _ in range(8)], batch_size=None)  # type: ignore[arg-type]
     quiet_trainer(max_steps=20, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first]).fit(Skips("none"), loader)
-    assert first.profile is not None and first.profile.saved_bytes > 0 and first.profile.forward_seconds > 0
+    assert first.cycle.runner.profile.saved_bytes > 0 and first.cycle.runner.profile.forward_seconds > 0
 
 
 class SlowAfterward(TinyGPT):
@@ -608,11 +608,11 @@ class SlowAfterward(TinyGPT):
         vars(self).update(planner=planner, time=time, factor=factor, seconds={})
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        plan = self.planner.plan
-        if plan is not None and not self.planner.calibrating:
+        plan = self.planner.cycle.plan
+        if plan is not None and not self.planner.cycle.calibrating:
             if id(plan) not in self.seconds:
                 first = next(iter(self.seconds.values()), None)
-                seconds = 1.1 * self.planner.prediction.step_seconds if first is None else self.factor * first[1]
+                seconds = 1.1 * self.planner.cycle.prediction.step_seconds if first is None else self.factor * first[1]
                 self.seconds[id(plan)] = plan, seconds  # with the plan, so that no later one has its identity
             self.time.now += self.seconds[id(plan)][1]
         return super().training_step(batch, batch_idx)
@@ -674,8 +674,7 @@ def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: p
         monkeypatch.setattr(module, "perf_counter", made.perf_counter)
     first = planner()
     train(SSDOffloadStrategy(**BOTH | {"host_memory": 0}), callbacks=[first], steps=8, recorded=False)
-    assert first.profile is not None
-    assert 0 < sum(item.launch_seconds for unit in first.profile.units for item in unit.operators) < 1.0
+    assert 0 < sum(item.launch_seconds for unit in first.cycle.runner.profile.units for item in unit.operators) < 1.0
     assert made.now > 10.0
 
 
@@ -726,7 +725,7 @@ def test_steps_are_compared_while_the_host_runs_ahead(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plan_runner, "make_clock", lambda device: Behind())
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=24, recorded=False)
-    assert first.comparison is not None
+    assert first.cycle.comparison is not None
 
 
 @pytest.mark.quick_cases(1)
@@ -749,7 +748,7 @@ def test_validations_are_not_part_of_a_step(accumulate: int, tmp_path: Path, tim
     )
     loader, one = (torch.utils.data.DataLoader(torch.randn(rows, 24), batch_size=2) for rows in (40 * accumulate, 2))
     trainer.fit(Validated("none"), loader, one)
-    assert first.comparison is not None and first.comparison.step_seconds < 1e4
+    assert first.cycle.comparison is not None and first.cycle.comparison.step_seconds < 1e4
 
 
 @pytest.mark.thorough
@@ -766,8 +765,8 @@ def test_host_memory_of_summed_gradients_is_measured(tmp_path: Path, states: Any
         )
         model = TinyGPT("none")
         trainer.fit(model, torch.utils.data.DataLoader(torch.randn(40 * accumulate, 24), batch_size=2))
-        assert first.comparison is not None
-        measured.append(first.comparison.host_peak_bytes)
+        assert first.cycle.comparison is not None
+        measured.append(first.cycle.comparison.host_peak_bytes)
     summed = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert measured[1] - measured[0] == pytest.approx(summed, rel=0.05)  # parameters are aligned
 
@@ -786,13 +785,13 @@ def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
     trainer.logger.save()  # type: ignore[union-attr]
     with next(tmp_path.rglob("metrics.csv")).open() as file:
         logged = [row for row in csv.DictReader(file) if row["SwapPlanner/predicted_step_s"]]
-    assert first.comparison is not None and first.plan is not None and first.profile is not None
+    assert first.cycle.comparison is not None and first.cycle.plan is not None
     expected = {
-        "predicted_step_s": first.comparison.predicted.step_seconds,
-        "measured_step_s": first.comparison.step_seconds,
-        "predicted_host_bytes": first.comparison.predicted.host_peak_bytes,
-        "measured_host_bytes": first.comparison.host_peak_bytes,
-        "swap_coefficient": swap_coefficient(first.profile, first.plan),
+        "predicted_step_s": first.cycle.comparison.predicted.step_seconds,
+        "measured_step_s": first.cycle.comparison.step_seconds,
+        "predicted_host_bytes": first.cycle.comparison.predicted.host_peak_bytes,
+        "measured_host_bytes": first.cycle.comparison.host_peak_bytes,
+        "swap_coefficient": swap_coefficient(first.cycle.runner.profile, first.cycle.plan),
     }
     found = {name.removeprefix("SwapPlanner/"): value for name, value in logged[-1].items() if "SwapPlanner/" in name}
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
@@ -816,7 +815,7 @@ def test_the_report_is_made_when_the_training_has_ended(
     trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), max_steps=20, callbacks=[first])
     with caplog.at_level(level):
         trainer.fit(TinyGPT("none"), torch.utils.data.DataLoader(torch.randn(40, 24), batch_size=2))
-    assert first.plan is not None and steps == [20] * (level == "INFO")
+    assert first.cycle.plan is not None and steps == [20] * (level == "INFO")
     assert ("report on the last plan" in caplog.text) == (level == "INFO")
 
 
@@ -829,7 +828,7 @@ def test_the_prefetch_window_is_the_plans(tmp_path: Path) -> None:
 
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()], steps=24)
-    assert first.plan is not None and windows[-1] == first.plan.window_bytes
+    assert first.cycle.plan is not None and windows[-1] == first.cycle.plan.window_bytes
     train(SSDOffloadStrategy(**BOTH), callbacks=[planner(), PrefetchScheduler(window_bytes=12345), Look()])
     assert windows[-1] == 12345
 
@@ -866,9 +865,9 @@ def test_invalid_arguments_and_trainings_are_refused(tmp_path: Path) -> None:
 def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     first = planner(save=tmp_path / "plan.yaml")
     train(SSDOffloadStrategy(**BOTH), callbacks=[first])
-    assert first.plan is not None
+    assert first.cycle.plan is not None
     with pytest.raises(ValueError, match=r"`units\.model"):
-        train(SSDOffloadStrategy(**BOTH), callbacks=[pinned(first.plan)], model=SharedStorages)
+        train(SSDOffloadStrategy(**BOTH), callbacks=[pinned(first.cycle.plan)], model=SharedStorages)
 
 
 def test_short_trainings_have_no_plan(caplog: pytest.LogCaptureFixture) -> None:
@@ -882,7 +881,8 @@ def test_a_training_that_ends_while_it_is_profiled_again_had_a_plan(caplog: pyte
 
     class Unfreeze(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            pl_module.model.transformer.h[0].requires_grad_(first.plan is not None and not first.calibrating)
+            planned = first.cycle.plan is not None and not first.cycle.calibrating
+            pl_module.model.transformer.h[0].requires_grad_(planned)
 
     first = planner()
     with caplog.at_level(logging.INFO):
@@ -907,17 +907,17 @@ def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
     first = planner()
     auto: Any = {"min_bytes": 1, "host_memory": "64MiB"}
     train_states(tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[first], **how)
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     tiers: list[Any] = [("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"), ("ssd", "host")]
-    drawn = draw(first.plan, first.profile, 0)
+    drawn = draw(first.cycle.plan, first.cycle.runner.profile, 0)
     units = {
         name: replace(unit, weights=weights, states=states)
         for (name, unit), (weights, states) in zip(drawn.units.items(), [*tiers, tiers[0]], strict=True)
     }
     second = pinned(replace(drawn, units=units))
     model = train_states(tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[second], **how)
-    assert second.plan is not None
-    found = [(unit.weights, unit.states) for unit in second.plan.units.values()]
+    assert second.cycle.plan is not None
+    found = [(unit.weights, unit.states) for unit in second.cycle.plan.units.values()]
     assert found == [*tiers, tiers[0]]
     assert model.losses == plain.losses
     assert_same(list(model.parameters()), list(plain.parameters()))
@@ -954,9 +954,9 @@ def test_plans_choose_the_processor_of_each_units_step(
     first = planner()
     plain = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[first], **how)
     assert_same(plain, train_states(tmp_path, "auto", Model(), **how))
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     stepped.clear()  # the first plan may have steps on the device, too, if the CPU was slow
-    drawn = draw(first.plan, first.profile, seed)
+    drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed)
     generator = random.Random(seed)
     units: dict[str, Any] = {
         name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.of("").offloaded else "cpu")
@@ -965,7 +965,7 @@ def test_plans_choose_the_processor_of_each_units_step(
     second = pinned(replace(drawn, units=units))
     actual = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[second], **how)
     assert_same(actual, plain)
-    assert second.plan is not None and second.plan.units == units
+    assert second.cycle.plan is not None and second.cycle.plan.units == units
     chosen = {name for name, unit in units.items() if unit.step == "gpu"} - {"embed (2)"}  # a second call of "embed"
     assert set(stepped) == chosen and len(set(Counter(stepped).values())) == 1
 
@@ -993,13 +993,13 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
     common: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB"}
     first = planner()
     plain = train_states(tmp_path, SSDOffloadStrategy(gpu_memory="1B", **common), Model(), callbacks=[first], **how)
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     generator = random.Random(seed)
     tiers: list[Any] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
     steps = [("cpu", "host"), ("gpu", "host"), ("gpu", "gpu")]
     pairs: list[Any] = [("gpu", "gpu"), *((*pair, *step) for pair in tiers for step in steps)]
-    parts = [PartPlan(*generator.choice(pairs)) for _ in first.profile.parts]
-    drawn = draw(first.plan, first.profile, seed).placed(first.profile, parts)
+    parts = [PartPlan(*generator.choice(pairs)) for _ in first.cycle.runner.profile.parts]
+    drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed).placed(first.cycle.runner.profile, parts)
     assert any(unit.parts for unit in drawn.units.values())
     placed: dict[str, tuple[str, str]] = {}
 
@@ -1012,8 +1012,8 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
     strategy = SSDOffloadStrategy(gpu_memory="64MiB", **common)
     actual = train_states(tmp_path, strategy, Model(), callbacks=[second, Placements()], **how)
     assert_same(actual, plain)
-    assert second.plan is not None
-    assert {**second.plan.units, "embed (2)": None} == {**drawn.units, "embed (2)": None}  # which has no states
+    assert second.cycle.plan is not None
+    assert {**second.cycle.plan.units, "embed (2)": None} == {**drawn.units, "embed (2)": None}  # which has no states
     planned = {
         name: drawn.units[unit.name].of(part.name)
         for unit in find_units(actual)
@@ -1044,8 +1044,9 @@ def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplo
     second = SwapPlanner(plan=tmp_path / "plan.states.yaml", machine=MACHINE, warm_up=2, steps=1)
     strategy = SSDOffloadStrategy(min_bytes=1, host_memory="64MiB")
     train_states(tmp_path, strategy, Model(), callbacks=[second], limit_val_batches=0)
-    assert second.plan is not None
-    assert [unit.states for unit in second.plan.units.values()] == [unit.states for unit in elsewhere.units.values()]
+    assert second.cycle.plan is not None
+    applied = second.cycle.plan.units.values()
+    assert [unit.states for unit in applied] == [unit.states for unit in elsewhere.units.values()]
 
 
 class Steady(TinyGPT):
@@ -1133,4 +1134,4 @@ def test_batches_that_training_step_skips_before_or_after_the_forward(
     plain = train_states(tmp_path, "auto", Skips(), **how)
     first = planner()
     assert_same(train_states(tmp_path, SSDOffloadStrategy(**BOTH), Skips(), callbacks=[first], **how), plain)
-    assert (first.plan is None) == all(batch in skipped for batch in range(0, 100, accumulate))
+    assert (first.cycle.plan is None) == all(batch in skipped for batch in range(0, 100, accumulate))

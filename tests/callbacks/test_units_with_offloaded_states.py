@@ -107,8 +107,8 @@ def plan_of(path: Path, states: str, **how: Any) -> tuple[Plan, ModelProfile]:
     """Returns a plan that a training has made, and its profile."""
     first = planner()
     train(path, strategy(states), first, **how)
-    assert first.plan is not None and first.profile is not None
-    return first.plan, first.profile
+    assert first.cycle.plan is not None
+    return first.cycle.plan, first.cycle.runner.profile
 
 
 @pytest.mark.quick_cases(3)

@@ -79,31 +79,31 @@ def test_a_host_bound_model_is_checkpointed_where_memory_is_short(tmp_path: Path
     first = SwapPlanner(gpu_memory=int(0.6 * plain.peak), machine=tmp_path / "machine.json")
     planned = train(tmp_path, SSDOffloadStrategy(states="gpu"), first)
     assert_same(planned, plain)
-    assert first.plan is not None and first.comparison is not None
-    count = sum(unit.checkpoint for unit in first.plan.units.values())
-    assert 0 < count, first.plan.describe()
+    assert first.cycle.plan is not None and first.cycle.comparison is not None
+    count = sum(unit.checkpoint for unit in first.cycle.plan.units.values())
+    assert 0 < count, first.cycle.plan.describe()
     assert planned.peak <= 0.63 * plain.peak
-    print(f"{count} units checkpointed; {first.comparison}")
+    print(f"{count} units checkpointed; {first.cycle.comparison}")
 
 
 def test_memory_of_checkpointed_units_is_the_predicted_one(tmp_path: Path) -> None:
     plain = train(tmp_path, "auto")
     first = SwapPlanner()
     assert_same(train(tmp_path, SSDOffloadStrategy(states="gpu"), first), plain)
-    assert first.plan is not None and first.profile is not None
-    may = {unit.name for unit in first.profile.units if unit.checkpoint_bytes is not None}
+    assert first.cycle.plan is not None
+    may = {unit.name for unit in first.cycle.runner.profile.units if unit.checkpoint_bytes is not None}
     assert len(may) == 16
     units = {
         name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=name in may)
-        for name, unit in first.plan.units.items()
+        for name, unit in first.cycle.plan.units.items()
     }
-    second = pinned(replace(first.plan, units=units))
+    second = pinned(replace(first.cycle.plan, units=units))
     checkpointed = train(tmp_path, SSDOffloadStrategy(states="gpu"), second)
     assert_same(checkpointed, plain)
     assert checkpointed.peak < 0.5 * plain.peak
-    assert second.comparison is not None
-    predicted = second.comparison.predicted.gpu_peak_bytes
-    assert second.comparison.gpu_peak_bytes == pytest.approx(predicted, rel=0.1)
+    assert second.cycle.comparison is not None
+    predicted = second.cycle.comparison.predicted.gpu_peak_bytes
+    assert second.cycle.comparison.gpu_peak_bytes == pytest.approx(predicted, rel=0.1)
 
 
 def test_units_keep_or_checkpoint_all_with_offloaded_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_units_keep_or_checkpoint_all_with_offloaded_states(tmp_path: Path, monk
     expected = train(tmp_path, SSDOffloadStrategy(**offloaded, offload="none"))
     first = SwapPlanner()
     assert_same(train(tmp_path, SSDOffloadStrategy(**offloaded), first), expected)
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     intercepted: set[UnitCall] = set()
     may_not: set[UnitCall] = set()
     operation = PlanMode.operation
@@ -127,7 +127,7 @@ def test_units_keep_or_checkpoint_all_with_offloaded_states(tmp_path: Path, monk
     for kinds in (KEEP_CHECKPOINT_OFFLOAD, ("checkpoint",)):
         intercepted.clear()
         may_not.clear()
-        second = pinned(in_turn(first.plan, first.profile, kinds))
+        second = pinned(in_turn(first.cycle.plan, first.cycle.runner.profile, kinds))
         assert_same(train(tmp_path, SSDOffloadStrategy(**offloaded), second), expected)
         assert may_not and intercepted.isdisjoint(may_not)
-        print(f"{kinds}: {second.comparison}")
+        print(f"{kinds}: {second.cycle.comparison}")

@@ -46,12 +46,12 @@ def test_results_do_not_change_under_any_plan_and_timing(
     plain = train("auto", **how)
     first = planner(machine=None)
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     monkeypatch.setattr(config, "make_copy_engine", SlowCopies)
     for seed, recompute in ((0, 1.0), (1, 0.5), (2, 0.0)):
         DELAYS.seed(seed)
         watch = Watch()
-        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
+        callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
         assert watch.stats.recomputed
 
@@ -66,7 +66,7 @@ def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: p
     swaps = planner(machine=machine)
     found = train(SSDOffloadStrategy(min_bytes=1, host_memory="1GiB"), callbacks=[swaps], **how)
     assert_same(train("auto", **how), found)
-    assert swaps.plan is not None and {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
+    assert swaps.cycle.plan is not None and {unit.states for unit in swaps.cycle.plan.units.values()} == {"gpu"}
 
 
 class Validated(TinyGPT):
@@ -89,8 +89,8 @@ def test_memory_of_validations_is_not_part_of_training(tmp_path: Path) -> None:
     texts = [torch.randn(2, 16) for _ in range(60)]
     loaders = [DataLoader(texts[:count], batch_size=None) for count in (60, 1)]
     trainer.fit(Validated("none"), *loaders)
-    assert swaps.comparison is not None and 0 < swaps.comparison.gpu_peak_bytes < 2**29
-    assert swaps.profile is not None and swaps.profile.other_gpu_bytes < 2**29
+    assert swaps.cycle.comparison is not None and 0 < swaps.cycle.comparison.gpu_peak_bytes < 2**29
+    assert swaps.cycle.runner.profile.other_gpu_bytes < 2**29
 
 
 @pytest.mark.parametrize("states", ["gpu", "host"])
@@ -116,13 +116,13 @@ def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
             default_root_dir=tmp_path,
         )
         trainer.fit(GPT(512, 512, 1024, 8, 8), DataLoader(Tokens(), batch_size=8))
-        assert swaps.comparison is not None
-        predicted, measured = swaps.comparison.predicted.gpu_peak_bytes, swaps.comparison.gpu_peak_bytes
-        print(states, gpu_memory, predicted, measured, swaps.comparison.predicted.step_seconds,
-              swaps.comparison.step_seconds)  # fmt: skip
+        assert swaps.cycle.comparison is not None
+        predicted, measured = swaps.cycle.comparison.predicted.gpu_peak_bytes, swaps.cycle.comparison.gpu_peak_bytes
+        print(states, gpu_memory, predicted, measured, swaps.cycle.comparison.predicted.step_seconds,
+              swaps.cycle.comparison.step_seconds)  # fmt: skip
         assert measured == pytest.approx(predicted, rel=0.1)
     # Not compared with "auto": if the CPU bounds the step, as with other tests in parallel, both may be equal.
-    assert swaps.profile is not None and swaps.hardware is not None
-    placement = FixedPlacement.of(swaps.profile, swaps.comparison.plan)  # the plan in force may be a later one
-    kept = simulate(swaps.profile, swaps.hardware, default_plan(swaps.profile, placement, {}, 0))
+    runner = swaps.cycle.runner
+    placement = FixedPlacement.of(runner.profile, swaps.cycle.comparison.plan)  # the plan in force may be a later one
+    kept = simulate(runner.profile, runner.hardware, default_plan(runner.profile, placement, {}, 0))
     assert measured < 0.9 * kept.gpu_peak_bytes

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import load_sharded
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
+from lightning_ssd.run import CheckpointFiles
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same, same
 from tests.support.faults import FaultyBackend
@@ -372,10 +373,10 @@ def fitted(path: Path, strategy: Any, model: pl.LightningModule | None = None, *
 @pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
 @pytest.mark.parametrize("checkpoints", ["file", "sharded"])
 def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
-    tmp_path: Path, strategy: Any, checkpoints: str, make_optimizer: Any
+    tmp_path: Path, strategy: Any, checkpoints: Any, make_optimizer: Any
 ) -> None:
     """It equals plain Lightning's, also after an evaluation, and either strategy resumes from the other's."""
-    strategy._checkpoints = checkpoints
+    strategy._checkpoints = CheckpointFiles(checkpoints)
     plain = fitted(tmp_path, "auto", Model(make_optimizer))
     ours = fitted(tmp_path, strategy, Model(make_optimizer))
     assert not list(tmp_path.rglob("lightning_ssd-*"))

@@ -19,6 +19,7 @@ from lightning_ssd.model_states import StatesConfig, build
 from lightning_ssd.model_states.units import units
 from lightning_ssd.model_states.units.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.run import RunStates
 from tests.support import trainings
 from tests.support.access import Toy, fit, loader
 from tests.support.compare import assert_same
@@ -332,16 +333,16 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
     replace(HardwareProfile.from_json(MACHINE), **rates).to_json(path / "machine.json")
     random.seed(case["seed"])
     moves = 0
-    move_states = SSDOffloadStrategy.move_states
+    move_states = RunStates.move_states
 
-    def counted(strategy: SSDOffloadStrategy, plan: Any) -> None:
+    def counted(run: RunStates, plan: Any) -> None:
         nonlocal moves
         moves += 1
-        move_states(strategy, plan)
+        move_states(run, plan)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
-        patch.setattr(SSDOffloadStrategy, "move_states", counted)
+        patch.setattr(RunStates, "move_states", counted)
         patch.setattr(units, "PART_ELEMENTS", case["part"])
         patch.setattr(LateEngines, "made", [])
         for module in (build, config):
@@ -355,9 +356,9 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
         )
         found = fit_some(path, parts, case, strategy, [swaps])
         assert moves or saved.exists()  # at the end there may be no plan: steps of unusual length are profiled again
-        if swaps.runner is not None:
+        if swaps.cycle.runner is not None:
             names = [unit.name for unit in units.find_units(found)]
-            assert set(names) <= {unit.name for unit in swaps.runner.profile.units}
+            assert set(names) <= {unit.name for unit in swaps.cycle.runner.profile.units}
         assert LateEngines.made and not LateEngines.all_violations()
     assert_same(found, plain)
     return moves

@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy, strategy
+from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.autoplan import auto_plan, plan_maker
 from lightning_ssd.model_states.optimizers import user_optimizers
 from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
 from lightning_ssd.retry.step_state import COPIED, UNRECORDED
+from lightning_ssd.run import setup
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
@@ -429,7 +430,7 @@ def train_offloaded(
     Without hooks that see gradients, later micro-batches step during backward: callbacks of these trainings have one.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
+        patch.setattr(setup, "user_sees_gradients", lambda trainer: sees_gradients)
         how: dict[str, Any] = {"precision": precision, "gradient_clip_val": clip, "accumulate": accumulate}
         return train_by_default(AMPLE, LimitedMemory(fails_at=fails_at), states="host", batches=3, **how)
 
@@ -466,7 +467,7 @@ class UsesTwice(Stateful):
 def test_gradients_that_were_added_in_fp32_are_dropped(
     allocation: int, sees_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
+    monkeypatch.setattr(setup, "user_sees_gradients", lambda trainer: sees_gradients)
     how: dict[str, Any] = {"states": "host", "batches": 3, "precision": "bf16-mixed", "module": UsesTwice}
     run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), **how)
     assert run.failures == 1
@@ -519,7 +520,7 @@ def test_any_allocation_may_fail_where_states_are_offloaded(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(auto_plan, "PROVEN", 2 * how["batches"])
             patch.setattr(auto_plan, "FIRST_MICRO_BATCHES", 2 * how["batches"])
-            patch.setattr(strategy, "user_sees_gradients", lambda trainer: sees_gradients)
+            patch.setattr(setup, "user_sees_gradients", lambda trainer: sees_gradients)
             run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
     except torch.OutOfMemoryError as error:
         # Reentrant checkpointing accumulates gradients in several backwards, and mixed precision adds them in fp32.

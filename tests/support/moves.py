@@ -41,7 +41,7 @@ class Mover(pl.Callback):
 def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
     units = {name: UnitPlan(weights, states, "keep", {}) for name, (weights, states) in where.items()}
     strategy: Any = trainer.strategy
-    strategy.move_states(Plan(units, 2**20, 2**20))
+    strategy.states_owner.move_states(Plan(units, 2**20, 2**20))
     found = {}
     for unit in find_units(trainer.lightning_module):
         stores = [
@@ -78,7 +78,7 @@ class PartMover(Mover):
             parts = [PartPlan(*where[unit.name, name]) for name in names]
             plans[unit.name] = UnitPlan("gpu", "gpu", "keep", {}).placed(names, parts)
         strategy: Any = trainer.strategy
-        strategy.move_states(Plan(plans, 2**20, 2**20))
+        strategy.states_owner.move_states(Plan(plans, 2**20, 2**20))
         self.moves += 1
         self.divided += any(unit.parts for unit in plans.values())
         for row in tensor_locations(trainer):

@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from lightning_ssd import strategy
 from lightning_ssd.retry.micro_batch_retry import MicroBatchRetry
+from lightning_ssd.run import attempts
 
 LONG = 1e6
 """Seconds in which a state is recorded."""
@@ -27,5 +27,5 @@ def record_slowly(clock: FakeClock, patch: pytest.MonkeyPatch) -> list[float]:
             times.append(clock.seconds)
             clock.seconds += LONG
 
-    patch.setattr(strategy, "MicroBatchRetry", Slow)
+    patch.setattr(attempts, "MicroBatchRetry", Slow)
     return times

@@ -19,6 +19,7 @@ from lightning_ssd.model_states.placement.unit_mover import UnitMover
 from lightning_ssd.model_states.units import units
 from lightning_ssd.model_states.units.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
+from lightning_ssd.run import RunStates
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
@@ -161,7 +162,9 @@ def test_a_wrong_plan_is_an_error_before_states_move(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 with pytest.raises(ValueError, match="does not place the unit"):
-                    trainer.strategy.move_states(Plan({"embed": UnitPlan("host", "host", "keep", {})}, 0, 0))
+                    trainer.strategy.states_owner.move_states(
+                        Plan({"embed": UnitPlan("host", "host", "keep", {})}, 0, 0)
+                    )
 
     model = Model()
     assert_same(train(tmp_path, ssd(tmp_path), model, callbacks=[Wrong()]), train(tmp_path, "auto", model))
@@ -201,7 +204,7 @@ def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.
             if trainer.global_step == 3 and not brought:
                 monkeypatch.setattr(UnitMover, "_copy_to_device", one_only)
                 units = {unit.name: UnitPlan("gpu", "gpu", "keep", {}) for unit in find_units(pl_module)}
-                trainer.strategy.move_states(Plan(units, 2**20, 2**20))
+                trainer.strategy.states_owner.move_states(Plan(units, 2**20, 2**20))
                 assert trainer.strategy.model_states.stores
 
     model = Model()
@@ -230,9 +233,9 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tmp_path, SSDOffloadStrategy(tmp_path, **auto), model, callbacks=[swaps, Watch()], limit_val_batches=0
     )
     assert actual.losses == train(tmp_path, "auto", model, limit_val_batches=0).losses
-    assert swaps.plan is not None
+    assert swaps.cycle.plan is not None
     assert watched[0][0] is not watched[-1][0] and watched[0][1] is not watched[-1][1]
-    assert {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
+    assert {unit.states for unit in swaps.cycle.plan.units.values()} == {"gpu"}
 
 
 @pytest.mark.quick_cases(1)
@@ -257,11 +260,11 @@ def test_teraios_plan_is_applied(
     placed: dict[str, tuple[str, str]] = {}
     stored: list[int] = []
     caplog.set_level("INFO")
-    move_states = SSDOffloadStrategy.move_states
+    move_states = RunStates.move_states
 
-    def record_move(strategy: SSDOffloadStrategy, plan: Plan) -> None:
+    def record_move(run: RunStates, plan: Plan) -> None:
         moves.append(plan)
-        move_states(strategy, plan)
+        move_states(run, plan)
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -271,7 +274,7 @@ def test_teraios_plan_is_applied(
                 for view in flat.param_views:
                     placed[view.name] = store.tiers
 
-    monkeypatch.setattr(SSDOffloadStrategy, "move_states", record_move)
+    monkeypatch.setattr(RunStates, "move_states", record_move)
     machine = tmp_path / "machine.json"
     rates = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e9)
     rates |= dict.fromkeys(("ssd_read", "ssd_write", "ssd_mixed"), 1e8)
@@ -281,7 +284,7 @@ def test_teraios_plan_is_applied(
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, host_memory="32MiB")
     actual = train(tmp_path, strategy, Model(), callbacks=[swaps, Watch()], **how)
     assert actual.losses == train(tmp_path, "auto", Model(), **how).losses
-    plan, runner = swaps.plan, swaps.runner
+    plan, runner = swaps.cycle.plan, swaps.cycle.runner
     assert len(moves) == 1 and plan is not None and runner is not None
     own = {unit.name for unit in runner.profile.units if unit.weight_bytes}
     found = {name: replace(unit, input="keep", operators={}) for name, unit in plan.units.items() if name in own}
@@ -348,7 +351,7 @@ def test_gradients_that_wait_for_a_step_are_not_lost(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             where = {unit.name: HOST if batch_idx % 2 else SSD for unit in find_units(pl_module)}
             if (batch_idx + 1) % 3:
-                assert not trainer.strategy.can_move_states()
+                assert not trainer.strategy.states_owner.can_move_states()
                 with pytest.raises(ValueError, match="gradients wait for their step"):
                     move(trainer, where)
                 self.refused += 1
@@ -373,7 +376,7 @@ def test_scratch_space_that_runs_out_between_units(tmp_path: Path) -> None:
             if trainer.global_step in (2, 4):
                 on_ssd = names[:3] if trainer.global_step == 2 else names[3:]
                 units = {name: UnitPlan(*(SSD if name in on_ssd else HOST), "keep", {}) for name in names}
-                trainer.strategy.move_states(Plan(units, 2**20, 2**20))
+                trainer.strategy.states_owner.move_states(Plan(units, 2**20, 2**20))
                 self.found.add(sum(store.tiers[0] == "ssd" for store in trainer.strategy.model_states.stores.values()))
 
     small: Any = {"states": "host", "ssd_capacity": "80KiB", "tier": "ssd", "offload": "none"}

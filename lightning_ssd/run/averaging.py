@@ -8,19 +8,23 @@ from typing import Any
 import torch
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks import trainer_callbacks
 from lightning_ssd.model_states import Loaded, exact_value
+
+__all__ = ["average_of", "averaging_callbacks", "summon_full_params"]
 
 _HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
           "on_validation_epoch_end")  # fmt: skip
 
 
-def averages_weights(callback: pl.Callback) -> bool:
-    """Returns True for a `StochasticWeightAveraging` or `WeightAveraging` callback, including subclasses."""
-    return isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging))
+def averaging_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Returns the Trainer's `StochasticWeightAveraging` and `WeightAveraging` callbacks, including subclasses."""
+    kinds = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
+    return [callback for callback in trainer_callbacks(trainer) if isinstance(callback, kinds)]
 
 
 def average_of(callback: pl.Callback) -> torch.nn.Module | None:
-    """Returns the averaged model of a callback that `averages_weights`, or None if it has none yet."""
+    """Returns the averaged model of one of `averaging_callbacks`, or None if it has none yet."""
     average: torch.nn.Module | None = callback._average_model  # type: ignore[attr-defined]  # both classes have it
     return average
 
@@ -35,7 +39,7 @@ def summon_full_params(
     """Runs the hooks of `callback` that read or change weights inside `full_params()`.
 
     Args:
-        callback: a callback that `averages_weights`.
+        callback: one of `averaging_callbacks`.
         module: the model that it averages.
         in_fp32: parameters of the model that `full_params` gives in fp32; so are their averages from now on.
         full_params: returns a context in which all weights are whole tensors.

@@ -6,16 +6,27 @@ Files of other kinds (remote paths, other `checkpoint_io` plugins, replaced savi
 import copy
 import shlex
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.model_states import find_replaced, is_sharded, load_sharded, replace_values
+from lightning_ssd.model_states import (
+    find_replaced,
+    is_sharded,
+    load_sharded,
+    parameters_of,
+    replace_values,
+    save,
+    save_sharded,
+)
+from lightning_ssd.sizes import check_choice
+
+__all__ = ["CheckpointFiles", "copy_mapped_states", "present_path", "read_checkpoint"]
 
 _MAPPED = ("state_dict", "current_model_state", "optimizer_states", "callbacks")
 """Entries of a checkpoint whose large tensors remain mapped, because their values are copied when they are loaded:
@@ -27,13 +38,64 @@ _MAPPED_BYTES = 2**20
 _save_checkpoint = fabric.plugins.TorchCheckpointIO.save_checkpoint  # as Lightning has it
 
 
-def can_write(plugin: fabric.plugins.CheckpointIO, path: str | Path) -> bool:
-    """Returns whether a checkpoint with lazy tensors may be written to `path` without the Trainer's plugin.
+class CheckpointFiles:
+    """Writes checkpoints with lazy tensors in the strategy's format.
 
-    It may not if other code has replaced a saving function, because that code needs ordinary tensors.
+    Args:
+        format: the strategy's argument `checkpoints`.
+
+    Raises:
+        ValueError: there is no such format.
     """
-    method = getattr(plugin.save_checkpoint, "__func__", None)
-    return is_local(plugin, path) and method is _save_checkpoint and torch.save is torch.serialization.save
+
+    def __init__(self, format: Literal["file", "sharded"]) -> None:
+        check_choice("checkpoints", format, ("file", "sharded"))
+        self._format = format
+        self._explained = False
+        """Whether the log has said who loads a sharded checkpoint."""
+
+    def write(
+        self,
+        plugin: fabric.plugins.CheckpointIO,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+    ) -> bool:
+        """Writes a checkpoint, a few units at a time. Returns False if the Trainer's plugin must write it.
+
+        It must if other code has replaced a saving function, because that code needs ordinary tensors.
+
+        Args:
+            plugin: the Trainer's plugin.
+            checkpoint: the checkpoint, with lazy tensors.
+            path: the file, or directory of a sharded checkpoint.
+            module, optimizers: those of the training, which name the optimizer states of a sharded checkpoint.
+        """
+        method = getattr(plugin.save_checkpoint, "__func__", None)
+        if not _is_local(plugin, path) or method is not _save_checkpoint or torch.save is not torch.serialization.save:
+            return False
+        if self._format == "file":
+            save(checkpoint, path)
+            return True
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        numbered = [
+            {number: names[item] for number, item in enumerate(parameters_of(optimizer)) if item in names}
+            for optimizer in optimizers
+        ]
+        save_sharded(checkpoint, path, numbered)
+        if not self._explained:
+            self._explained = True
+            pl.utilities.rank_zero_info(
+                f"{path} is a sharded checkpoint. `load_from_checkpoint` and Trainers with other strategies load "
+                f"the file that is made of it by `{_consolidate_command(path)}`."
+            )
+        return True
+
+
+def present_path(plugin: fabric.plugins.CheckpointIO, path: str | Path) -> str | Path:
+    """Returns `path`, or the temporary name of a local checkpoint whose replacement was killed."""
+    return find_replaced(Path(path)) if _is_local(plugin, path) else path
 
 
 def read_checkpoint(
@@ -47,21 +109,21 @@ def read_checkpoint(
 
     Args:
         plugin: the Trainer's plugin.
-        path: file, or directory that `save_sharded` wrote.
+        path: file, or directory that `save_sharded` wrote, as `present_path` returns it.
         weights_only: as in `torch.load`.
         mapped: whether a file is mapped, not read.
 
     Raises:
         ValueError: `path` is a directory that `save_sharded` has not written.
     """
-    if not is_local(plugin, path):
+    if not _is_local(plugin, path):
         return None
     torch.cuda.empty_cache()
-    if find_replaced(Path(path)).is_dir():
+    if Path(path).is_dir():
         if not is_sharded(path):
             raise ValueError(
                 f"{path} is a directory that `checkpoints='sharded'` has not written. If another strategy has, make a "
-                f"file of it: {consolidate_command(path)}"
+                f"file of it: {_consolidate_command(path)}"
             )
         return _copy_unless_large(load_sharded(path, weights_only=weights_only))
     if not mapped or not zipfile.is_zipfile(path):  # or it is missing
@@ -69,7 +131,7 @@ def read_checkpoint(
     return _copy_unless_large(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
 
 
-def consolidate_command(path: str | Path) -> str:
+def _consolidate_command(path: str | Path) -> str:
     """Returns the command of Lightning that makes one file of the sharded checkpoint at `path`."""
     return f"python -m {pl.__name__}.utilities.consolidate_checkpoint {shlex.quote(str(path))}"
 
@@ -118,6 +180,6 @@ def _is_strided(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
 
 
-def is_local(plugin: fabric.plugins.CheckpointIO, path: str | Path) -> bool:
+def _is_local(plugin: fabric.plugins.CheckpointIO, path: str | Path) -> bool:
     """Returns whether `path` is local, and the user has set no `checkpoint_io` of another class."""
     return type(plugin) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
