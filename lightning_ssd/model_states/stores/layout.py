@@ -170,6 +170,12 @@ class Layout:
         return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
 
     @property
+    def resident_extra_bytes(self) -> int:
+        """Bytes that master weights and optimizer states take more on the device, where all are in fp32."""
+        arrays = [array for array in self.arrays if array.key != WEIGHT]
+        return self.flat.numel * sum(torch.float32.itemsize - array.dtype.itemsize for array in arrays)
+
+    @property
     def paged(self) -> bool:
         """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
         return self.flat.numel >= PAGED_ELEMENTS
