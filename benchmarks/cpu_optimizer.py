@@ -3,13 +3,16 @@
     python -m benchmarks.cpu_optimizer [--millions 200]
 
 Each steps one flat parameter of random numbers; the result is the median of 10 steps. DeepSpeed's kernel steps fp32
-weights from fp32 gradients, without the conversions; ours steps from bf16 gradients to bf16 weights.
+weights from fp32 gradients, without the conversions; ours steps from bf16 gradients to bf16 weights. Of each format of
+the states, GB/s of the arrays that a step reads and writes are printed, and their share of the memory's bandwidth: that
+of a negation in place, by the same number of threads.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +31,21 @@ def rate(numel: int, step: Callable[[], object]) -> float:
     return numel / statistics.median(seconds[2:])
 
 
+FORMATS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fp32": (28, {}),
+    "split": (26, {"split": True}),
+    "bf16": (18, {"split": True, "moments": "bf16"}),
+}
+"""Of each `state_format`, bytes of a parameter that a step reads and writes, and arguments of `adam_step`. Whole master
+weights are read and written, and the compute weights are written."""
+
+
+def bandwidth(numel: int) -> float:
+    """Returns bytes a second, read and written in place by torch's threads."""
+    values = torch.randn(numel)
+    return 8 * rate(numel, values.neg_)
+
+
 def deepspeed(numel: int) -> float:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -41,8 +59,11 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=200, help="millions of parameters")
     numel = parser.parse_args().millions * 10**6 // 64 * 64
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
-    print(f"  ours, whole masters   {rate(numel, adam_step(numel)) / 1e9:.2f}")
-    print(f"  ours, split masters   {rate(numel, adam_step(numel, split=True)) / 1e9:.2f}")
+    memory = bandwidth(numel)
+    for name, (nbytes, arguments) in FORMATS.items():
+        measured = rate(numel, adam_step(numel, **arguments))
+        moved, share = measured * nbytes, measured * nbytes / memory
+        print(f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}")
     print(f"  its compute weights   {rate(numel, adam_step(numel, half='weights')) / 1e9:.2f}")
     print(f"  the rest, later       {rate(numel, adam_step(numel, half='opt_state')) / 1e9:.2f}")
     for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):

@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
         moments, moved = _optimizer_bytes(module)
         nbytes = bytes_on_device(module, fitting=True)
     wide = _is_wide(config)
+    state_format = strategy_argument(config, "state_format") or "fp32"
+    split = state_format != "fp32" and _precision(config).startswith("bf16")
     divided = (strategy_argument(config, "states") or "auto") == "auto" and not strategy_argument(config, "recover")
 
     samples, tokens = count_samples(first)
@@ -94,7 +97,8 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     def profile(*, masters: bool) -> ModelProfile:
         def parts_of(unit: Unit) -> list[PartProfile]:
             parts = unit.parts if divided else (UnitPart("", unit.parameters),)
-            return [PartProfile(part.name, *_state_bytes(part, moments, wide=wide, masters=masters)) for part in parts]
+            nbytes_of = partial(_state_bytes, wide=wide, masters=masters, split=split, moments=state_format)
+            return [PartProfile(part.name, *nbytes_of(part, moments)) for part in parts]
 
         saved = graph.saved(least)
         found = unit_profiles(units, graph, saved, {}, parts_of, allow_recompute=module.automatic_optimization)
@@ -460,24 +464,31 @@ def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
 
 
 def _state_bytes(
-    part: UnitPart, moments: Mapping[Tensor, int], *, wide: bool, masters: bool
-) -> tuple[int, int, int, int, int]:
-    """Returns the number of trained parameters, and bytes of weights, gradients and states (read, written).
+    part: UnitPart, opt_states: Mapping[Tensor, int], *, wide: bool, masters: bool, split: bool, moments: str
+) -> tuple[int, int, int, int, int, int]:
+    """Returns the number of trained parameters, and bytes of weights, gradients and states (read, written, more on the
+    GPU).
 
     Args:
         part: part of a unit of the model.
-        moments: bytes of optimizer states of each parameter, in fp32.
+        opt_states: bytes of optimizer states of each parameter, in fp32.
         wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits.
         masters: whether 16-bit weights have fp32 master weights; else they are stepped in 16 bits.
+        split: whether offloaded master weights are split.
+        moments: argument `state_format` of the strategy.
     """
     trained = [parameter for _, parameter in part.parameters if parameter.requires_grad]
     numel = sum(parameter.numel() for parameter in trained)
     width = 4 if wide else 2
-    states = sum(moments.get(parameter, 0) for parameter in trained)
-    if not wide:
-        states = states + 4 * numel if masters else states // 2
+    resident = sum(opt_states.get(parameter, 0) for parameter in trained)
+    offloaded = resident // 2 if moments == "bf16" else resident
+    if masters and not wide:
+        offloaded += (2 if split else 4) * numel
+        resident += 4 * numel
+    elif not wide:  # no state is offloaded
+        offloaded = resident = resident // 2
     weights = width * sum(parameter.numel() for _, parameter in part.parameters)
-    return numel, weights, width * numel, states, states
+    return numel, weights, width * numel, offloaded, offloaded, resident - offloaded
 
 
 @contextlib.contextmanager

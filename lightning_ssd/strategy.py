@@ -57,7 +57,7 @@ from lightning_ssd.run import (
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.sizes import check_flag
 from lightning_ssd.storage import Backend
-from lightning_ssd.types import BackendName
+from lightning_ssd.types import BackendName, StateFormat
 from lightning_ssd.versions import warn_of_untested
 
 
@@ -150,7 +150,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             backward has ended, and the training step waits for them.
         state_format: `"fp32"`: 16-bit weights besides fp32 master weights. `"split"`: the bf16 weights are the upper
             half of their master weights, which saves 2 bytes per parameter; the master weights are exact, but ties are
-            rounded away from zero in the bf16 weights.
+            rounded away from zero in the bf16 weights. `"bf16"`: an approximation of Adam and AdamW for host memory
+            that is short. Like `"split"`, and offloaded moments are in bf16, which saves 4 bytes more. Steps compute in
+            fp32 and round the moments stochastically, by random numbers that depend on parameter, element and step
+            alone. Checkpoints have the moments in fp32; those of other trainings are rounded when they are loaded.
         clip: when to step if gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the norm is
             known, overlapped with the next forward, in the order in which forward needs the weights. `"speculative"`:
             during backward, unclipped, into a second copy of the states; if gradients had to be clipped, these steps
@@ -198,7 +201,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         gpu_memory: int | str = "auto",
         units: Sequence[str] | None = None,
         overlap: Literal["optimized", "naive", "none"] = "optimized",
-        state_format: Literal["fp32", "split"] = "fp32",
+        state_format: StateFormat = "fp32",
         clip: Literal["auto", "deferred", "speculative"] = "auto",
         recover: bool = False,
         checkpoints: Literal["file", "sharded"] = "file",

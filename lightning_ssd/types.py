@@ -21,6 +21,7 @@ __all__ = [
     "OffloadTierName",
     "Overlap",
     "Processor",
+    "StateFormat",
     "Tier",
 ]
 
@@ -47,6 +48,9 @@ ClipMode = Literal["off", "deferred", "speculative"]
 
 Clip = Literal["auto", "deferred", "speculative"]
 """Argument `clip` of the strategy."""
+
+StateFormat = Literal["fp32", "split", "bf16"]
+"""Argument `state_format` of the strategy."""
 
 Overlap = Literal["none", "naive", "optimized"]
 """Overlap of the CPU optimizer with backward and with I/O."""

@@ -147,6 +147,21 @@ def test_states_are_those_of_the_users_optimizer(how: str, moments: int, precisi
     assert found.units[0].name == "embed" and len(found.units) == 4
 
 
+@pytest.mark.parametrize(
+    ("state_format", "precision", "nbytes"),
+    [("fp32", "bf16-mixed", 12), ("split", "bf16-mixed", 10), ("bf16", "bf16-mixed", 6), ("bf16", "32-true", 4)],
+)
+def test_states_have_the_bytes_of_their_format(state_format: str, precision: str, nbytes: int) -> None:
+    """On the GPU, all are in fp32."""
+    arguments = [f"--trainer.precision={precision}", f"--trainer.strategy.state_format={state_format}"]
+    found = profile(mine(how="adam"), *IN_HOST, *arguments)
+    exact = 8 if precision == "32-true" else 12
+    assert {part.state_bytes_read for _, part in found.parts if part.parameters} == {
+        nbytes * part.parameters for _, part in found.parts if part.parameters
+    }
+    assert all(part.state_bytes_on("gpu") == exact * part.parameters for _, part in found.parts)
+
+
 @pytest.mark.parametrize(("states", "how", "moments"), [("auto", "", 0), ("gpu", "momentum", 1), ("auto", "adam", 2)])
 def test_16_bit_weights_on_the_gpu_have_no_master_weights(states: str, how: str, moments: int) -> None:
     """As in plain Lightning, where gradients and optimizer states have 16 bits, too. No plan moves them."""

@@ -77,7 +77,7 @@ from lightning_ssd.model_states.placement import (
     bytes_on_device,
     offloaded_parameters,
 )
-from lightning_ssd.model_states.stores import Layout, StagedState
+from lightning_ssd.model_states.stores import Layout, MomentFormat, StagedState
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -105,6 +105,7 @@ __all__ = [
     "CommitRecord",
     "FlatParameter",
     "Layout",
+    "MomentFormat",
     "LazyTensor",
     "Loaded",
     "LoadedValues",

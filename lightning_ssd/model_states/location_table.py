@@ -119,7 +119,7 @@ def _offloaded(
         elif array.key == MASTER:
             kind = "master weight"
         tier, files = store.locate(array, index)
-        nbytes = item.numel * array.dtype.itemsize
+        _, nbytes = array.range_of(item)
         yield row(kind=kind, name=name, tier=tier, dtype=array.dtype, nbytes=nbytes, files=files)
     flat_optimizer = states.offloaded.flat_optimizers.get(store.flat)
     if flat_optimizer is None:  # backward leaves the gradient on the device, for user code

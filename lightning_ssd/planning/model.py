@@ -17,6 +17,7 @@ from lightning_ssd.planning.validation import (
     save_json,
 )
 from lightning_ssd.sizes import format_bytes
+from lightning_ssd.types import Tier
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class PartProfile:
         gradient_bytes: bytes of gradients that are offloaded in each micro-batch.
         state_bytes_read: bytes of master weights and optimizer states, all of which a step reads.
         state_bytes_written: bytes of master weights and optimizer states that a step writes.
+        resident_extra_bytes: bytes that master weights and optimizer states take more if they are on the GPU, where
+            they are in fp32 whatever `state_format` is.
     """
 
     name: str
@@ -84,6 +87,7 @@ class PartProfile:
     gradient_bytes: int
     state_bytes_read: int
     state_bytes_written: int
+    resident_extra_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in _OF_PARTS:
@@ -97,12 +101,17 @@ class PartProfile:
     @property
     def resident_bytes(self) -> int:
         """GPU bytes of the part if it is on the GPU."""
-        return self.weight_bytes + self.state_bytes_read + self.resident_gradient_bytes
+        return self.weight_bytes + self.state_bytes_on("gpu") + self.resident_gradient_bytes
+
+    def state_bytes_on(self, tier: Tier) -> int:
+        """Bytes of master weights and optimizer states on a tier."""
+        return self.state_bytes_read + (self.resident_extra_bytes if tier == "gpu" else 0)
 
 
 FP32_BYTES = 4
 
-_OF_PARTS = ("parameters", "weight_bytes", "gradient_bytes", "state_bytes_read", "state_bytes_written")
+_OF_PARTS = ("parameters", "weight_bytes", "gradient_bytes", "state_bytes_read", "state_bytes_written",
+             "resident_extra_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class UnitProfile:
             checkpointed; None: its forward can't be run again in backward.
         cast_bytes: bytes of autocast's casts of weights that are saved. They are no saved bytes of operators, but
             transient bytes from the unit's forward to its backward. If it is checkpointed, they are freed in between.
+        resident_extra_bytes: as in `PartProfile`.
     """
 
     name: str
@@ -142,11 +152,13 @@ class UnitProfile:
     parts: tuple[PartProfile, ...] = ()
     checkpoint_bytes: int | None = None
     cast_bytes: int = 0
+    resident_extra_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_not_negative(f"{self.name}.checkpoint_bytes", self.checkpoint_bytes or 0)
         for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
-                      "state_bytes_written", "forward_bytes", "backward_bytes", "cast_bytes"):  # fmt: skip
+                      "state_bytes_written", "forward_bytes", "backward_bytes", "cast_bytes",
+                      "resident_extra_bytes"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if not self.operators:
             raise ValueError(f"The unit `{self.name}` has no operators. Give it at least one, with its times.")

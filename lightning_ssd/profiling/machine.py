@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import usable_gpu_memory, usable_memory
-from lightning_ssd.model_states import AdamOptimizer, FlatParameter, Layout, StagedState, StepHalf, StepInput
+from lightning_ssd.model_states import (
+    AdamOptimizer,
+    FlatParameter,
+    Layout,
+    MomentFormat,
+    StagedState,
+    StepHalf,
+    StepInput,
+)
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore, Slab
@@ -192,7 +200,13 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
 
 
 def adam_step(
-    numel: int, *, split: bool = False, compiled: bool = True, two_versions: bool = False, half: StepHalf = "whole"
+    numel: int,
+    *,
+    split: bool = False,
+    compiled: bool = True,
+    two_versions: bool = False,
+    half: StepHalf = "whole",
+    moments: MomentFormat = "fp32",
 ) -> Callable[[], None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
@@ -203,13 +217,14 @@ def adam_step(
         two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
             in place.
         half: half of a step that the function makes.
+        moments: format of the moments.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)  # a GPU's optimizer is stepped by that kernel
     flat_optimizer = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    layout = Layout(flat, split, flat_optimizer.state_names(options), steps=True, versions=1)
+    layout = Layout(flat, split, flat_optimizer.state_names(options), steps=True, versions=1, moments=moments)
 
     def make_version() -> StagedState:
         weights, opt_state = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.opt_state_bytes))

@@ -474,9 +474,10 @@ class Profiler(Uncopied):
         """Returns the profiles of a unit's parts."""
         return [PartProfile(part.name, *self._state_bytes(part)) for part in self.parts_of(unit)]
 
-    def _state_bytes(self, part: UnitPart) -> tuple[int, int, int, int, int]:
-        """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written)."""
-        trained = weights = gradients = states = 0
+    def _state_bytes(self, part: UnitPart) -> tuple[int, int, int, int, int, int]:
+        """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written, more on
+        the device)."""
+        trained = weights = gradients = states = more = 0
         stores = {} if self._states is None else self._states.stores
         owned = {parameter for _, parameter in part.parameters}
         for flat, store in stores.items():
@@ -487,6 +488,7 @@ class Profiler(Uncopied):
                 weights += flat.nbytes
                 gradients += store.layout.gradient_bytes
                 states += store.layout.opt_state_bytes
+                more += store.layout.resident_extra_bytes
         masters = {} if self._states is None else self._states.masters
         in_memory = states_in_memory(self._optimizers)
         for parameter in owned:
@@ -499,7 +501,7 @@ class Profiler(Uncopied):
                 states += 0 if master is None else master.numel() * master.element_size()
                 own = (value for value in in_memory.get(stepped, {}).values() if isinstance(value, Tensor))
                 states += sum(count_stored_bytes(value) for value in own if value.numel() > 1)
-        return trained, weights, gradients, states, states
+        return trained, weights, gradients, states, states, more
 
     def _tiers(self, part: UnitPart) -> tuple[Tier, Tier]:
         """Returns the tiers (weights, optimizer states) of most bytes of a part."""

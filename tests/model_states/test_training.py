@@ -305,7 +305,7 @@ class OwnPrecision(pl.plugins.Precision):
     [
         ({"states": "disk"}, {}, "`states='disk'` must be one of 'auto', 'gpu', 'host', 'ssd'"),
         ({"clip": "late"}, {}, "`clip='late'` must be one of"),
-        ({"state_format": "bf16"}, {}, "`state_format='bf16'` must be one of"),
+        ({"state_format": "fp8"}, {}, "`state_format='fp8'` must be one of"),
         ({"overlap": "yes"}, {}, "`overlap='yes'` must be one of"),
         ({"gpu_memory": "much"}, {}, "gpu_memory"),
         ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),

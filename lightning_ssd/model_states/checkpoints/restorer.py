@@ -17,7 +17,7 @@ from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from lightning_ssd.model_states.journal import describe
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer, parameters_of
 from lightning_ssd.model_states.stores import HostBuffer, SSDBuffer, StateStaging, StateStore
-from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.model_states.weights import OffloadedModel
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import DetachedBlobs
@@ -136,7 +136,7 @@ class ModelRestorer:
             state = flat_optimizer.state_of(index, staged)
             if state:
                 optimizer.state[item.parameter] = {
-                    name: self._lasting(value, opt_state) for name, value in state.items()
+                    name: self._lasting(name, value, store, item) for name, value in state.items()
                 }
 
     @staticmethod
@@ -150,19 +150,20 @@ class ModelRestorer:
             like = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(like, read)}
 
-    def _lasting(self, value: Any, opt_state: object) -> Any:
-        """Returns a copy of a state in memory, or a lazy tensor of one on SSDs."""
+    def _lasting(self, name: str, value: Any, store: StateStore, item: ParamView) -> Any:
+        """Returns a copy of a parameter's state in memory, or a lazy tensor of one on SSDs."""
         if not isinstance(value, Tensor):
             return value
         if not value.is_meta:
             return value.clone()
+        opt_state = store.opt_state
         assert isinstance(opt_state, SSDBuffer)
         self._on_ssd = True
-        blob, nbytes = opt_state.blobs[opt_state.version], value.numel() * value.element_size()
-        start = int(value.storage_offset()) * value.element_size()
+        blob = opt_state.blobs[opt_state.version]
+        (array,) = (array for array in store.layout.arrays if array.key == name)
 
         def read() -> Tensor:
             assert self._blobs is not None
-            return self._blobs.read(blob, start, nbytes).view(value.dtype).as_strided(value.shape, value.stride())
+            return item.unflatten(self._blobs.read(blob, *array.range_of(item)).view(array.dtype).to(value.dtype))
 
         return LazyTensor.make(value, read)

@@ -170,6 +170,7 @@ def identity_of(layouts: Sequence[Layout]) -> object:
             str(layout.flat.dtype),
             layout.split,
             list(layout.state_names),
+            layout.moments,
             layout.versions,
             [array.start for array in layout.arrays],
             [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.param_views],

@@ -4,6 +4,7 @@ The modules, in the order in which they are best read:
 
 - `user_optimizers`: parameters and groups of the user's optimizers, and which may be stepped a part at a time.
 - `optimizers`: flat optimizers: the same class and options on a flat parameter in host memory.
+- `rounding`: stochastic rounding of moments in bf16.
 - `adam`: torch's roundings of Adam and AdamW, and the calls of `adam.c`.
 - `adam_c`: the compiled library of `adam.c`.
 - `adam_cuda`: the kernels in `adam.cu`, with the bits of `adam.c`.
@@ -13,11 +14,11 @@ The modules, in the order in which they are best read:
 - `whole_step`: optimizers that couple parameters: stepped once, whole, on the CPU.
 """
 
+from lightning_ssd.model_states.optimizers.adam import ElementSpan
 from lightning_ssd.model_states.optimizers.group_options import GroupOptions
 from lightning_ssd.model_states.optimizers.optimizer_state import check_state, guard_state, resident_states
 from lightning_ssd.model_states.optimizers.optimizers import (
     AdamOptimizer,
-    ElementSpan,
     ElementwiseOptimizer,
     FlatOptimizer,
     GenericOptimizer,

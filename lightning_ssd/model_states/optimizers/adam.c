@@ -1,4 +1,4 @@
-/* One pass of Adam or AdamW over a flat: gradient in, states, master weights and compute weights out.
+/* One pass of Adam or AdamW over a flat parameter: gradient in, states, master weights and compute weights out.
 
    The arithmetic is torch's on a CPU, operation by operation, so that both give the same bits; compile with
    -ffp-contract=off, or that is lost. torch has two kinds of roundings:
@@ -11,7 +11,10 @@
 
    Each element is read and written once: 26 bytes of memory traffic with split master weights, 28 with whole ones,
    where conversions around a kernel of their own would take 40. Ordinary stores to a second version add 12 to 14 bytes,
-   since a store that misses the caches reads the line first. */
+   since a store that misses the caches reads the line first.
+
+   Moments in bf16 take 8 bytes of traffic less. They are computed in fp32, one block at a time, and rounded when they
+   are stored, so that a step's weights are those of the moments before rounding. */
 
 #include <math.h>
 #include <stdint.h>
@@ -33,14 +36,20 @@ typedef struct {
     int32_t threads;
     int32_t past_caches;   /* whether new values that replace no old ones are written past the caches */
     int32_t parts;         /* arrays whose new values are stored, see below */
+    int32_t moments;       /* format of the moments, see below */
+    int64_t step;          /* steps of the parameters after this one */
     void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
 } Settings;
 
 enum { WEIGHTS = 1, MASTERS = 2, MOMENTS = 4, ALL = 7 };
 
+enum { MOMENTS_FP32, MOMENTS_BF16 };
+
 /* A part of one parameter that one thread steps: the elements from `tail` on fill no whole vector of torch's. */
 typedef struct {
     int64_t start, tail, end;
+    int64_t first;         /* number of the element at `start` in the parameter */
+    int64_t random_key;    /* key of the random numbers that round moments of the parameter */
 } Item;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -64,6 +73,26 @@ INLINE uint16_t as_bf16(float value) {
     uint32_t bits = as_bits(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/* Random numbers and roundings as in rounding.py. */
+INLINE uint64_t step_keys(uint64_t random_key, uint64_t step) {
+    uint64_t mixed = random_key + step * 0x9E3779B97F4A7C15u;
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBu;
+    return mixed ^ mixed >> 31;
+}
+
+INLINE uint32_t random_bits(uint32_t element, uint32_t low_key, uint32_t high_key) {
+    uint32_t bits = element + low_key;
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = ((bits ^ bits >> 15) + high_key) * 0x846CA68Bu;
+    return bits ^ bits >> 16;
+}
+
+INLINE uint16_t round_stochastically(float value, uint32_t random) {
+    uint32_t bits = as_bits(value);
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + random) >> 16);
 }
 
 /* As in split.py. */
@@ -124,15 +153,41 @@ INLINE void fence(void) {
 #endif
 }
 
+/* Reads `count` elements of both moments from `start` on, which are not stored in fp32. */
+INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v) {
+    const uint16_t *stored_m = (const uint16_t *)m_in + start, *stored_v = (const uint16_t *)v_in + start;
+    for (int64_t i = 0; i < count; i++) {
+        m[i] = bf16_as_float(stored_m[i]);
+        v[i] = bf16_as_float(stored_v[i]);
+    }
+}
+
+/* Stores `count` elements of both moments from `start` on, which is in `item`, rounded. */
+INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
+                          Item item, const Settings *s) {
+    __attribute__((aligned(64))) uint16_t rounded_m[BLOCK], rounded_v[BLOCK];
+    uint64_t keys = step_keys((uint64_t)item.random_key, (uint64_t)s->step);
+    uint32_t low_key = (uint32_t)keys, high_key = (uint32_t)(keys >> 32);
+    uint32_t first = (uint32_t)(item.first + start - item.start);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t random = random_bits(first + (uint32_t)i, low_key, high_key);
+        rounded_m[i] = round_stochastically(new_m[i], random & 0xffffu);
+        rounded_v[i] = round_stochastically(new_v[i], random >> 16);
+    }
+    put((uint16_t *)m + start, rounded_m, count * sizeof *rounded_m, s->past_caches);
+    put((uint16_t *)v + start, rounded_v, count * sizeof *rounded_v, s->past_caches);
+}
+
 /* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a
    call of `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by
    ordinary stores; or, past the caches, one block at a time through a buffer that fits into the first cache. A step that
-   stores some of the arrays has a loop of its own; with `root`, which reads a block of moments, it uses the buffer. */
+   stores some of the arrays has a loop of its own; with `root`, which reads a block of moments, it uses the buffer.
+   Moments that are not stored in fp32 are in the buffer, too, from when they are read. */
 #define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                      \
     const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights, \
         MASTER *master, float *m, float *v, const GRADIENT *gradient
 #define GIVEN weights_in, master_in, m_in, v_in, weights, master, m, v, gradient
-#define SHIFTED(BY) weights_in + BY, master_in + BY, m_in + BY, v_in + BY
+#define SHIFTED(BY) weights_in + BY, master_in + BY
 #define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                             \
     INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
                              int decoupled, int tail, int parts) {                                            \
@@ -166,20 +221,26 @@ INLINE void fence(void) {
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
-    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
-                            int decoupled, int tail) {                                                        \
+    INLINE void NAME##_past(int64_t start, int64_t stop, Item item, ARRAYS(WEIGHT, MASTER, GRADIENT),         \
+                            const Settings s, int decoupled, int tail) {                                      \
         __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                        \
         __attribute__((aligned(64))) MASTER new_master[BLOCK];                                                \
         __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                               \
         for (; start < stop; start += BLOCK) {                                                                \
             int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                   \
+            int rounded = s.moments != MOMENTS_FP32;                                                          \
+            if (rounded)                                                                                      \
+                load_moments(m_in, v_in, start, count, new_m, new_v);                                         \
+            const float *old_m = rounded ? new_m : m_in + start, *old_v = rounded ? new_v : v_in + start;     \
             if (s.root)                                                                                       \
-                NAME##_block(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
+                NAME##_block(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
                              gradient + start, s, decoupled);                                                 \
             else                                                                                              \
-                NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
+                NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
                              gradient + start, s, decoupled, tail, ALL);                                      \
-            if (s.parts & MOMENTS) {                                                                          \
+            if (s.parts & MOMENTS && rounded) {                                                               \
+                store_moments(m, v, start, count, new_m, new_v, item, &s);                                    \
+            } else if (s.parts & MOMENTS) {                                                                   \
                 put(m + start, new_m, count * sizeof *m, s.past_caches);                                      \
                 put(v + start, new_v, count * sizeof *v, s.past_caches);                                      \
             }                                                                                                 \
@@ -195,10 +256,10 @@ INLINE void fence(void) {
         NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts);                                     \
     }                                                                                                         \
     INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {   \
-        if (s.past_caches || (s.root && s.parts != ALL)) {                                                    \
+        if (s.past_caches || s.moments != MOMENTS_FP32 || (s.root && s.parts != ALL)) {                       \
             int64_t tail = s.root ? item.end : item.tail;                                                     \
-            NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                            \
-            NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                              \
+            NAME##_past(item.start, tail, item, GIVEN, s, decoupled, 0);                                      \
+            NAME##_past(tail, item.end, item, GIVEN, s, decoupled, 1);                                        \
             fence();                                                                                          \
         } else if (s.root) {                                                                                  \
             for (int64_t start = item.start; start < item.end; start += BLOCK) {                              \

@@ -4,7 +4,8 @@
 
 typedef struct { /* as in adam.c */
     float scale, decay, lerp, beta2, one_minus_beta2, correction, eps, step_size;
-    int decoupled, threads, past_caches, parts;
+    int decoupled, threads, past_caches, parts, moments;
+    long long step;
     void *root;
 } Settings;
 
@@ -27,6 +28,21 @@ static __device__ __forceinline__ unsigned splittable(float value) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits;
 }
 
+static __device__ __forceinline__ float bf16_as_float(unsigned short value) { return as_float((unsigned)value << 16); }
+
+/* As in rounding.py. */
+static __device__ __forceinline__ unsigned random_bits(unsigned element, unsigned low_key, unsigned high_key) {
+    unsigned bits = element + low_key;
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = ((bits ^ bits >> 15) + high_key) * 0x846CA68Bu;
+    return bits ^ bits >> 16;
+}
+
+static __device__ __forceinline__ unsigned short round_stochastically(float value, unsigned random) {
+    unsigned bits = as_bits(value);
+    return (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + random) >> 16);
+}
+
 static __device__ __forceinline__ float stepped(float p, float g, float *m, float *v, const Settings *s) {
     g = __fmul_rn(g, s->scale);
     if (!s->decoupled)
@@ -41,24 +57,38 @@ static __device__ __forceinline__ float stepped(float p, float g, float *m, floa
     return __fadd_rn(p, __fdiv_rn(__fmul_rn(s->step_size, first), root));
 }
 
-/* Defines a function that steps `count` elements from `start` on, in place. */
-#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                                \
-    extern "C" __global__ void NAME(long long start, long long count, WEIGHT *weights, MASTER *master, float *m, \
-                                    float *v, const GRADIENT *gradient, const Settings s) {                      \
+/* Defines a function that steps `count` elements from `start` on, in place. The first one is number `first` in its
+   parameter, whose keys of random numbers in this step are `low_key` and `high_key`. */
+#define DEFINE_ONE(NAME, WEIGHT, MASTER, MOMENT, GRADIENT, LOAD_MASTER, LOAD_MOMENT, LOAD_GRADIENT, STORE_MOMENTS, STORE) \
+    extern "C" __global__ void NAME(long long start, long long count, unsigned first, unsigned low_key,          \
+                                    unsigned high_key, WEIGHT *weights, MASTER *master, MOMENT *m, MOMENT *v,    \
+                                    const GRADIENT *gradient, const Settings s) {                                \
         long long stride = (long long)gridDim.x * blockDim.x;                                                    \
         for (long long i = start + (long long)blockIdx.x * blockDim.x + threadIdx.x; i < start + count;          \
              i += stride) {                                                                                      \
-            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, m + i, v + i, &s);                                     \
+            float new_m = LOAD_MOMENT(m[i]), new_v = LOAD_MOMENT(v[i]);                                          \
+            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, &new_m, &new_v, &s);                                   \
+            STORE_MOMENTS;                                                                                       \
             STORE;                                                                                               \
         }                                                                                                        \
     }
 
+#define STORE_FP32 { m[i] = new_m; v[i] = new_v; }
+#define STORE_BF16 { \
+    unsigned random = random_bits(first + (unsigned)(i - start), low_key, high_key); \
+    m[i] = round_stochastically(new_m, random & 0xffffu); \
+    v[i] = round_stochastically(new_v, random >> 16); \
+}
+#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE) \
+    DEFINE_ONE(NAME##_moments_fp32, WEIGHT, MASTER, float, GRADIENT, LOAD_MASTER, , LOAD_GRADIENT, STORE_FP32, STORE) \
+    DEFINE_ONE(NAME##_moments_bf16, WEIGHT, MASTER, unsigned short, GRADIENT, LOAD_MASTER, bf16_as_float, LOAD_GRADIENT, STORE_BF16, STORE)
+
 DEFINE(adam_fp32, float, float, float, weights[i], gradient[i], weights[i] = p)
 
 #define STORE_WHOLE { master[i] = p; weights[i] = as_bf16(p); }
-DEFINE(adam_whole_bf16, unsigned short, float, unsigned short, master[i], as_float((unsigned)gradient[i] << 16), STORE_WHOLE)
+DEFINE(adam_whole_bf16, unsigned short, float, unsigned short, master[i], bf16_as_float(gradient[i]), STORE_WHOLE)
 DEFINE(adam_whole_fp32, unsigned short, float, float, master[i], gradient[i], STORE_WHOLE)
 
 #define STORE_SPLIT { unsigned bits = splittable(p); weights[i] = (unsigned short)((bits + 0x8000u) >> 16); master[i] = (short)bits; }
-DEFINE(adam_split_bf16, unsigned short, short, unsigned short, join(weights[i], master[i]), as_float((unsigned)gradient[i] << 16), STORE_SPLIT)
+DEFINE(adam_split_bf16, unsigned short, short, unsigned short, join(weights[i], master[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
 DEFINE(adam_split_fp32, unsigned short, short, float, join(weights[i], master[i]), gradient[i], STORE_SPLIT)

@@ -4,6 +4,9 @@ torch has three implementations: a for-loop over parameters, foreach, and a fuse
 the same operators. The roundings of an operator depend on the build of torch and on the processor (vector width, fused
 multiply-add, MKL's square root). So a kernel is used only if it reproduces the bits of torch's own function on this
 machine; else torch's function is called.
+
+Moments that are stored in bf16 (`state_format="bf16"`) have no bits of torch's to reproduce: any kernel steps them,
+with the roundings of torch's fused kernel, and without a compiler `rounded_step` has the same bits.
 """
 
 import ctypes
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from torch.optim.adam import adam
 
 from lightning_ssd.device import available_cores, kernel_threads
 from lightning_ssd.model_states.optimizers.adam_c import KernelArguments, KernelSettings, adam_library
+from lightning_ssd.model_states.stores import MomentFormat
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,25 @@ Implementation = Literal["for-loop", "foreach", "fused"]
 
 ITEM = 2**15
 """Elements that a thread steps at a time; a multiple of every vector width."""
+
+_FORMATS: Sequence[MomentFormat] = ("fp32", "bf16")
+"""Formats of moments in the order of their numbers in adam.c."""
+
+
+class ElementSpan(NamedTuple):
+    """Neighbouring elements of one parameter.
+
+    Attributes:
+        start: number of the first one in the flat parameter, or in a piece of it.
+        numel: number of elements.
+        first: number of the first one in the parameter.
+        random_key: key of the random numbers by which states of the parameter are rounded.
+    """
+
+    start: int
+    numel: int
+    first: int = 0
+    random_key: int = 0
 
 
 def implementation_of(options: Mapping[str, Any], device: torch.device) -> Implementation:
@@ -108,19 +131,15 @@ class AdamKernel:
     root: int | None
     width: int
 
-    def items(self, parameters: Iterable[tuple[int, int]]) -> Tensor:
-        """Returns the work on parameters, as rows of start, begin of the tail, and end, in elements.
-
-        Args:
-            parameters: start and number of elements of each.
-        """
-        rows: list[tuple[int, int, int]] = []
-        for start, numel in parameters:
+    def items(self, spans: Iterable[ElementSpan]) -> Tensor:
+        """Returns the work on elements of parameters: rows of the fields of `Item` in adam.c."""
+        rows: list[tuple[int, ...]] = []
+        for start, numel, first, random_key in spans:
             end = start + numel
             tail = end - numel % self.width
             for low in range(start, end, ITEM):
                 high = min(low + ITEM, end)
-                rows.append((low, min(tail, high), high))
+                rows.append((low, min(tail, high), high, first + low - start, random_key))
         return torch.tensor(rows, dtype=torch.int64)
 
     def call(
@@ -130,6 +149,7 @@ class AdamKernel:
         arrays: Sequence[Tensor],
         settings: KernelSettings,
         parts: KernelOutputs = KernelOutputs.ALL,
+        moments: MomentFormat = "fp32",
     ) -> "KernelCall":
         """Returns the call of a function of adam.c that makes a step.
 
@@ -139,9 +159,11 @@ class AdamKernel:
             arrays: array arguments of the function, in order.
             settings: as `settings_of` returns them.
             parts: arrays that the step stores.
+            moments: format of the moments.
         """
         settings.root = self.root
         settings.parts = parts
+        settings.moments = _FORMATS.index(moments)
         function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
         addresses = (ctypes.c_void_p * 9)(*[array.data_ptr() for array in arrays])
         arguments = KernelArguments(function, items.size(0), items.data_ptr(), addresses, settings)
@@ -191,7 +213,7 @@ def make_calls(calls: Sequence[KernelCall]) -> None:
 def settings_of(
     options: Mapping[str, Any], implementation: Implementation, step: int, scale: float
 ) -> KernelSettings | None:
-    """Returns the numbers of one step, each computed as torch computes it, or None for settings adam.c does not know.
+    """Returns the numbers of one step, each computed as torch computes it, or None for options adam.c does not know.
 
     Args:
         options: the settings of the group.
@@ -202,7 +224,7 @@ def settings_of(
     (beta1, beta2), lr, decay = options["betas"], options["lr"], options["weight_decay"]
     if options["amsgrad"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or isinstance(decay, Tensor):
         return None
-    if options["differentiable"] or options["capturable"] or ctypes.c_float(1 - beta1).value >= 0.5:
+    if options["differentiable"] or options["capturable"]:
         return None
     if isinstance(lr, Tensor):  # the for-loop computes with the tensor
         lr = lr.item() if implementation == "fused" else lr.squeeze()
@@ -217,6 +239,7 @@ def settings_of(
         eps=options["eps"],
         step_size=-(lr / (1 - beta1**step)),
         decoupled=options["decoupled_weight_decay"] or not decay,
+        step=step,
         threads=kernel_threads(available_cores(), torch.get_num_threads()),
     )
 
@@ -245,6 +268,54 @@ def torchs_step(
             beta2=options["betas"][1],
             **{name: options[name] for name in _PASSED},
         )
+
+
+def follows_torch(settings: KernelSettings) -> bool:
+    """Returns whether adam.c computes the first moment as torch does, which uses another formula from 0.5 on."""
+    return bool(settings.lerp < 0.5)
+
+
+def rounded_step(
+    weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], settings: KernelSettings
+) -> tuple[Tensor, Tensor]:
+    """Makes a step of fp32 weights in place, with the bits of adam.c without a square-root function and tails.
+
+    Args:
+        weights: changed in place.
+        gradient: gradient of the weights, fp32.
+        moments: both moments before the step, fp32.
+        settings: as `settings_of` returns them.
+
+    Returns:
+        Both moments after the step, fp32.
+    """
+    m, v = moments
+    gradient = gradient * settings.scale
+    if not settings.decoupled:
+        gradient = _fused(weights, settings.decay, gradient)
+    first = _fused(gradient - m, settings.lerp, m)
+    second = _fused(gradient * settings.one_minus_beta2, gradient, v * settings.beta2)
+    if settings.decoupled:
+        weights.mul_(settings.decay)
+    root = second.double().sqrt().float()  # rounded to the nearest number, which torch's fp32 roots are not
+    weights.add_(first * settings.step_size / (root / settings.correction + settings.eps))
+    return first, second
+
+
+def _fused(one: Tensor, other: Tensor | float, added: Tensor) -> Tensor:
+    """Returns one * other + added of fp32 tensors, rounded once.
+
+    The product is exact in fp64. The sum is rounded to odd there: to the neighbour whose last bit is 1, unless it is
+    exact. So rounding that to fp32 gives the nearest number of the sum itself.
+    """
+    product, term = one.double() * other, added.double()
+    total = product + term
+    part = total - product
+    error = (product - (total - part)) + (term - part)
+    bits = total.view(torch.int64)
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
+    return (bits + torch.where(inexact, away, 0)).view(torch.float64).float()
 
 
 _PASSED = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad", "lr",
@@ -312,7 +383,7 @@ def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bo
             settings = settings_of(options, implementation, step, 1.0)
             assert settings is not None
             given = (ours[0], ours[0], *ours[1:])
-            items = kernel.items(zip(starts, lengths, strict=True))
+            items = kernel.items(map(ElementSpan, starts, lengths))
             make_calls([kernel.call("adam_fp32", items, (*given, *given, gradient), settings)])
             for start, length in zip(starts, lengths, strict=True):
                 weight, first, second = (array[start : start + length] for array in torchs)

@@ -28,7 +28,8 @@ class KernelSettings(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "decay", "lerp", "beta2", "one_minus_beta2", "correction")),
         ("eps", ctypes.c_float),
         ("step_size", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("decoupled", "threads", "past_caches", "parts")),
+        *((name, ctypes.c_int32) for name in ("decoupled", "threads", "past_caches", "parts", "moments")),
+        ("step", ctypes.c_int64),
         ("root", ctypes.c_void_p),
     ]
 

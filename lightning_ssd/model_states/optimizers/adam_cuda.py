@@ -4,6 +4,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.optimizers.adam import CHECKED_OPTIONS, AdamKernel, make_calls, settings_of
+from lightning_ssd.model_states.optimizers.adam import (
+    CHECKED_OPTIONS,
+    AdamKernel,
+    ElementSpan,
+    make_calls,
+    settings_of,
+)
 from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
+from lightning_ssd.model_states.optimizers.rounding import step_keys
+from lightning_ssd.model_states.stores import MOMENT_DTYPES, MomentFormat
 
 log = logging.getLogger(__name__)
 
@@ -42,33 +51,41 @@ class CUDAAdamKernel:
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
         _check(self._driver.cuModuleLoadData(ctypes.byref(module), _compile(device)), "cuModuleLoadData")
-        self._functions = {name: ctypes.c_void_p() for name in FUNCTIONS}
-        for name, function in self._functions.items():
-            result = self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        self._functions = {kind: ctypes.c_void_p() for kind in product(FUNCTIONS, MOMENT_DTYPES)}
+        for (name, moments), function in self._functions.items():
+            symbol = f"{name}_moments_{moments}"
+            result = self._driver.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode())
             _check(result, "cuModuleGetFunction")
 
     def step(
-        self, name: str, spans: Iterable[tuple[int, int]], arrays: Sequence[Tensor], settings: KernelSettings
+        self,
+        name: str,
+        spans: Iterable[ElementSpan],
+        arrays: Sequence[Tensor],
+        settings: KernelSettings,
+        moments: MomentFormat = "fp32",
     ) -> None:
         """Launches a step in place.
 
         Args:
             name: name of the function.
-            spans: start and number of elements of each part.
+            spans: elements to step.
             arrays: weights, master weights or low halves, two moments, gradient: contiguous.
             settings: as `settings_of` returns them.
+            moments: format of the moments.
         """
         stream = ctypes.c_void_p(internals.raw_stream(arrays[0].device.index))
         addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
-        for start, numel in spans:
-            arguments = (ctypes.c_int64(start), ctypes.c_int64(numel), *addresses, settings)
+        for start, numel, first, random_key in spans:
+            random = [ctypes.c_uint32(word & 0xFFFFFFFF) for word in (first, *step_keys(random_key, settings.step))]
+            arguments = (ctypes.c_int64(start), ctypes.c_int64(numel), *random, *addresses, settings)
             parameters = (ctypes.c_void_p * len(arguments))(
                 *(ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments)
             )
             blocks = -(-numel // (THREADS * ITEMS))
             launch: Any = self._driver.cuLaunchKernel
             shape = [ctypes.c_uint(size) for size in (blocks, 1, 1, THREADS, 1, 1, 0)]
-            _check(launch(self._functions[name], *shape, stream, parameters, None), "cuLaunchKernel")
+            _check(launch(self._functions[name, moments], *shape, stream, parameters, None), "cuLaunchKernel")
 
 
 @functools.cache
@@ -77,7 +94,7 @@ def cuda_kernel(device: torch.device, cpu: AdamKernel) -> CUDAAdamKernel | None:
     with torch.cuda.device(device):
         try:
             kernel = CUDAAdamKernel(device)
-            exact = all(gives_bits_of(kernel, cpu, name, device) for name in FUNCTIONS)
+            exact = all(gives_bits_of(kernel, cpu, *kind, device) for kind in product(FUNCTIONS, MOMENT_DTYPES))
         except (OSError, RuntimeError, AttributeError) as error:
             log.info("the CPU makes all steps of offloaded values: the GPU's kernel can't be used. %s", error)
             return None
@@ -87,7 +104,9 @@ def cuda_kernel(device: torch.device, cpu: AdamKernel) -> CUDAAdamKernel | None:
     return None
 
 
-def gives_bits_of(kernel: CUDAAdamKernel, cpu: AdamKernel, name: str, device: torch.device) -> bool:
+def gives_bits_of(
+    kernel: CUDAAdamKernel, cpu: AdamKernel, name: str, moments: MomentFormat, device: torch.device
+) -> bool:
     """Steps random values with function `name` of both, and returns whether all bits are the same."""
     numel, weights, (_, form, of_gradient) = 5000, torch.bfloat16, (*name.split("_"), "fp32")[:3]
     kept = {"whole": torch.float32, "split": torch.int16}.get(form)
@@ -98,7 +117,7 @@ def gives_bits_of(kernel: CUDAAdamKernel, cpu: AdamKernel, name: str, device: to
         options = CHECKED_OPTIONS | {"decoupled_weight_decay": decoupled}
         ours = [torch.randn(numel, generator=generator, dtype=torch.float32).to(weights)]
         ours.append(ours[0] if kept is None else (1000 * torch.randn(numel, generator=generator)).to(kept))
-        ours += [torch.zeros(numel, dtype=torch.float32), torch.zeros(numel, dtype=torch.float32)]
+        ours += [torch.zeros(numel, dtype=MOMENT_DTYPES[moments]) for _ in range(2)]
         theirs = [values.to(device, copy=True) for values in ours]
         if kept is None:
             theirs[1] = theirs[0]
@@ -107,8 +126,9 @@ def gives_bits_of(kernel: CUDAAdamKernel, cpu: AdamKernel, name: str, device: to
             gradient = gradient.to(torch.bfloat16) if of_gradient == "bf16" else gradient
             settings = settings_of(options, "fused", step, 0.7)
             assert settings is not None
-            make_calls([cpu.call(name, cpu.items([(0, numel)]), (*ours, *ours, gradient), settings)])
-            kernel.step(name, [(0, 7), (7, numel - 7)], (*theirs, gradient.to(device)), settings)
+            whole, *parts = (ElementSpan(low, high - low, low, 1) for low, high in ((0, numel), (0, 7), (7, numel)))
+            make_calls([cpu.call(name, cpu.items([whole]), (*ours, *ours, gradient), settings, moments=moments)])
+            kernel.step(name, parts, (*theirs, gradient.to(device)), settings, moments)
         if not all(torch.equal(one, other.cpu()) for one, other in zip(ours, theirs, strict=True)):
             return False
     return True

@@ -17,17 +17,21 @@ from torch.optim.sgd import sgd
 
 from lightning_ssd.model_states.optimizers.adam import (
     AdamKernel,
+    ElementSpan,
     KernelCall,
     KernelOutputs,
     any_kernel,
     exact_kernel,
+    follows_torch,
     implementation_of,
     make_calls,
+    rounded_step,
     settings_of,
     torchs_step,
 )
 from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
 from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
+from lightning_ssd.model_states.optimizers.rounding import random_bits, round_stochastically, step_keys
 from lightning_ssd.model_states.optimizers.user_optimizers import registered_class
 from lightning_ssd.model_states.stores import StagedState, join, split
 from lightning_ssd.model_states.units import FlatParameter
@@ -42,9 +46,6 @@ _OTHER_OPTIMIZER = (
 
 StepHalf = Literal["whole", "weights", "opt_state"]
 """Half of a step: the compute weights, which the next forward needs; all other values; or "whole": both halves."""
-
-ElementSpan = tuple[int, int]
-"""Start and number of neighbouring elements of one parameter. The start is in a flat parameter or in a piece of it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def state_names(self, options: Options) -> tuple[str, ...]:
-        """Returns the names of optimizer states that have an fp32 element for each weight."""
+        """Returns the names of optimizer states that have an element for each weight."""
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         """Returns whether a step of all parameters, in place, can be made as "weights" and then as "opt_state"."""
@@ -136,7 +137,7 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
-        """Returns the state of parameter `index` as torch's optimizer would keep it; tensors may be views."""
+        """Returns the state of parameter `index` as torch's optimizer would keep it, in fp32; tensors may be views."""
 
     def check_state(self, index: int, state: Mapping[str, Any]) -> None:
         """Raises ValueError if `state`, of a state dict, can't be one of parameter `index`."""
@@ -183,7 +184,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         super().__init__(flat)
         self._steps = [0] * len(flat.param_views)
         self._steps_before = self._steps
-        self._spans = [(view.start, view.numel) for view in flat.param_views]
+        self._spans = [ElementSpan(view.start, view.numel, 0, view.random_key) for view in flat.param_views]
         self._device = flat.device
 
     def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
@@ -241,7 +242,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         if self._steps[index] == 0:
             return {}
         item = self.flat.param_views[index]
-        return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in staged.states.items()}
+        return self._step_state(self._steps[index]) | {name: staged.state(name, item) for name in staged.states}
 
     def has_state(self, index: int, names: Sequence[str], *, running: bool) -> bool | None:
         if names and running and self._steps[index] < 2:
@@ -261,11 +262,9 @@ class ElementwiseOptimizer(FlatOptimizer):
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         item = self.flat.param_views[index]
-        for name, row in staged.states.items():
-            if (value := state.get(name)) is not None:
-                item.of(row).copy_(value)
-            else:
-                item.of(row).zero_()
+        for name in staged.states:
+            value = state.get(name)
+            staged.set_state(name, item, 0.0 if value is None else value)
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
     def _begin_spans(
@@ -278,9 +277,10 @@ class ElementwiseOptimizer(FlatOptimizer):
         """
         assert half == "whole", "torch's kernels make whole steps"
         options, gradient, scale, out = given.options, given.gradient, given.scale, staged.out
-        for start, numel in spans:
-            for low in range(start, start + numel, self.CHUNK):
-                chunk = slice(low, min(low + self.CHUNK, start + numel))
+        for span in spans:
+            for low in range(span.start, span.start + span.numel, self.CHUNK):
+                chunk = slice(low, min(low + self.CHUNK, span.start + span.numel))
+                part = span._replace(start=low, numel=chunk.stop - low, first=span.first + low - span.start)
                 piece = gradient[chunk].float()
                 if scale != 1.0:
                     piece = piece * scale
@@ -292,23 +292,29 @@ class ElementwiseOptimizer(FlatOptimizer):
                 states = {name: values[chunk] for name, values in out.states.items()}
                 if staged.low is not None and out.low is not None:
                     master = join(staged.weights[chunk], staged.low[chunk])
-                    self._torchs_step(options, master, piece, states, steps)
+                    self._torchs_step(options, master, piece, states, steps, part)
                     split(master, out.weights[chunk], out.low[chunk])
                 else:
                     assert staged.master is not None and out.master is not None
                     master = out.master[chunk]
                     if out is not staged:
                         master.copy_(staged.master[chunk])
-                    self._torchs_step(options, master, piece, states, steps)
+                    self._torchs_step(options, master, piece, states, steps, part)
                     if out.master is not out.weights:
                         out.weights[chunk].copy_(master)
         return ()
 
     @abstractmethod
     def _torchs_step(
-        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
+        self,
+        options: Options,
+        weights: Tensor,
+        gradient: Tensor,
+        states: dict[str, Tensor],
+        steps: int,
+        span: ElementSpan,
     ) -> None:
-        """Steps whole fp32 weights in place, with torch's own function."""
+        """Steps whole fp32 weights, those of `span`, in place, with torch's own function."""
 
     def _step_state(self, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step), dtype=torch.float32)}
@@ -341,7 +347,8 @@ class AdamOptimizer(ElementwiseOptimizer):
             items = kernel.items(spans)
             self._items = {key: items}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
-        return [kernel.call(name, items, (*values, given.gradient), settings, _outputs(half, staged))]
+        outputs = _outputs(half, staged)
+        return [kernel.call(name, items, (*values, given.gradient), settings, outputs, staged.moments)]
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         if staged.out is not staged or (found := self._kernel_of(self._given_on_cpu(given), staged, 0)) is None:
@@ -367,7 +374,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         cpu, name, settings = found
         kernel = cuda_kernel(self._device, cpu)
         assert kernel is not None, "`steps_on_device` has returned True"
-        kernel.step(name, spans, (*self._arrays(staged), given.gradient), settings)
+        kernel.step(name, spans, (*self._arrays(staged), given.gradient), settings, staged.moments)
 
     def _kernel_of(
         self, given: StepInput, staged: StagedState, steps: int
@@ -382,10 +389,13 @@ class AdamOptimizer(ElementwiseOptimizer):
         name = self._function(staged, given.gradient) if self._compiled else None
         if name is None:
             return None
-        implementation = implementation_of(given.options, self._device)
-        kernel = exact_kernel(implementation) if self._device.type == "cpu" else any_kernel()
+        exact = staged.moments == "fp32" and self._device.type == "cpu"
+        implementation = implementation_of(given.options, self._device) if exact else "fused"
+        kernel = exact_kernel(implementation) if exact else any_kernel()
         settings = settings_of(given.options, implementation, steps + 1, given.scale)
-        return None if kernel is None or settings is None else (kernel, name, settings)
+        if kernel is None or settings is None or (staged.moments == "fp32" and not follows_torch(settings)):
+            return None
+        return kernel, name, settings
 
     @staticmethod
     def _arrays(staged: StagedState) -> tuple[Tensor, ...]:
@@ -405,9 +415,35 @@ class AdamOptimizer(ElementwiseOptimizer):
         return f"adam_whole_{kind}" if staged.low is None else f"adam_split_{kind}"
 
     def _torchs_step(
-        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
+        self,
+        options: Options,
+        weights: Tensor,
+        gradient: Tensor,
+        states: dict[str, Tensor],
+        steps: int,
+        span: ElementSpan,
     ) -> None:
-        torchs_step(options, weights, gradient, states, steps + 1)
+        if states["exp_avg"].dtype == torch.float32:
+            torchs_step(options, weights, gradient, states, steps + 1)
+            return
+        settings = settings_of(options, "fused", steps + 1, 1.0)
+        if settings is None:
+            raise RuntimeError(self.refuse_rounded_moments(options))
+        moments = states["exp_avg"], states["exp_avg_sq"]
+        stepped = rounded_step(weights, gradient, [moment.float() for moment in moments], settings)
+        random = random_bits(span.first, span.numel, step_keys(span.random_key, steps + 1), weights.device)
+        for moment, new, bits in zip(moments, stepped, (random & 0xFFFF, random >> 16), strict=True):
+            moment.copy_(round_stochastically(new, bits))
+
+    @staticmethod
+    def refuse_rounded_moments(options: Options) -> str | None:
+        """Returns the reason why a step with these options can't have rounded moments, with the remedy, or None."""
+        if settings_of(options, "fused", 1, 1.0) is not None:
+            return None
+        return (
+            "`state_format` of fewer bytes than fp32 supports Adam and AdamW without `amsgrad`, `differentiable` and "
+            "`capturable`, and with numbers as `betas` and `weight_decay`. Change these, or take `state_format='split'`"
+        )
 
 
 def _has_whole_masters(staged: StagedState) -> bool:
@@ -437,7 +473,13 @@ class SGDOptimizer(ElementwiseOptimizer):
         super().commit([has_gradient and bool(options["momentum"]) for has_gradient in has_grad], options)
 
     def _torchs_step(
-        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
+        self,
+        options: Options,
+        weights: Tensor,
+        gradient: Tensor,
+        states: dict[str, Tensor],
+        steps: int,
+        span: ElementSpan,
     ) -> None:
         buffer = states.get("momentum_buffer")
         buffers = [buffer if steps else None]  # the first step makes one

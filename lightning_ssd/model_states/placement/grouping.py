@@ -8,10 +8,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, Groups, make_flat_optimizer
+from lightning_ssd.model_states.optimizers import (
+    AdamOptimizer,
+    ElementwiseOptimizer,
+    FlatOptimizer,
+    Groups,
+    Options,
+    make_flat_optimizer,
+)
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter, Unit, UnitPart, compiled_regions
+from lightning_ssd.types import StateFormat
 
 FLAT_ELEMENTS = 2**26
 """Elements above which a unit has several flat parameters, so that a step begins before its whole gradient arrived."""
@@ -104,14 +112,17 @@ def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions
         two_versions: whether to store two versions, so that steps can be rolled back, if its optimizer supports it.
 
     Raises:
-        ValueError: `recover=True` can't record its optimizer.
+        ValueError: `recover=True` can't record its optimizer, or `state_format` does not support it.
     """
     group = groups.get(flat.param_views[0].parameter)
     flat_optimizer = None if group is None else make_flat_optimizer(group[0], flat, setup.whole)
-    names = (
-        () if flat_optimizer is None or group is None else flat_optimizer.state_names(group[0].param_groups[group[1]])
-    )
-    split = setup.config.state_format == "split" and flat.dtype == torch.bfloat16
+    names: Sequence[str] = ()
+    if flat_optimizer is not None and group is not None:
+        options = group[0].param_groups[group[1]]
+        if setup.config.moments != "fp32":
+            _check_moments(setup.config.state_format, flat_optimizer, options, type(group[0]).__name__)
+        names = flat_optimizer.state_names(options)
+    split = setup.config.state_format != "fp32" and flat.dtype == torch.bfloat16
     elementwise = isinstance(flat_optimizer, ElementwiseOptimizer)
     if setup.config.recover and flat_optimizer is not None and not elementwise:
         assert group is not None
@@ -119,10 +130,20 @@ def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions
             f"`recover=True` needs optimizer states that are on SSDs, and those of {type(group[0]).__name__} are in "
             "memory. Take AdamW, Adam or SGD, or set `recover=False`."
         )
-    return FlatSpec(
-        Layout(flat, split, names, flat_optimizer is not None, versions=2 if two_versions and elementwise else 1),
-        flat_optimizer,
-    )
+    versions = 2 if two_versions and elementwise else 1
+    layout = Layout(flat, split, names, flat_optimizer is not None, versions, setup.config.moments)
+    return FlatSpec(layout, flat_optimizer)
+
+
+def _check_moments(state_format: StateFormat, flat_optimizer: FlatOptimizer, options: Options, name: str) -> None:
+    """Raises ValueError if the states of an optimizer with these options can't be in fewer bytes than fp32."""
+    if not isinstance(flat_optimizer, AdamOptimizer):
+        raise ValueError(
+            f"`state_format={state_format!r}` is for states of Adam and AdamW, and parameters of {name} are offloaded. "
+            "Take one of these, or `state_format='split'`."
+        )
+    if (reason := flat_optimizer.refuse_rounded_moments(options)) is not None:
+        raise ValueError(f"{name}: {reason}")
 
 
 def _divide(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from lightning_ssd.device import available_memory, process_gpu_memory, usable_gp
 from lightning_ssd.model_states.journal import RunFingerprint
 from lightning_ssd.model_states.placement.budget import MemoryPlan
 from lightning_ssd.model_states.placement.residency import bytes_on_device
-from lightning_ssd.model_states.stores import SpareMemory
+from lightning_ssd.model_states.stores import MomentFormat, SpareMemory
 from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.sizes import (
     LEAST_BUDGET,
@@ -26,7 +26,7 @@ from lightning_ssd.sizes import (
     parse_bytes,
     show_argument,
 )
-from lightning_ssd.types import Clip, Overlap
+from lightning_ssd.types import Clip, Overlap, StateFormat
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class StatesConfig:
     gpu_memory: int | str
     units: Sequence[str] | None
     overlap: Overlap
-    state_format: Literal["fp32", "split"]
+    state_format: StateFormat
     clip: Clip
     recover: bool
 
@@ -61,7 +61,7 @@ class StatesConfig:
         check_choice("states", self.states, ("auto", "gpu", "host", "ssd"))
         check_choice("overlap", self.overlap, ("optimized", "naive", "none"))
         check_choice("clip", self.clip, ("auto", "deferred", "speculative"))
-        check_choice("state_format", self.state_format, ("fp32", "split"))
+        check_choice("state_format", self.state_format, get_args(StateFormat))
         check_flag("recover", self.recover)
         _check_units(self.units)
         GPU_MEMORY.parse(self.gpu_memory)
@@ -70,6 +70,11 @@ class StatesConfig:
                 f"`recover=True` resumes from states on SSDs, and `states={self.states!r}` puts none "
                 "there. Set `states='ssd'`, or `recover=False`."
             )
+
+    @property
+    def moments(self) -> MomentFormat:
+        """Format of the optimizer states of offloaded parameters."""
+        return "fp32" if self.state_format == "split" else self.state_format
 
     def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool, movable: bool) -> bool:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.

@@ -308,7 +308,7 @@ class DeviceStepper:
         if step.limit is not None:
             # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.
             gradient, scale = gradient.float().mul_(scale).clamp_(-step.limit, step.limit), 1.0
-        within = [(low - elements.start, numel) for low, numel in elements.spans]
+        within = [span._replace(start=span.start - elements.start) for span in elements.spans]
         has_grad = [True] * len(step.store.flat.param_views)
         step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), piece.values, within)
         writings = [transfer.write(elements, piece.rows) for transfer in running.transfers]

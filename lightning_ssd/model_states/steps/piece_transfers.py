@@ -53,8 +53,12 @@ def pieces(flat: FlatParameter, elements: int) -> Iterator[PieceRange]:
     assert most
     for start in range(0, flat.numel, most):
         end = min(start + most, flat.numel)
-        spans = ((max(start, view.start), min(end, view.start + view.numel)) for view in flat.param_views)
-        yield PieceRange(start, end, [(low, high - low) for low, high in spans if low < high])
+        spans: list[ElementSpan] = []
+        for view in flat.param_views:
+            low, high = max(start, view.start), min(end, view.start + view.numel)
+            if low < high:
+                spans.append(ElementSpan(low, high - low, low - view.start, view.random_key))
+        yield PieceRange(start, end, spans)
 
 
 class Reading(NamedTuple):

@@ -18,7 +18,16 @@ from lightning_ssd.model_states.stores.buffers import (
     StateBuffer,
     StateStaging,
 )
-from lightning_ssd.model_states.stores.layout import MASTER, WEIGHT, WHOLE_DTYPES, Layout, StagedState, StoredArray
+from lightning_ssd.model_states.stores.layout import (
+    MASTER,
+    MOMENT_DTYPES,
+    WEIGHT,
+    WHOLE_DTYPES,
+    Layout,
+    MomentFormat,
+    StagedState,
+    StoredArray,
+)
 from lightning_ssd.model_states.stores.split import join, split, write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
 from lightning_ssd.model_states.stores.state_store import StateStore
@@ -28,6 +37,8 @@ __all__ = [
     "HostBuffer",
     "Layout",
     "MASTER",
+    "MOMENT_DTYPES",
+    "MomentFormat",
     "SSDBuffer",
     "SSDStep",
     "SpareMemory",

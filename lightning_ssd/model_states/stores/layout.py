@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores.split import join, split
-from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.storage import PinnedBuffer, align_up
 
 PAGED_ELEMENTS = 2**14
@@ -17,6 +18,12 @@ PAGED_ELEMENTS = 2**14
 
 WHOLE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
+
+MomentFormat = Literal["fp32", "bf16"]
+"""Format of optimizer states that have an element for each weight. Steps round bf16 ones stochastically, so that small
+changes add up; values that are loaded from elsewhere are rounded to the nearest number."""
+
+MOMENT_DTYPES: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 WEIGHT, MASTER = "weight", "master"
 """Keys of compute weights, and of master weights that are apart from them."""
@@ -30,7 +37,8 @@ class StagedState:
         weights: compute weights, in the flat's dtype; undefined where `master` is another tensor.
         master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
         low: low half of split master weights (`weights` is the high half), int16.
-        states: fp32 optimizer states by name, zero before the first step.
+        states: optimizer states by name, zero before the first step; `state` returns them in fp32.
+        moments: format of the optimizer states.
         memory: bytes that values on SSDs were read to; None: the values lie where they are stored.
         buffer: staging memory that has these bytes; None: they are memory of their own.
         uncommitted: destination of a step's new values; None: the step is made in place.
@@ -40,6 +48,7 @@ class StagedState:
     master: Tensor | None
     low: Tensor | None
     states: dict[str, Tensor]
+    moments: MomentFormat = "fp32"
     memory: Tensor | None = None
     buffer: PinnedBuffer | None = None
     uncommitted: "StagedState | None" = None
@@ -64,6 +73,15 @@ class StagedState:
             self.low.copy_(other.low)
         for name, values in self.states.items():
             values.copy_(other.states[name])
+
+    def state(self, name: str, item: ParamView) -> Tensor:
+        """Returns an optimizer state of one parameter in fp32: a view if it is stored so, else a copy."""
+        return item.of(self.states[name]).float()
+
+    def set_state(self, name: str, item: ParamView, value: Tensor | float) -> None:
+        """Assigns an optimizer state of one parameter, rounded to the nearest numbers of its format."""
+        target = item.of(self.states[name])
+        target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)
 
     def masters(self) -> Tensor:
         """Returns the fp32 master weights: a copy if they are split."""
@@ -104,6 +122,10 @@ class StoredArray:
     buffer: int
     start: int
 
+    def range_of(self, item: ParamView) -> tuple[int, int]:
+        """Returns offset and number of the bytes in the buffer that have the elements of one parameter."""
+        return self.start + item.start * self.dtype.itemsize, item.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -115,6 +137,7 @@ class Layout:
         state_names: optimizer states that have an element for each weight.
         steps: whether it is stepped, and has gradients.
         versions: 2 if a step can be rolled back, else 1.
+        moments: format of the optimizer states.
     """
 
     flat: FlatParameter
@@ -122,6 +145,7 @@ class Layout:
     state_names: Sequence[str]
     steps: bool
     versions: int
+    moments: MomentFormat = "fp32"
 
     @property
     def gradient_bytes(self) -> int:
@@ -146,6 +170,12 @@ class Layout:
         return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
 
     @property
+    def resident_extra_bytes(self) -> int:
+        """Bytes that master weights and optimizer states take more on the device, where all are in fp32."""
+        arrays = [array for array in self.arrays if array.key != WEIGHT]
+        return self.flat.numel * sum(torch.float32.itemsize - array.dtype.itemsize for array in arrays)
+
+    @property
     def paged(self) -> bool:
         """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
         return self.flat.numel >= PAGED_ELEMENTS
@@ -153,7 +183,7 @@ class Layout:
     @cached_property
     def arrays(self) -> tuple[StoredArray, ...]:
         """All arrays: compute weights, optimizer states, master weights."""
-        kinds = [(name, torch.float32) for name in self.state_names]
+        kinds = [(name, MOMENT_DTYPES[self.moments]) for name in self.state_names]
         if self.whole_master or self.split:
             kinds.append((MASTER, torch.float32 if self.whole_master else torch.int16))
         arrays, start = [StoredArray(WEIGHT, self.flat.dtype, 0, 0)], 0
@@ -188,5 +218,5 @@ class Layout:
         """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""
         compute, master = arrays.pop(WEIGHT), arrays.pop(MASTER, None)
         if self.split:
-            return StagedState(compute, None, master, arrays)
-        return StagedState(compute, compute if master is None else master, None, arrays)
+            return StagedState(compute, None, master, arrays, self.moments)
+        return StagedState(compute, compute if master is None else master, None, arrays, self.moments)

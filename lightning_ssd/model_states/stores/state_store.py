@@ -506,8 +506,7 @@ class StateStore:
     def locate(self, array: StoredArray, index: int) -> tuple[OffloadTierName, tuple[FileRange, ...]]:
         """Returns the tier of the committed elements of parameter `index` in an array, and their ranges of files."""
         item, buffer = self.flat.param_views[index], self._buffers[array.buffer]
-        size = array.dtype.itemsize
-        return buffer.tier, buffer.file_ranges(array.start + item.start * size, item.numel * size)
+        return buffer.tier, buffer.file_ranges(*array.range_of(item))
 
     def blobs(self) -> list[Blob]:
         """Returns the blobs of the buffers on SSDs, each buffer's versions in order."""

@@ -6,6 +6,7 @@ and strides; prefetching allocates it again. If a tensor of user code still refe
 the storage and its bytes, and the flat parameter makes another storage.
 """
 
+import hashlib
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -55,6 +56,15 @@ class ParamView:
     def of(self, flat: Tensor) -> Tensor:
         """Returns the parameter's view of `flat`, a contiguous tensor with as many elements as the flat parameter."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+    @cached_property
+    def random_key(self) -> int:
+        """Key of the random numbers by which states of this parameter are rounded: 64 bits, signed, of its name."""
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little", signed=True)
+
+    def unflatten(self, elements: Tensor) -> Tensor:
+        """Returns the parameter's view of its elements alone, which are contiguous, in the order of `flatten`."""
+        return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
     def flatten(self, values: Tensor) -> Tensor:
         """Returns the elements of `values`, of the parameter's shape, in their order in the flat parameter.

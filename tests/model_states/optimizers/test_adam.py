@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states.optimizers.adam import (
     AdamKernel,
+    ElementSpan,
     StoreTrial,
     any_kernel,
     exact_kernel,
@@ -58,7 +59,7 @@ def test_stores_past_the_caches_store_the_same_bits(
     parameters, start = [], 3
     for length in LENGTHS:
         start = start + 5 if length % 2 else -(-start // 64) * 64
-        parameters.append((start, length))
+        parameters.append(ElementSpan(start, length))
         start += length
     numel = start + 9
     before = arrays_of(dtype, kept, numel, zero=False)
@@ -115,7 +116,13 @@ def test_a_step_has_the_bits_of_ieee_operations(beta2: float, step: int, eps: fl
     assert settings is not None
     weights = torch.zeros(numel)
     arrays = (weights.clone(), weights, moment.clone(), second.clone())
-    make_calls([kernel.call("adam_fp32", kernel.items([(0, numel)]), (*arrays, *arrays, torch.zeros(numel)), settings)])
+    make_calls(
+        [
+            kernel.call(
+                "adam_fp32", kernel.items([ElementSpan(0, numel)]), (*arrays, *arrays, torch.zeros(numel)), settings
+            )
+        ]
+    )
     expected = stepped_by_ieee_operations(moment, second, settings)
     torch.testing.assert_close(arrays[0], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -177,4 +184,6 @@ def test_steps_in_place_try_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = arrays_of(torch.float32, None, 64, zero=False)
     settings = settings_of(OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
     assert settings is not None
-    make_calls([kernel.call("adam_fp32", kernel.items([(0, 64)]), (*values, *values, torch.ones(64)), settings)])
+    make_calls(
+        [kernel.call("adam_fp32", kernel.items([ElementSpan(0, 64)]), (*values, *values, torch.ones(64)), settings)]
+    )

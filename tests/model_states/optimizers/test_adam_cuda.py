@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from lightning_ssd.model_states.optimizers import adam_cuda
 from lightning_ssd.model_states.optimizers.adam import any_kernel, make_calls
 from lightning_ssd.model_states.optimizers.adam_cuda import FUNCTIONS, gives_bits_of
+from lightning_ssd.model_states.optimizers.rounding import step_keys
+from lightning_ssd.model_states.stores import MOMENT_DTYPES
 
 SHIMS = """
 #include <math.h>
@@ -37,10 +40,12 @@ class OnCPU:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def step(self, name: str, spans: Any, arrays: Any, settings: Any) -> None:
-        for start, numel in spans:
+    def step(self, name: str, spans: Any, arrays: Any, settings: Any, moments: str) -> None:
+        function = getattr(self._library, f"{name}_moments_{moments}")
+        for start, numel, first, random_key in spans:
+            keys = map(ctypes.c_uint32, step_keys(random_key, settings.step))
             addresses = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
-            getattr(self._library, name)(ctypes.c_int64(start), ctypes.c_int64(numel), *addresses, settings)
+            function(ctypes.c_int64(start), ctypes.c_int64(numel), ctypes.c_uint32(first), *keys, *addresses, settings)
 
 
 def test_the_kernels_of_the_gpu_round_as_those_of_the_cpu(tmp_path: Path) -> None:
@@ -53,8 +58,8 @@ def test_the_kernels_of_the_gpu_round_as_those_of_the_cpu(tmp_path: Path) -> Non
         [compiler, "-O2", "-ffp-contract=off", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
     )
     kernel: Any = OnCPU(ctypes.CDLL(str(library)))
-    for name in FUNCTIONS:
-        assert gives_bits_of(kernel, cpu, name, torch.device("cpu")), name
+    for kind in product(FUNCTIONS, MOMENT_DTYPES):
+        assert gives_bits_of(kernel, cpu, *kind, torch.device("cpu")), kind
 
 
 def test_other_roundings_are_found() -> None:
@@ -62,10 +67,10 @@ def test_other_roundings_are_found() -> None:
         pytest.skip("there is no C compiler")
 
     class Other:
-        def step(self, name: str, spans: Any, arrays: Any, settings: Any) -> None:
+        def step(self, name: str, spans: Any, arrays: Any, settings: Any, moments: Any) -> None:
             settings.lerp *= 1.0001
-            for start, numel in spans:
-                make_calls([cpu.call(name, cpu.items([(start, numel)]), (*arrays[:4], *arrays), settings)])
+            make_calls([cpu.call(name, cpu.items(spans), (*arrays[:4], *arrays), settings, moments=moments)])
 
     kernel: Any = Other()
-    assert not any(gives_bits_of(kernel, cpu, name, torch.device("cpu")) for name in FUNCTIONS)
+    kinds = product(FUNCTIONS, MOMENT_DTYPES)
+    assert not any(gives_bits_of(kernel, cpu, *kind, torch.device("cpu")) for kind in kinds)

@@ -97,9 +97,10 @@ def test_relative_paths_do_not_follow_the_working_directory(
     assert_same(moved, train(tmp_path, "auto", model))
 
 
-def test_formats_and_versions_are_moved_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state_format", ["split", "bf16"])
+def test_formats_and_versions_are_moved_too(tmp_path: Path, state_format: Any) -> None:
     how: Any = {"precision": "bf16-true", "gradient_clip_val": 0.5}
-    how_states: Any = {"state_format": "split", "clip": "speculative"}
+    how_states: Any = {"state_format": state_format, "clip": "speculative"}
     plain = train(tmp_path, ssd(tmp_path, **how_states), Model(), **how)
     mover = Mover(2, TIERS[1:])
     assert_same(train(tmp_path, ssd(tmp_path, **how_states), Model(), callbacks=[mover], **how), plain)

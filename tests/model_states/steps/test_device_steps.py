@@ -67,16 +67,18 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     ["host", "ssd"],
     [adamw, adam, fused, momentum],
     ["32-true", "bf16-mixed", "bf16-true"],
-    ["fp32", "split"],
+    ["fp32", "split", "bf16"],
     [1, 3],
     [None, ("auto", "norm"), ("deferred", "norm"), ("speculative", "norm"), ("auto", "value")],
     quick=[
         ("host", adamw, "32-true", "fp32", 1, ("deferred", "norm")),
         ("ssd", fused, "bf16-true", "split", 1, ("speculative", "norm")),
+        ("ssd", adamw, "bf16-true", "bf16", 1, ("deferred", "norm")),
     ],
     # Lightning refuses to clip for a fused optimizer in mixed precision.
     possible=lambda states, optimizer, precision, state_format, accumulate, clip: (
-        optimizer is not fused or precision != "bf16-mixed" or clip is None
+        (optimizer is not fused or precision != "bf16-mixed" or clip is None)
+        and (state_format != "bf16" or optimizer in (adamw, fused))
     ),
 )
 def test_numbers_are_plain_lightnings(

@@ -77,10 +77,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     "optimizer, precision, state_format, accumulate, share",
     [adamw, adam],
     ["32-true", "bf16-mixed", "bf16-true"],
-    ["fp32", "split"],
+    ["fp32", "split", "bf16"],
     [1, 3],
     [0.5, 1.0],
-    quick=[(adam, "bf16-true", "fp32", 3, 0.5), (adamw, "bf16-true", "split", 1, 1.0)],
+    quick=[
+        (adam, "bf16-true", "fp32", 3, 0.5),
+        (adamw, "bf16-true", "split", 1, 1.0),
+        (adamw, "bf16-mixed", "bf16", 1, 0.5),
+    ],  # fmt: skip
 )
 def test_numbers_are_those_of_whole_steps(
     tmp_path: Path,

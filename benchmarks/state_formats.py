@@ -1,0 +1,284 @@
+"""Final validation losses with exact optimizer states, and with those of `state_format` that take fewer bytes.
+
+    python -m benchmarks.state_formats --out state_formats.json [--size medium] [--steps 1000] [--seeds 3]
+
+Three trainings, each from the same weights and with the same batches in every format, for several seeds:
+
+    gpt         GPT-2 on the sources of Python's standard library, byte by byte
+    finetune    the exact GPT of seed 0, trained further on the texts of Python's help, at a third of the learning rate
+    vit         ViT, which classifies drawings of eight shapes of random place, size and colour on noise
+
+AdamW, clipping 1.0, all states in host memory. The table has the mean over seeds, its spread (the standard deviation of
+the seeds' losses), and the mean difference from exact states of the same seed with its standard error. No data is
+downloaded. `small` is for a CPU of two cores, `medium` for a GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import pydoc_data.topics
+import statistics
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd._lightning import pl
+
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"width": 96, "layers": 2, "heads": 4, "context": 64, "batch": 16, "image": 16, "precision": "32-true"},
+    "medium": {"width": 768, "layers": 12, "heads": 12, "context": 512, "batch": 32, "image": 64,
+               "precision": "bf16-mixed"},
+}  # fmt: skip
+VALIDATED = 64
+"""Batches of validation."""
+PATCH = 4
+SHAPES = 8
+
+
+class Bytes(Dataset[Tensor]):
+    """Pieces of a text.
+
+    Args:
+        text: bytes.
+        length: bytes of a piece.
+    """
+
+    def __init__(self, text: bytes, length: int) -> None:
+        count = len(text) // length
+        self._rows = torch.frombuffer(bytearray(text[: count * length]), dtype=torch.uint8).view(count, length)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._rows[index].long()
+
+
+class Drawings(Dataset[tuple[Tensor, int]]):
+    """Pictures of eight shapes, each made from its number.
+
+    Args:
+        count: number of pictures.
+        size: pixels of a side.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        self._count = count
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        shape = index % SHAPES
+        place, radius, angle = torch.rand(2, generator=generator), torch.rand(1, generator=generator), 0.3
+        axis = torch.linspace(-1, 1, self._size)
+        y, x = axis[:, None] - 0.6 * (place[0] - 0.5), axis[None] - 0.6 * (place[1] - 0.5)
+        x, y = x * math.cos(angle) + y * math.sin(angle), y * math.cos(angle) - x * math.sin(angle)
+        size, distance, ring = 0.35 + 0.3 * radius, (x**2 + y**2).sqrt(), torch.maximum(x.abs(), y.abs())
+        inside = (
+            distance < size,
+            ring < size,
+            x.abs() + y.abs() < size,
+            (distance < size) & (distance > size / 2),
+            (ring < size) & (ring > size / 2),
+            (torch.minimum(x.abs(), y.abs()) < size / 4) & (ring < size),
+            (y > -size) & (y < size - 2 * x.abs()),
+            (x.abs() < size) & (y.abs() < size / 3),
+        )[shape]
+        colour = 0.3 + 0.7 * torch.rand(3, 1, 1, generator=generator)
+        return colour * inside + 0.5 * torch.randn(3, self._size, self._size, generator=generator), shape
+
+
+class Transformer(pl.LightningModule):
+    """GPT-2 or ViT of the given size, which is stepped by AdamW with a warm-up and a cosine.
+
+    Args:
+        kind: "gpt" or "vit".
+        size: an entry of `SIZES`.
+        steps: steps of the training.
+        rate: largest learning rate.
+    """
+
+    def __init__(self, kind: str, size: dict[str, Any], steps: int, rate: float) -> None:
+        super().__init__()
+        self._steps = steps
+        self._rate = rate
+        self.validated: list[float] = []
+        self.model = nn.ModuleDict({"gpt": _gpt, "vit": _vit}[kind](size))
+        self._kind = kind
+
+    def _loss(self, batch: Any) -> Tensor:
+        if self._kind == "gpt":
+            ids = batch
+            x = self.model["tokens"](ids[:, :-1]) + self.model["places"].weight[: ids.shape[1] - 1]
+            labels = ids[:, 1:].flatten()
+        else:
+            pictures, labels = batch
+            patches = nn.functional.unfold(pictures, PATCH, stride=PATCH).transpose(1, 2)
+            x = self.model["tokens"](patches) + self.model["places"].weight
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device) if self._kind == "gpt" else None
+        for block in self.model["blocks"]:  # type: ignore[union-attr]
+            x = block(x, src_mask=mask, is_causal=mask is not None)
+        x = self.model["norm"](x)
+        x = x.flatten(0, 1) if self._kind == "gpt" else x.mean(1)
+        return nn.functional.cross_entropy(self.model["head"](x).float(), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self._loss(batch).item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self._rate, weight_decay=0.1)
+        warm_up = max(1, self._steps // 20)
+
+        def factor(step: int) -> float:
+            return min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / self._steps)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _blocks(size: dict[str, Any]) -> nn.ModuleList:
+    width, heads = size["width"], size["heads"]
+    return nn.ModuleList(
+        nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        for _ in range(size["layers"])
+    )
+
+
+def _gpt(size: dict[str, Any]) -> dict[str, nn.Module]:
+    width = size["width"]
+    ends = {"norm": nn.LayerNorm(width), "head": nn.Linear(width, 256)}
+    return {"tokens": nn.Embedding(256, width), "places": nn.Embedding(size["context"], width),
+            "blocks": _blocks(size), **ends}  # fmt: skip
+
+
+def _vit(size: dict[str, Any]) -> dict[str, nn.Module]:
+    width, patches = size["width"], (size["image"] // PATCH) ** 2
+    ends = {"norm": nn.LayerNorm(width), "head": nn.Linear(width, SHAPES)}
+    return {"tokens": nn.Linear(3 * PATCH**2, width), "places": nn.Embedding(patches, width),
+            "blocks": _blocks(size), **ends}  # fmt: skip
+
+
+def data_of(recipe: str, size: dict[str, Any], steps: int) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Returns the samples of training and those of validation."""
+    validated = VALIDATED * size["batch"]
+    every: Dataset[Any]
+    if recipe == "vit":
+        count = steps * size["batch"] + validated
+        every = Drawings(count, size["image"])
+    else:
+        if recipe == "gpt":
+            files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+            text = b"\0".join(file.read_bytes() for file in files)
+        else:
+            text = "\0".join(pydoc_data.topics.topics.values()).encode()
+        every = Bytes(text, size["context"] + 1)
+        count = len(every)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return Subset(every, order[validated:]), Subset(every, order[:validated])
+
+
+def train(
+    recipe: str, state_format: Any, seed: int, steps: int, size: dict[str, Any], start: dict[str, Tensor] | None
+) -> tuple[float, dict[str, Tensor]]:
+    """Returns the final validation loss, and the weights."""
+    pl.seed_everything(seed, verbose=False)
+    module = Transformer("vit" if recipe == "vit" else "gpt", size, steps, 1e-3 / (3 if start else 1))
+    if start is not None:
+        module.load_state_dict(start)
+    samples, held_out = data_of(recipe, size, steps)
+    cuda = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as path:
+        trainer = pl.Trainer(
+            accelerator="gpu" if cuda else "cpu",
+            devices=1,
+            precision=size["precision"],
+            strategy=SSDOffloadStrategy(path, states="host", min_bytes=1, offload="none", state_format=state_format),
+            max_steps=steps,
+            gradient_clip_val=1.0,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=path,
+        )
+        shuffled = DataLoader(samples, size["batch"], shuffle=True, drop_last=True, generator=_generator(seed))
+        trainer.fit(module, shuffled)
+        evaluated = pl.Trainer(
+            accelerator="gpu" if cuda else "cpu",
+            devices=1,
+            precision=size["precision"],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=path,
+        )
+        with contextlib.redirect_stdout(None):
+            evaluated.validate(module, DataLoader(held_out, size["batch"]), verbose=False)
+    return statistics.fmean(module.validated), {name: value.cpu() for name, value in module.state_dict().items()}
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def table_of(results: dict[str, dict[str, list[float]]]) -> str:
+    """Returns a table in Markdown."""
+    rows = ["| training | states | loss, mean | spread of seeds | difference from exact |", "|---|---|---|---|---|"]
+    for recipe, formats in results.items():
+        for name, losses in formats.items():
+            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+            differences = [loss - exact for loss, exact in zip(losses, formats["fp32"], strict=False)]
+            error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+            difference = "" if name == "fp32" else f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
+            rows.append(f"| {recipe} | {name} | {statistics.fmean(losses):.4f} | {spread:.4f} | {difference} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="JSON file for the results; a table in Markdown is written beside it")
+    parser.add_argument("--recipes", nargs="+", default=["gpt", "finetune", "vit"], help="see above")
+    parser.add_argument("--formats", nargs="+", default=["fp32", "bf16"], help="values of `state_format`, fp32 first")
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    size, steps = SIZES[arguments.size], arguments.steps
+    trained: dict[str, Tensor] | None = None
+    if "finetune" in arguments.recipes:
+        _, trained = train("gpt", "fp32", 0, steps, size, None)
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    how = {"machine": machine, "torch": torch.__version__, "size": size, "steps": steps}
+    results: dict[str, dict[str, list[float]]] = {}
+    for recipe in arguments.recipes:
+        results[recipe] = {name: [] for name in arguments.formats}
+        for seed in range(arguments.seeds):
+            for name, losses in results[recipe].items():
+                start = trained if recipe == "finetune" else None
+                losses.append(train(recipe, name, seed, steps, size, start)[0])
+                print(f"{recipe:9} seed {seed}  {name:5} {losses[-1]:.4f}", flush=True)
+        if arguments.out:
+            Path(arguments.out).write_text(json.dumps({"how": how, "losses": results}, indent=1) + "\n")
+            Path(arguments.out).with_suffix(".md").write_text(
+                f"`python -m benchmarks.state_formats --size {arguments.size} --steps {steps} --seeds "
+                f"{arguments.seeds}` on a {machine}, torch {torch.__version__}:\n\n{table_of(results)}\n"
+            )
+    print(table_of(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Trainings whose optimizer states are in fewer bytes than fp32 (`state_format`)."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_ssd.locations import tensor_locations
+from lightning_ssd.model_states.optimizers import adam_c
+from tests.support.compare import assert_same, same
+from tests.support.models import Model
+from tests.support.states import host, ssd, train
+
+FORMATS = ["bf16"]
+
+
+def amsgrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
+
+
+def slow(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def states_of(trained: Any) -> dict[str, Any]:
+    """Returns the optimizer's states after training."""
+    return {
+        f"{number}.{name}": torch.as_tensor(value).clone()
+        for number, state in trained.trainer.optimizers[0].state_dict()["state"].items()
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_numbers_do_not_depend_on_tiers_overlap_and_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any, state_format: Any
+) -> None:
+    """Weights, losses, and the states that the user's optimizer has after training, which are in fp32."""
+    how: dict[str, Any] = {"state_format": state_format}
+    expected = train(tmp_path, host(**how), Model(slow), precision=precision)
+    states = states_of(expected)
+    assert all(value.dtype == torch.float32 for value in states.values())
+    assert any(bool(value.any()) for name, value in states.items() if "exp_avg" in name)
+    for strategy in (ssd(**how), ssd(overlap="none", **how)):
+        found = train(tmp_path, strategy, Model(slow), precision=precision)
+        assert_same(found, expected)
+        assert same(states_of(found), states)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        adam_c.adam_library.cache_clear()
+        assert_same(train(tmp_path, host(**how), Model(slow), precision=precision), expected)
+    adam_c.adam_library.cache_clear()
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+@pytest.mark.parametrize("checkpoints", ["file", "sharded"])
+def test_a_training_resumes_from_its_checkpoint_bit_for_bit(
+    tmp_path: Path, state_format: Any, checkpoints: Any
+) -> None:
+    """The checkpoint has fp32 states, which plain Lightning loads, too."""
+    how: dict[str, Any] = {"state_format": state_format, "checkpoints": checkpoints}
+    expected = train(tmp_path, host(**how), Model())
+    saves = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
+    train(tmp_path, ssd(**how), Model(), max_epochs=1, enable_checkpointing=True, callbacks=[saves])
+    path = tmp_path / "saved" / "last.ckpt"
+    resumed = train(tmp_path, host(**how), Model(), ckpt_path=path)
+    assert resumed.losses == expected.losses[-len(resumed.losses) :]
+    assert same(dict(resumed.state_dict()), dict(expected.state_dict()))
+    assert same(states_of(resumed), states_of(expected))
+    if checkpoints == "file":
+        (states,) = torch.load(path, weights_only=False)["optimizer_states"]
+        assert {value.dtype for state in states["state"].values() for value in state.values()} == {torch.float32}
+        plain = train(tmp_path, "auto", Model(), ckpt_path=path)
+        assert plain.losses != resumed.losses
+        assert plain.losses[-1] == pytest.approx(resumed.losses[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_a_training_converges_as_with_exact_states(tmp_path: Path, state_format: Any) -> None:
+    exact, rounded = (
+        train(tmp_path, host(state_format=kind), Model(slow), precision="bf16-mixed", max_epochs=12)
+        for kind in ("fp32", state_format)
+    )
+    assert rounded.losses != exact.losses
+    assert rounded.losses[-1] < 0.7 * rounded.losses[0]
+    assert rounded.losses[-1] == pytest.approx(exact.losses[-1], rel=0.05)
+
+
+@pytest.mark.parametrize(("state_format", "nbytes"), [("fp32", 14), ("split", 12), ("bf16", 8)])
+def test_bytes_of_a_parameter(tmp_path: Path, state_format: Any, nbytes: int) -> None:
+    """Weight, master weight and both moments, without the gradient."""
+    found: list[float] = []
+
+    class Watching(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            strategy: Any = self.trainer.strategy
+            layouts = [store.layout for store in strategy.model_states.stores.values()]
+            numel = sum(layout.flat.numel for layout in layouts)
+            found.append(sum(layout.flat.nbytes + layout.opt_state_bytes for layout in layouts) / numel)
+            rows = [row for row in tensor_locations(self.trainer) if row.kind != "gradient"]
+            assert sum(row.nbytes for row in rows) == nbytes * sum(p.numel() for p in self.parameters())
+
+    train(tmp_path, host(state_format=state_format), Watching(), precision="bf16-true", max_epochs=1, batches=2)
+    assert found == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+@pytest.mark.parametrize(
+    ("make_optimizer", "message"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "parameters of SGD are offloaded"),
+        (lambda parameters: torch.optim.RMSprop(parameters), "parameters of RMSprop are offloaded"),
+        (amsgrad, "AdamW: .*without `amsgrad`.*state_format='split'"),
+    ],
+    ids=["sgd", "rmsprop", "amsgrad"],
+)
+def test_other_optimizers_are_refused_at_start(
+    tmp_path: Path, make_optimizer: Any, message: str, state_format: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, host(state_format=state_format), Model(make_optimizer))
+
+
+def test_options_that_change_to_unsupported_ones_are_refused(tmp_path: Path) -> None:
+    class Changing(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.optimizers[0].param_groups[0]["betas"] = (torch.tensor(0.9), torch.tensor(0.999))
+
+    with pytest.raises(RuntimeError, match="numbers as `betas`"):
+        train(tmp_path, host(state_format="bf16"), Changing(slow))
