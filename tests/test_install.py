@@ -170,10 +170,18 @@ def test_import_torch_outlives_a_hook_that_cannot_be_set(run: Callable[[str], st
 
 
 def test_installed_files(run: Callable[[str], str], python: Path) -> None:
-    printed = run("import lightning_ssd; print(lightning_ssd.__path__[0], lightning_ssd.__version__)")
+    printed = run("""
+import lightning_ssd
+from importlib.metadata import version
+assert version("lightning-ssd") == lightning_ssd.__version__
+print(lightning_ssd.__path__[0], lightning_ssd.__version__)
+""")
     folder, version = Path(printed.split()[0]), printed.split()[1]
     environment = python.parent.parent
     assert folder == ROOT / "lightning_ssd" or environment in folder.parents
     assert (folder / "py.typed").is_file()
+    files = folder / "files" if environment in folder.parents else ROOT
+    for name in ("recipes/gpt.yaml", "recipes/defaults.yaml", "configs/models/gpt-tiny.yaml"):
+        assert (files / name).read_text() == (ROOT / name).read_text()
     assert _check([python.parent / "lightning-ssd", "--version"]).strip() == version
     assert (python.parent / "lightning").is_file()

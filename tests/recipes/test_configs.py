@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.recipes.models import LanguageModule, RecipeModule
 from tests.support.products import thorough
 from tests.support.recipes import MACHINES, MODELS, RECIPES, no_arguments, read, recipe_of, trained  # noqa: F401
@@ -60,3 +61,10 @@ def test_tiny_model_is_the_recipes_own(file: Path) -> None:
 def test_machine_file(file: Path) -> None:
     built = read("gpt", file, options=("--trainer.accelerator=cpu",))
     assert type(built.trainer.strategy).__name__ == "SSDOffloadStrategy"
+
+
+@pytest.mark.parametrize("file", sorted(MACHINES[0].parent.glob("*.json")), ids=lambda file: file.stem)
+def test_machine_profile(file: Path) -> None:
+    """A profile that was not measured says so in its name, which the predictions print."""
+    profile = HardwareProfile.from_json(file)
+    assert ("not measured" in profile.name) == (file.stem != "h100")
