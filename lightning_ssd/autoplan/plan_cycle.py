@@ -523,7 +523,7 @@ class PlanCycle(Uncopied):
             return main
         if number not in runner.rows:
             size = size_of_row(number)
-            runner.rows[number] = runner.make_row(self._maker.make(runner, size), size)
+            runner.rows[number] = runner.make_row(self._maker.make_row(runner, main.plan, size), size)
         row = runner.rows[number]
         exceeds = number > ROWS and row.prediction.gpu_peak_bytes > runner.hardware.gpu_bytes
         return None if exceeds else row

@@ -15,6 +15,7 @@ from lightning_ssd.planning import (
     exceeds_no_more,
     make_plan,
     plan_for_least_memory,
+    shrink_plan,
     simulate,
 )
 from lightning_ssd.profiling import limit_hardware
@@ -104,12 +105,8 @@ class PlanMaker:
         """Whether smaller micro-batches have plans of their own. The user's plan, for one, is for all."""
         return self.user_plan is None and not self._least and self.planner == "holistic"
 
-    def make(self, runner: PlanRunner, size: float = 1.0) -> Plan:
+    def make(self, runner: PlanRunner) -> Plan:
         """Returns the plan for the profiles of a runner, with the present tiers of model states.
-
-        Args:
-            runner: runner with the profiles.
-            size: size of the micro-batches / that of the profile.
 
         Raises:
             ValueError: the user's plan does not match the model.
@@ -118,7 +115,17 @@ class PlanMaker:
             self.user_plan.check(runner.profile)
             return runner.placement.apply(runner.profile, self.user_plan)
         make = plan_for_least_memory if self._least else make_plan
-        return make(runner.profile.with_size(size), runner.hardware, self.planner, runner.placement)
+        return make(runner.profile, runner.hardware, self.planner, runner.placement)
+
+    def make_row(self, runner: PlanRunner, plan: Plan, size: float) -> Plan:
+        """Returns the plan for micro-batches of another size, which is relative to that of the profile.
+
+        Larger ones have a plan of their own, which takes as long as a first plan.
+        """
+        profile = runner.profile.with_size(size)
+        if size < 1:
+            return shrink_plan(profile, runner.hardware, plan)
+        return make_plan(profile, runner.hardware, self.planner, runner.placement)
 
     def make_better(self, runner: PlanRunner, *, explained: bool) -> Plan | None:
         """Returns the plan for corrected profiles, if it is better than the plan in force.

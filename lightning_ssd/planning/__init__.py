@@ -45,6 +45,7 @@ from lightning_ssd.planning.report import (
 )
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
+from lightning_ssd.planning.shrunk import shrink_plan
 from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.teraio import plan_in_longer_step
@@ -112,6 +113,7 @@ __all__ = [
     "render_report",
     "render_summary",
     "resident_bytes",
+    "shrink_plan",
     "simulate",
     "sum_ranges",
     "swap_coefficient",

@@ -40,7 +40,12 @@ class _Freed:
 
 def keep_all(base: Plan) -> Plan:
     """Returns the plan that keeps all saved tensors, with the other choices of `base`."""
-    return replace(base, units={name: _kept(unit) for name, unit in base.units.items()})
+    return keep_units(base, base.units)
+
+
+def keep_units(base: Plan, names: Collection[str]) -> Plan:
+    """Returns `base` with all saved tensors of the units `names` kept."""
+    return replace(base, units={name: _kept(unit) if name in names else unit for name, unit in base.units.items()})
 
 
 def checkpoint(base: Plan, names: Collection[str]) -> Plan:

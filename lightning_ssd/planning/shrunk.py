@@ -1,0 +1,35 @@
+"""`shrink_plan`: the plan for smaller micro-batches than those for which a plan was made.
+
+Ragged batches have many sizes, and a search takes as long as several steps. So the plan of a smaller size has the
+tiers, windows and steps of the first plan, and differs in one number: how many units free memory.
+"""
+
+from bisect import bisect_left
+
+from lightning_ssd.planning.few_launches import keep_units
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.simulator import simulate
+
+
+def shrink_plan(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Plan:
+    """Returns the plan with the fewest units that free memory, as they do in `plan`, that fits.
+
+    The first units free memory first, as backward needs their tensors last. Fewer such units need more memory, so that
+    a few simulations find the number. If no number fits, it is `plan`.
+
+    Args:
+        model: profile of the smaller micro-batches (`ModelProfile.with_size`).
+        hardware: profile of the machine.
+        plan: the plan for the micro-batches of the profile.
+    """
+    freeing = [name for name, unit in plan.units.items() if not unit.keeps_all]
+
+    def with_units(count: int) -> Plan:
+        return keep_units(plan, freeing[count:])
+
+    def fits(count: int) -> bool:
+        return not simulate(model, hardware, with_units(count)).excess_bytes(hardware)
+
+    return with_units(bisect_left(range(len(freeing)), True, key=fits))
