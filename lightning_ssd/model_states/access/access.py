@@ -567,8 +567,8 @@ class Access:
             source.flat.release_views()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                    values = source.read().detach()
-                source.end_aliases(values if source.flat.memory(source.index) is not None else values.clone())
+                    values = source.in_own_storage()
+                source.end_aliases(values)
             source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)

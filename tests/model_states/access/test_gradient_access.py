@@ -250,14 +250,10 @@ def test_gradients_that_nothing_drops_are_not_recorded(tmp_path: Path) -> None:
         fit(tmp_path, module, "ssd", strategy={"recover": True})
 
 
-class StepsAgain(Toy):
-    """Manual optimization with steps that use gradients of earlier steps: all of them, or those of one block."""
+class StepsAgain(Manual):
+    """Makes steps that use gradients of earlier steps: all of them, or those of one block."""
 
     case = ""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
@@ -298,12 +294,8 @@ def test_gradients_that_zero_grad_does_not_drop_are_stepped_again(
     compare(tmp_path, make, states, precision=precision)
 
 
-class Alternates(Toy):
+class Alternates(Manual):
     """Two optimizers in turn, as a GAN has; each zeroes its gradients before its own backward only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()[batch_idx % 2]  # type: ignore[index]
@@ -576,9 +568,6 @@ def test_gradients_that_no_hook_reads_are_not_summed_on_the_host(tmp_path: Path,
     assert summed[0] == 0 < summed[1]
 
 
-# ---- precisions ----
-
-
 # ---- state dicts, copies, files ----
 
 
@@ -652,15 +641,12 @@ def test_nodes_of_parameters_are_those_of_plain_training(tmp_path: Path, states:
     compare(tmp_path, GradientNodes, states, precision=precision)
 
 
-class Differentiated(Toy):
+class Differentiated(Manual):
     """Computes gradients of chosen weights, while functions, hooks and recomputation in backward use other weights."""
-
-    automatic_optimization = False
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.automatic_optimization = False
         self.unused = nn.Linear(2, 2)
 
     def loss(self, batch: Tensor) -> Tensor:

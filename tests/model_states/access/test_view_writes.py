@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.access import PLACES, Toy, fit
 from tests.support.aliases import ALIASES
@@ -173,19 +172,3 @@ def test_written_views(tmp_path: Path, program: Any, precision: str) -> None:
 @given(PROGRAMS, st.sampled_from(["32-true", "bf16-mixed"]), st.sampled_from(PLACES))
 def test_more_written_views(tmp_path: Path, program: Any, precision: str, states: str) -> None:
     check(tmp_path, program, states, precision)
-
-
-def test_a_forward_without_views_shares_no_memory(tmp_path: Path) -> None:
-    """Shared memory is compared at every use, which takes time; recomputation references weights only briefly."""
-
-    class Checkpointing(Toy):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
-            return x
-
-        def on_after_backward(self) -> None:
-            self.seen += [bool(parameter.flat.shared) for parameter in self.blocks.parameters()]
-
-    module = fit(tmp_path, Checkpointing(), "host")
-    assert not any(item for item in module.seen if isinstance(item, bool))
