@@ -233,7 +233,7 @@ def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed |
 
 
 def marked_recomputed(storage: torch.UntypedStorage) -> Recomputed | None:
-    """Returns the value of which `storage` is the first result, or None."""
+    """Returns the value that replaces `storage` in autograd's nodes, or is compared with it, or None."""
     reference: weakref.ref[Recomputed] | None = getattr(storage, RECOMPUTED, None)
     return None if reference is None else reference()
 
