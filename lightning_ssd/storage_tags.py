@@ -14,7 +14,6 @@ dictionary would: packing a saved tensor reads several of them.
 | `RECOMPUTED` | weak reference to the `Recomputed` value that replaces it | `activations/recompute.py` |
 | `RECOMPUTE_NODES` | weak set of the `RecomputeNode` objects that read it | `activations/recompute.py` |
 | `CHOICE` | the plan's choice for it: keep, host, ssd | `activations/plan_mode.py` |
-| `TRIED` | (weak reference to the `Recomputed`, buffer number) of a trial recomputation | `activations/plan_mode.py` |
 | `BUFFER` | (graph, number) of its buffer in a traced graph | `profiling/trace_mode.py` |
 | `LIFETIME` | (recorder, number) of its lifetime in a profiled step | `profiling/lifetimes.py` |
 | `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/units/shared_memory.py` |
@@ -27,7 +26,6 @@ OFFLOADED_WEIGHTS = "_lightning_ssd_offloaded_weights"
 RECOMPUTED = "_lightning_ssd_recomputed"
 RECOMPUTE_NODES = "_lightning_ssd_recompute_nodes"
 CHOICE = "_lightning_ssd_choice"
-TRIED = "_lightning_ssd_tried"
 BUFFER = "_lightning_ssd_buffer"
 LIFETIME = "_lightning_ssd_lifetime"
 SHARERS = "_lightning_ssd_sharers"

@@ -257,8 +257,9 @@ class MicroBatch:
     def _predict_order(self) -> None:
         """Predicts the order in which backward will unpack the storages that were saved so far."""
         self._expected_until = len(self.sizes)
+        known = () if self._pattern is None else self._pattern.order
         # Without a matching pattern, the reverse order of saving is the best guess.
-        order = range(self._expected_until - 1, -1, -1) if self._pattern is None else self._pattern.order
+        order = known or range(self._expected_until - 1, -1, -1)
         self._expected = [index for index in order if index < self._expected_until]
         self._position = {index: position for position, index in enumerate(self._expected)}
         self._cursor = 0

@@ -23,12 +23,13 @@ from lightning_ssd.activations.recompute import (
     RecomputeNode,
     before_change,
     mark_recomputed,
+    marked_recomputed,
     random_state,
     recomputed_of,
 )
 from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode
-from lightning_ssd.storage_tags import CHOICE, TRIED
+from lightning_ssd.storage_tags import CHOICE
 from lightning_ssd.types import Choice
 
 
@@ -181,7 +182,7 @@ class PlanMode(UnitDispatchMode):
         self.checking = False
         self.proved: set[int] = set()
         """Numbers of buffers whose recomputed bytes equalled the saved ones."""
-        self._expected: weakref.WeakKeyDictionary[SavedStorage, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
+        self._expected: weakref.WeakKeyDictionary[SavedStorage, Recomputed] = weakref.WeakKeyDictionary()
         self._held: list[Recomputed] = []
         """Values to recompute of the present forward. After it, only autograd's nodes keep them alive."""
         self._planned: Sequence[PlannedOp] = ()
@@ -203,19 +204,19 @@ class PlanMode(UnitDispatchMode):
 
     def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """Called when autograd has saved `storage`, while checking."""
-        tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, TRIED, None)
-        if tried is not None and (recomputed := tried[0]()) is not None:
-            self._expected[record] = recomputed, tried[1]
+        recomputed = marked_recomputed(storage)
+        if recomputed is not None and recomputed.checked is not None:
+            self._expected[record] = recomputed
 
     def check(self, record: SavedStorage) -> None:
         """Called when backward unpacks a tensor of `record`, while checking: compares it with the recomputed one."""
-        recomputed, number = self._expected.pop(record, (None, 0))
+        recomputed = self._expected.pop(record, None)
         if recomputed is None or recomputed.expired:
             return
-        assert record.data is not None
+        assert record.data is not None and recomputed.checked is not None
         with contextlib.suppress(RuntimeError):  # an argument has changed, or the result has another shape
             if torch.equal(record.data, recomputed.remake()):
-                self.proved.add(number)
+                self.proved.add(recomputed.checked)
 
     def begin_segment(self, segment: Segment) -> None:
         # The plain call has called another unit, or has raised an error that is no `Exception`, and called no hook. It
@@ -316,11 +317,9 @@ class PlanMode(UnitDispatchMode):
                 setattr(tensor.untyped_storage(), CHOICE, choice)
             elif node is not None:
                 recomputed = node.result(tensor, position)
+                recomputed.checked = planned.saved.get(position) if self.checking else None
                 self._held.append(recomputed)
-                if self.checking and position in planned.saved:
-                    setattr(tensor.untyped_storage(), TRIED, (weakref.ref(recomputed), planned.saved[position]))
-                else:
-                    mark_recomputed(tensor, recomputed)
+                mark_recomputed(tensor, recomputed)
         return result
 
     def _next_operation(self, func: Any) -> PlannedOp | None:

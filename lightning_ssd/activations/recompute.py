@@ -162,9 +162,10 @@ class Recomputed(RefCountedBytes):
         version: version of that tensor when it was made.
         nbytes: bytes of the storage.
         expired: True if it can't be recomputed any more; its bytes, if present, are kept then.
+        checked: number of its buffer in the recorded graph, if autograd saves it all the same, to compare its bytes.
     """
 
-    __slots__ = ("_node", "expired", "nbytes", "position", "version")
+    __slots__ = ("_node", "checked", "expired", "nbytes", "position", "version")
 
     def __init__(self, tensor: Tensor, position: int, node: RecomputeNode) -> None:
         super().__init__()
@@ -172,6 +173,7 @@ class Recomputed(RefCountedBytes):
         self.version = internals.version_of(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
         self.expired = False
+        self.checked: int | None = None
         self._node = node
 
     def recompute(self) -> None:
@@ -218,19 +220,20 @@ def random_state(func: Any, device: torch.device) -> GeneratorState | None:
 
 
 def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
-    """Makes `recomputed_of` return `recomputed` for the storage of `tensor`, as long as `recomputed` is alive."""
+    """Makes `marked_recomputed` return `recomputed` for the storage of `tensor`, as long as `recomputed` is alive."""
     setattr(tensor.untyped_storage(), RECOMPUTED, weakref.ref(recomputed))
 
 
 def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
-    """Returns the value that recomputes `tensor` in its present version, or None."""
-    recomputed = _marked(storage)
-    if recomputed is None or recomputed.expired or recomputed.version != internals.version_of(tensor):
+    """Returns the value that replaces `tensor` in its present version, or None."""
+    recomputed = marked_recomputed(storage)
+    if recomputed is None or recomputed.expired or recomputed.checked is not None:
         return None
-    return recomputed
+    return recomputed if recomputed.version == internals.version_of(tensor) else None
 
 
-def _marked(storage: torch.UntypedStorage) -> Recomputed | None:
+def marked_recomputed(storage: torch.UntypedStorage) -> Recomputed | None:
+    """Returns the value that replaces `storage` in autograd's nodes, or is compared with it, or None."""
     reference: weakref.ref[Recomputed] | None = getattr(storage, RECOMPUTED, None)
     return None if reference is None else reference()
 
@@ -241,7 +244,7 @@ def before_change(tensors: Sequence[Tensor]) -> None:
         nodes = _nodes_reading(tensor)
         for node in list(nodes or ()):
             node.expire()
-        if tensor.layout is torch.strided and (recomputed := _marked(tensor.untyped_storage())) is not None:
+        if tensor.layout is torch.strided and (recomputed := marked_recomputed(tensor.untyped_storage())) is not None:
             recomputed.adopt(tensor.untyped_storage())
 
 

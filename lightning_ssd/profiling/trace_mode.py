@@ -363,8 +363,8 @@ class TraceMode(UnitDispatchMode):
         self.graph.transients.enter(unit_call, backward=True)
         read = {internals.storage_key(storage) for storage in _read((args, kwargs))}
         for storage in _read(result):
-            if internals.storage_key(storage) not in read and self._known(storage) is None:
-                self.graph.transients.alloc(storage, self._add(storage, Buffer(storage.nbytes())))
+            if internals.storage_key(storage) not in read:
+                self._alloc(storage)
         return result
 
     def begin_segment(self, segment: Segment) -> None:
@@ -425,6 +425,11 @@ class TraceMode(UnitDispatchMode):
         """Returns the number of a storage's buffer in the graph; one that is not known gets a buffer."""
         number = self._known(storage)
         return self._add(storage, Buffer(storage.nbytes())) if number is None else number
+
+    def _alloc(self, storage: torch.UntypedStorage) -> None:
+        """Records the allocation of a storage in backward, unless it is known."""
+        if self._known(storage) is None:
+            self.graph.transients.alloc(storage, self._add(storage, Buffer(storage.nbytes())))
 
     def _add(self, storage: torch.UntypedStorage, buffer: Buffer) -> int:
         number = len(self.graph.buffers)

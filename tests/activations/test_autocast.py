@@ -1,8 +1,7 @@
 """Under a plan, kernels that call operators have autocast as without one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from lightning_ssd.activations import ActivationOffloader
 from tests.support.compare import assert_same
-from tests.support.offloader import Directed, open_offloader
+from tests.support.offloader import Directed
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "affine_grid": lambda x: functional.affine_grid(x.view(4, 4, 4)[:, :2, :3], [4, 2, 5, 5], align_corners=False),
@@ -22,12 +21,6 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "convolution": lambda x: functional.conv1d(x[None], x[:, :, None]),
     "sum": lambda x: x.softmax(0).sum(),
 }
-
-
-@pytest.fixture
-def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    with open_offloader(tmp_path) as offloader:
-        yield offloader
 
 
 class Doubled(torch.autograd.Function):

@@ -41,13 +41,6 @@ from tests.support.offloader import (
 pytestmark = pytest.mark.timeout(60)  # a deadlock fails fast
 
 
-@pytest.fixture
-def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    """An offloader over real files, with checksums."""
-    with open_offloader(tmp_path, checksum=True) as offloader:
-        yield offloader
-
-
 def randn(*size: int, seed: int = 0, **arguments: Any) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), **arguments)
 

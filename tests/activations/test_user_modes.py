@@ -1,8 +1,7 @@
 """Modes and classes of user code that intercept calls of torch do not see those of the saved-tensor hooks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd.activations import ActivationOffloader
 from tests.support.compare import assert_same
-from tests.support.offloader import Directed, Hooks, open_offloader
+from tests.support.offloader import Directed, Hooks
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    with open_offloader(tmp_path) as offloader:
-        yield offloader
 
 
 class Operators(TorchDispatchMode):

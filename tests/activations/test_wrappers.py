@@ -27,12 +27,6 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    with open_offloader(tmp_path, checksum=True) as offloader:
-        yield offloader
-
-
-@pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
