@@ -138,7 +138,7 @@ def present_tiers(
     for unit, flat_params in model.units:
         of_parts: dict[str, tuple[Tier, Tier]] = {}
         for part in setup.parts_of(unit):
-            own = [model.stores[flat].tiers for flat in flats_of(part, flat_params)]
+            own = [model.stores[flat].buffers.tiers for flat in flats_of(part, flat_params)]
             if not own or any(parameter in resident for _, parameter in part.parameters):
                 of_parts[part.name] = ("gpu", "gpu")
             else:

@@ -313,7 +313,7 @@ def test_a_transfer_that_fails(
             done = case.step(stepper)
             ended(done).result(timeout=60)
             ended(case.store.written()).result(timeout=60)
-            ended(case.store.buffers[1].write_done(uncommitted=True)).result(timeout=60)
+            ended(case.store.buffers.opt_state.write_done(uncommitted=True)).result(timeout=60)
             backend.disarm()
             assert not stepper.failed and case.pool.peak_bytes == 0
             if backend.failed == 0:
@@ -539,7 +539,7 @@ def test_writes_of_weights_overtake_others_once_a_thread_waits_for_them(
         contextlib.closing(DeviceStepper(copies)) as stepper,
         opened(tmp_path, worker, backend, threads=1) as case,
     ):
-        (weights,) = case.store.buffers[0].blobs[1].pieces
+        (weights,) = case.store.buffers.weights.blobs[1].pieces
         backend.clear()
         backend.hold("write")
         copies.held = []

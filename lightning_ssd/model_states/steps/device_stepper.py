@@ -135,7 +135,7 @@ class DeviceStepper:
             if self._failure is not None:
                 raise self._failure
             if step.drop_second:
-                step.store.drop_second()
+                step.store.buffers.drop_second()
             layout = step.store.layout
             itemsize = sum(dtype.itemsize for _, dtype in _arrays(layout))
             running.transfers = make_transfers(step.store, step.staged, self._copies)

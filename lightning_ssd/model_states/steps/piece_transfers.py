@@ -224,7 +224,7 @@ def make_transfers(store: StateStore, staged: StagedState | None, copies: CopyEn
     def without_unread(arrays: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {key: array for key, array in arrays.items() if key != unread}
 
-    if staged is None and store.in_memory:
+    if staged is None and store.buffers.in_memory:
         staged = store.stage(step=True).result()
     if staged is not None:
         return [HostTransfer(copies, without_unread(staged.by_key()), staged.out.by_key())]

@@ -89,13 +89,13 @@ class OptimizerStep:
                 which `ready` waits for, may need it.
         """
         used: float | None = speculated
-        if self.store.in_memory:
+        if self.store.buffers.in_memory:
 
             def run() -> Jobs:  # on the worker's thread
                 nonlocal used
                 if self.scale.done():
                     used = self.scale.result()
-                elif not self.store.add_second():
+                elif not self.store.buffers.add_second():
                     used = None
                 if used is not None:
                     yield from self._make(self.store.stage(step=True).result(), used)
@@ -124,7 +124,7 @@ class OptimizerStep:
                 half more than a whole step.
             drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
-        if not self.store.in_memory:
+        if not self.store.buffers.in_memory:
             whole = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
             return whole, whole
         done: Future[None] = Future()
@@ -134,7 +134,7 @@ class OptimizerStep:
             nonlocal opt_state
             scale = self.scale.result()
             if scale is not None and drop_second:
-                self.store.drop_second()
+                self.store.buffers.drop_second()
             if scale is not None and weights_first and self._has_halves(scale):
                 yield from self._make(self.store.stage(step=True).result(), scale, "weights")
                 opt_state = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
@@ -198,7 +198,7 @@ class OptimizerStep:
             )
             first, whole = stepper.submit(step, priority=self.priority)
             # Weights in a second version, or on SSDs, are read from the commit on.
-            if self.store.in_memory and (drop_second or not self.store.has_second):
+            if self.store.buffers.in_memory and (drop_second or not self.store.buffers.has_second):
                 first.add_done_callback(pass_first)
             return then(ended(whole), lambda _: commit(whole, read))
 
@@ -257,7 +257,7 @@ class OptimizerStep:
         if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself
             self._end(committed=scale is not None)
             return finished(None)
-        if self.store.in_memory:
+        if self.store.buffers.in_memory:
             return self._submit(lambda: self._make_in_memory(scale), [])
         return self._make_staged(self.store.stage(step=True, priority=self.priority), scale)
 

@@ -5,6 +5,7 @@ The modules, in the order in which they are best read:
 - `split`: the format of split master weights.
 - `layout`: the arrays of a store and their byte offsets.
 - `buffers`: bytes in host memory, or on SSDs with staging memory.
+- `versioned_buffers`: the buffers of a store, and their committed and uncommitted versions.
 - `state_store`: the store: stage, unstage, commit, revert.
 - `summoned`: whole weights on the CPU, for `whole_weights` and `load_state_dict`.
 - `staged`: values on the host for user code and state dicts, between two steps.
@@ -23,6 +24,7 @@ from lightning_ssd.model_states.stores.split import join, split, write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
 from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.model_states.stores.summoned import summon
+from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 
 __all__ = [
     "HostBuffer",
@@ -37,6 +39,7 @@ __all__ = [
     "StateStaging",
     "StateStore",
     "StoredArray",
+    "VersionedBuffers",
     "WEIGHT",
     "WHOLE_DTYPES",
     "join",

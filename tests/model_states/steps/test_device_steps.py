@@ -338,7 +338,7 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
             store, copies = made.step.store, copies_of(stepper)
             copies.fail_at = fail_at
             if versions == 2:
-                assert store.add_second()
+                assert store.buffers.add_second()
             weights, done = made.step.on_device(stepper, [])
             ended(done).result(timeout=60)
             assert stepper.failed == (len(copies.calls) >= fail_at)
@@ -473,7 +473,7 @@ def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
     with stepped(tmp_path, worker, versions) as made:
         store = made.step.store
         if versions == 2:
-            assert store.add_second()
+            assert store.buffers.add_second()
         ends = 2 * num_pieces(store)
         _, done = made.step.on_device(stepper, [])
         for end in range(ends):
