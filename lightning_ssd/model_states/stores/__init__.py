@@ -11,14 +11,7 @@ The modules, in the order in which they are best read:
 - `staged`: values on the host for user code and state dicts, between two steps.
 """
 
-from lightning_ssd.model_states.stores.buffers import (
-    HostBuffer,
-    SpareMemory,
-    SSDBuffer,
-    SSDStep,
-    StateBuffer,
-    StateStaging,
-)
+from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import MASTER, WEIGHT, WHOLE_DTYPES, Layout, StagedState, StoredArray
 from lightning_ssd.model_states.stores.split import join, split, write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
@@ -31,7 +24,6 @@ __all__ = [
     "Layout",
     "MASTER",
     "SSDBuffer",
-    "SSDStep",
     "SpareMemory",
     "StagedFlats",
     "StagedState",

@@ -7,13 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores.split import join, split
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.storage import PinnedBuffer, align_up
-
-PAGED_ELEMENTS = 2**14
-"""Elements of the smallest flat parameter whose arrays begin at pages, which adds less than an eighth to its bytes."""
+from lightning_ssd.storage import PinnedBuffer
 
 WHOLE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
@@ -141,14 +137,8 @@ class Layout:
 
     @property
     def opt_state_bytes(self) -> int:
-        """Bytes of all values but the compute weights: master weights and optimizer states, and what aligns them."""
-        last = self.arrays[-1]
-        return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
-
-    @property
-    def paged(self) -> bool:
-        """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
-        return self.flat.numel >= PAGED_ELEMENTS
+        """Bytes of all values but the compute weights: master weights and optimizer states."""
+        return sum(self.flat.numel * array.dtype.itemsize for array in self.arrays if array.buffer)
 
     @cached_property
     def arrays(self) -> tuple[StoredArray, ...]:
@@ -159,8 +149,7 @@ class Layout:
         arrays, start = [StoredArray(WEIGHT, self.flat.dtype, 0, 0)], 0
         for key, dtype in kinds:
             arrays.append(StoredArray(key, dtype, 1, start))
-            nbytes = self.flat.numel * dtype.itemsize
-            start += align_up(nbytes) if self.paged else nbytes
+            start += self.flat.numel * dtype.itemsize
         return tuple(arrays)
 
     def views(self, *buffers: Tensor) -> StagedState:
@@ -177,12 +166,6 @@ class Layout:
             for array in self.arrays
             if array.buffer == buffer
         }
-
-    @cached_property
-    def empty_state(self) -> StagedState:
-        """Empty tensors with the keys and dtypes of the arrays."""
-        with internals.without_dispatch():  # it may be made within a dispatch mode of user code
-            return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
 
     def state_of(self, arrays: dict[str, Tensor]) -> StagedState:
         """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""

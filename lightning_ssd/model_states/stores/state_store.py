@@ -32,16 +32,14 @@ class StateStore:
 
     Threads: `prefetch_to` and `stage` may be called on any thread; their futures complete on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
-    second versions are added and dropped on that of the step's job (see `OptimizerStep`), `stage_on_device` runs on the
-    one that completes the scale. The `DeviceStepper` uses `buffers`, `steps_in_place` and `lose` on its thread. All
-    others run on the training thread, or on autograd's while that waits. No lock: the futures below determine the owner
-    of the values.
+    second versions are added and dropped on that of the step's job (see `OptimizerStep`). The `DeviceStepper` uses
+    `stage`, `steps_in_place` and `lose` on its thread. All others run on the training thread, or on autograd's while
+    that waits. No lock: the futures below determine the owner of the values.
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
     then to the copy to the device or to the caller, then to the writes until all have ended. Where the store
-    of SSDs takes device buffers, prefetched weights are read to the device without staging memory, and so are values of
-    a step on the device, which are written from there (`stage_on_device`).
+    of SSDs takes device buffers, prefetched weights are read to the device without staging memory.
 
     Deadlocks: a holder of staging memory waits for drives, issued copies and the threads of optimizer steps only, never
     for staging memory or for a thread that may wait for it. So each holder ends, and each request is served at the
@@ -180,22 +178,6 @@ class StateStore:
         """Returns the values, for an access within one method on the training thread."""
         return wait_for(self.stage(), f"the values of {self.flat.name}")
 
-    @property
-    def steps_directly(self) -> bool:
-        """Whether steps on the device transfer values on SSDs without staging memory (GPUDirect Storage)."""
-        direct = self.staging is not None and self.staging.store.device_buffers
-        return direct and not self.buffers.in_memory and self.layout.paged
-
-    def stage_on_device(self) -> "Future[None]":
-        """Returns a future that is done when a step on the device may transfer the values, with `steps_directly`.
-
-        In place of `stage`: the values stay where they are stored, and the step owns them until it is committed or has
-        failed. Its transfers (`make_transfers`) write the uncommitted version, as in `stage`.
-        """
-        if self._lost is not None:
-            return failed(self._lost)
-        return self.buffers.writes_ended()
-
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
         if not changed or staged.memory is None:
@@ -217,8 +199,7 @@ class StateStore:
     @property
     def steps_in_place(self) -> bool:
         """Whether a step on the device overwrites committed values, and not a second version or staging memory."""
-        written = self.buffers if self.steps_directly else self.buffers.host
-        return any(not buffer.has_second for buffer in written)
+        return any(not buffer.has_second for buffer in self.buffers.host)
 
     @property
     def lost(self) -> bool:
@@ -232,14 +213,14 @@ class StateStore:
     def pin(self) -> None:
         """Page-locks the values in host memory, for copies to the device and from it.
 
-        Of values on SSDs, it page-locks the staging memory, which all flat parameters share, unless `steps_directly`.
+        Of values on SSDs, it page-locks the staging memory, which all flat parameters share.
 
         Raises:
             StorageError: they can't be page-locked.
         """
         for buffer in self.buffers.host:
             buffer.pin()
-        if not self.buffers.in_memory and not self.steps_directly:
+        if not self.buffers.in_memory:
             assert self.staging is not None
             self.staging.states.pool.pin()
 
