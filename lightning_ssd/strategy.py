@@ -124,8 +124,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         staging_memory: bytes of pinned memory through which activations are transferred to and from the SSDs.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
             GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
-            GPUDirect Storage transfers saved tensors, prefetched weights, and master weights and optimizer states that
-            the GPU steps; all others are staged in host memory, where the CPU uses them.
+            GPUDirect Storage transfers saved tensors and prefetched weights; all others are staged in host memory.
         checksum: hash written bytes and compare the hashes at reads, on the I/O threads: a flipped bit or a lost write
             raises an error before the value is used. Transfers pass through host memory then. `False`: no comparison,
             and kvikio may transfer directly between the GPU and the SSDs.

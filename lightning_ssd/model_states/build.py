@@ -195,7 +195,7 @@ def assemble(
         undo.callback(pool.close)
     if setup.lazy_seconds:
         for store in offloaded.stores.values():
-            store.spare = spare
+            store.buffers.spare = spare
     worker = Worker("cpu-optimizer", do_together)
     undo.callback(worker.close)
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)

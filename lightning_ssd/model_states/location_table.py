@@ -118,7 +118,7 @@ def _offloaded(
             kind, name = "weight", item.name
         elif array.key == MASTER:
             kind = "master weight"
-        tier, files = store.locate(array, index)
+        tier, files = store.buffers.locate(array, index)
         _, nbytes = array.range_of(item)
         yield row(kind=kind, name=name, tier=tier, dtype=array.dtype, nbytes=nbytes, files=files)
     flat_optimizer = states.offloaded.flat_optimizers.get(store.flat)

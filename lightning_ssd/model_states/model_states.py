@@ -205,7 +205,7 @@ class ModelStates(Uncopied):
             recorded=journal is not None,
         )
         # Steps.
-        self.running = RunningStep(deferred=setup.defer_to_user_hooks)
+        self.running = RunningStep(defer_to_user_hooks=setup.defer_to_user_hooks)
         self._clipping = GradientClipping(self.gradients, self.decision, self.running, setup)
         self.records = StepRecords(journal, self.stores, self.gradients)
         self._device_steps = DeviceSteps(
@@ -403,12 +403,12 @@ class ModelStates(Uncopied):
         Otherwise the optimizer's `step` begins it.
         """
         self.steps.defer_inexact_clipping()
-        if not self.running.deferred:
+        if not self.running.defer_to_user_hooks:
             self.begin_step(optimizer)
 
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
-        if self.running.deferred and unscales_itself(optimizer):
+        if self.running.defer_to_user_hooks and unscales_itself(optimizer):
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             offloaded = {item.parameter for flat in self.offloaded.flat_optimizers for item in flat.param_views}
             if not unscale_as_optimizer(optimizer, offloaded):
@@ -443,7 +443,7 @@ class ModelStates(Uncopied):
     @uninterrupted
     def skip_step(self, optimizer: Optimizer) -> None:
         """Ends a step of `optimizer` that the loss scaler has skipped, without a call of `optimizer.step`."""
-        if self.running.deferred and optimizer not in self._whole:
+        if self.running.defer_to_user_hooks and optimizer not in self._whole:
             self.steps.skip(optimizer)
         else:
             self.end_step(optimizer)
@@ -463,7 +463,7 @@ class ModelStates(Uncopied):
             self.decision.reset_checks()
             return
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if not self.running.deferred:
+        if not self.running.defer_to_user_hooks:
             self.decision.merge_checks(found)
         else:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
@@ -665,7 +665,7 @@ class ModelStates(Uncopied):
         self._prefetcher.evict_all()
         self._masters.sync()
         for store in self.stores.values():
-            store.drop_second()
+            store.buffers.drop_second()
         masters = {parameter: master.data for parameter, master in self._masters.by_param.items()}
         shutdown = Shutdown()
         shutdown.run(self._end)

@@ -120,7 +120,7 @@ def present_tiers(states: ModelStates, setup: Setup) -> PlanTiers:
     for unit, flat_params in model.units:
         of_parts: dict[str, tuple[Tier, Tier]] = {}
         for part in setup.parts_of(unit):
-            own = [model.stores[flat].tiers for flat in flats_of(part, flat_params)]
+            own = [model.stores[flat].buffers.tiers for flat in flats_of(part, flat_params)]
             if not own:
                 of_parts[part.name] = ("gpu", "gpu")
             else:

@@ -511,7 +511,7 @@ class Profiler(Uncopied):
         owned = {parameter for _, parameter in part.parameters}
         for flat, store in self._states.stores.items():
             if any(item.parameter in owned for item in flat.param_views):
-                nbytes[store.tiers] += flat.nbytes + store.layout.opt_state_bytes
+                nbytes[store.buffers.tiers] += flat.nbytes + store.layout.opt_state_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
 
 

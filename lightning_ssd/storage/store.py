@@ -259,26 +259,6 @@ class BlobStore:
         with self._lock:
             self._free(blob.pieces)
 
-    def parts(self, blob: Blob, start: int, nbytes: int) -> tuple[Piece, ...]:
-        """Returns the parts of a blob's pieces that have its `nbytes` bytes from offset `start`, in order.
-
-        `write` and `read` transfer such a part like a piece; its `start` is an offset in the blob, too. Parts that
-        share no page of 4096 bytes can be written at the same time.
-
-        Raises:
-            ValueError: the bytes do not begin at a page, or end amid one before the end of the blob; they are not in
-                the blob; or the store has checksums, which are those of whole pieces.
-        """
-        end = start + nbytes
-        if start % PAGE or (end % PAGE and end != blob.nbytes) or not 0 <= start < end <= blob.nbytes:
-            raise ValueError(f"bytes {start} to {end} are no pages of a blob of {blob.nbytes} bytes")
-        if self._checksums is not None:
-            raise ValueError("with checksum=True, whole pieces are transferred")
-        return tuple(
-            Piece(piece.volume, piece.offset + low - piece.start, low, high - low)
-            for piece, low, high in blob.overlaps(start, nbytes)
-        )
-
     def write(self, piece: Piece, buffer: torch.Tensor, *, urgency: Urgency | None = None) -> Future[None]:
         """Queues a write of a piece from `buffer`.
 

@@ -14,8 +14,7 @@ from lightning_ssd.model_states import build
 from lightning_ssd.model_states.optimizers.adam import any_kernel
 from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
 from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
-from lightning_ssd.model_states.stores import layout
-from lightning_ssd.model_states.stores.buffers import SSDBuffer, SSDStep
+from lightning_ssd.model_states.stores.buffers import SSDBuffer
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend, SlowCopies
 from tests.support.device_steps import Shared
@@ -113,39 +112,6 @@ def test_steps_on_the_device_have_the_bits_of_the_cpu(
             slow = streamed(states=states, clip=clip, state_format=state_format, backend=SlowBackend())
             assert_same(expected, train(slow, **how))
             assert shared.steps > 0
-
-
-@pytest.mark.parametrize(
-    ("precision", "state_format"),
-    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split")],
-)
-@pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
-def test_steps_of_values_that_kvikio_transfers_have_the_bits_of_the_cpu(
-    precision: str, state_format: Any, limit: float | None, clip: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between device memory and SSDs, in compat mode without GPUDirect Storage; with delays in every copy."""
-    pytest.importorskip("kvikio")
-    how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": TinyGPT}
-    how["recorded"] = False
-    expected = train(streamed(overlap="none", clip="deferred", state_format=state_format), **how)
-    monkeypatch.setattr(layout, "PAGED_ELEMENTS", 1)
-    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
-    on_device: list[bool] = []
-    transfer = SSDStep._transfer
-
-    def recorded(step: SSDStep, blob: Any, start: int, nbytes: int, memory: Tensor, move: Any) -> Any:
-        on_device.append(memory.is_cuda)
-        return transfer(step, blob, start, nbytes, memory, move)
-
-    monkeypatch.setattr(SSDStep, "_transfer", recorded)
-    for seed in range(2):
-        DELAYS.seed(seed)
-        with monkeypatch.context() as patch:
-            shared = Shared(patch, seed)
-            direct = streamed(states="ssd", clip=clip, state_format=state_format, backend="kvikio", checksum=False)
-            assert_same(expected, train(direct, **how))
-            assert shared.steps > 0
-    assert on_device and all(on_device)
 
 
 def test_staging_memory_of_steps_on_the_device_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:

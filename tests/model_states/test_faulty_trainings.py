@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
-from lightning_ssd.model_states.stores import layout
 from lightning_ssd.storage import StorageError
 from tests.support.device_steps import Shared
 from tests.support.endings import Keep, equal, weights
@@ -149,8 +148,7 @@ def test_transfers_that_fail(tmp_path: Path, seed: int, number: int) -> None:
 def test_transfers_of_steps_on_the_device_that_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, number: int
 ) -> None:
-    """Between device memory and SSDs; the CPU steps other units. A killed run resumes through host memory."""
-    monkeypatch.setattr(layout, "PAGED_ELEMENTS", 1)
+    """The CPU steps other units; weights are read to device memory. A killed run resumes through host memory."""
     shared = Shared(monkeypatch, seed, share=0.8)
     chance, cases = (
         random.Random(seed),

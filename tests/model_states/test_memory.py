@@ -87,7 +87,7 @@ def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             states = trainer.strategy.model_states
             states.drain()
-            buffers = [buffer for store in states.stores.values() for buffer in store._host_buffers()]
+            buffers = [buffer for store in states.stores.values() for buffer in store.buffers.host]
             second = sum(buffer.nbytes for buffer in buffers if buffer.has_second)
             assert states.nbytes.spare.reserved == second
             found.append(states.nbytes.host)

@@ -120,7 +120,7 @@ def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> No
             self.model = pl_module
 
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            holds.append(self.model.trainer.strategy.model_states.running.deferred)
+            holds.append(self.model.trainer.strategy.model_states.running.defer_to_user_hooks)
             super().on_train_batch_end(trainer, *args)
 
     train(tmp_path, host(), Model(), callbacks=[Extended(tmp_path / "profile.json")])

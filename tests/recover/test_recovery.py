@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states.journal.plain_data import DamagedError, from_bytes
-from lightning_ssd.model_states.stores import layout
 from lightning_ssd.recipes.data.loader import ResumableDataLoader
 from lightning_ssd.storage import StorageError, Volume
 from tests.support.device_steps import Shared
@@ -91,12 +90,11 @@ def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("direct", [False, True])
 def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
-    """Those of other units from step to step; also without host memory, where the backend takes device buffers."""
+    """Those of other units from step to step; also where the backend reads weights to device buffers."""
     arguments: dict[str, Any] = dict(accumulate_grad_batches=1, val_check_interval=1.0)
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), **arguments)
     shared = Shared(monkeypatch)
     if direct:
-        monkeypatch.setattr(layout, "PAGED_ELEMENTS", 1)
         arguments["strategy"] = dict(backend=DirectBackend(), checksum=False)
     assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
     assert shared.steps > 0

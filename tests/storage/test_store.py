@@ -48,53 +48,6 @@ def test_blobs_are_read_as_written(striped: BlobStore, sizes: list[int]) -> None
     assert striped.stats().allocated_bytes == 0
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(nbytes=st.integers(1, 200 * KIB), data=st.data())
-def test_parts_of_pieces_are_written_and_read_alone(
-    tmp_path_factory: pytest.TempPathFactory, nbytes: int, data: st.DataObject
-) -> None:
-    """Pages of a blob are divided at random: each range is written by itself, at the same time as its neighbours."""
-    pages = -(-nbytes // PAGE)
-    cuts = data.draw(st.sets(st.integers(1, max(1, pages - 1)), max_size=5))
-    ends = sorted({cut * PAGE for cut in cuts if cut < pages} | {nbytes})
-    ranges = list(zip([0, *ends[:-1]], ends, strict=True))
-    with open_store([tmp_path_factory.mktemp("ssd") for _ in range(2)], checksum=False, piece_bytes=16 * KIB) as store:
-        blob = store.allocate(nbytes)
-        write(store, blob, noise(nbytes, seed=1))
-        values = torch.cat([noise(nbytes), torch.full((PAGE,), 7, dtype=torch.uint8)])  # the rest of the last page
-        parts = {low: store.parts(blob, low, high - low) for low, high in ranges}
-        assert [part.start for of in parts.values() for part in of] == sorted(
-            {piece.start for piece in blob.pieces} | {low for low, _ in ranges}
-        )
-        written = data.draw(st.sets(st.sampled_from(ranges)))
-        for future in [
-            store.write(part, values[part.start : -(-(part.start + part.nbytes) // PAGE) * PAGE])
-            for low, _ in written
-            for part in parts[low]
-        ]:
-            future.result()
-        for low, high in ranges:
-            right = noise(nbytes) if (low, high) in written else noise(nbytes, seed=1)
-            found = torch.zeros(high - low, dtype=torch.uint8)
-            for future in [
-                store.read(part, found[part.start - low : part.start - low + part.nbytes]) for part in parts[low]
-            ]:
-                future.result()
-            assert torch.equal(found, right[low:high])
-
-
-def test_parts_that_can_not_be_transferred_alone_are_refused(tmp_path: Path) -> None:
-    with open_store(tmp_path, checksum=False) as store:
-        blob = store.allocate(3 * PAGE + 5)
-        for start, nbytes in ((1, PAGE), (0, 100), (0, 0), (PAGE, 3 * PAGE), (4 * PAGE, PAGE), (-PAGE, PAGE)):
-            with pytest.raises(ValueError, match="no pages"):
-                store.parts(blob, start, nbytes)
-        (part,) = store.parts(blob, 2 * PAGE, PAGE + 5)
-        assert (part.start, part.nbytes) == (2 * PAGE, PAGE + 5)
-    with open_store(tmp_path, checksum=True) as store, pytest.raises(ValueError, match="whole pieces"):
-        store.parts(store.allocate(PAGE), 0, PAGE)
-
-
 def test_a_large_blob_lies_on_all_volumes_by_their_speed(tmp_path: Path) -> None:
     slow, fast = tmp_path / "slow", tmp_path / "fast"
     drives = {slow: ThrottledBackend(50e6), fast: ThrottledBackend(200e6)}

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states.stores import layout
 from lightning_ssd.storage import PosixBackend
 from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend, Move, Operation
@@ -147,7 +146,6 @@ def main(path: Path, kills: int, processor: str) -> None:
     if processor != "cpu":
         patch = pytest.MonkeyPatch()
         Shared(patch)
-        patch.setattr(layout, "PAGED_ELEMENTS", 1)
         arguments = {"accumulate_grad_batches": 1, "max_epochs": 2}
     begin = time.perf_counter()
     assert run(arguments, dies_at=0, dies_after=None)

@@ -50,7 +50,7 @@ def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
             if {item.parameter for item in flat.param_views} <= {parameter for _, parameter in unit.parameters}
         ]
         found[unit.name] = {
-            (store.tiers[0], store.tiers[1] if store.layout.opt_state_bytes else where[unit.name][1])
+            (store.buffers.tiers[0], store.buffers.tiers[1] if store.layout.opt_state_bytes else where[unit.name][1])
             for store in stores
         } or {GPU}
     assert found == {name: {tiers} for name, tiers in where.items()}

@@ -46,7 +46,7 @@ def open_store(
     with scratch_space(path, backend, staging) as scratch, contextlib.ExitStack() as undo:
         store = make_store(layout, tiers, scratch, CPUCopyEngine(CPU), undo)
         undo.pop_all()
-        undo.callback(store.free)
+        undo.callback(store.buffers.free)
         store.assign(weights_of(layout))
         yield store, scratch
 

@@ -65,7 +65,7 @@ class ModelRestorer:
                 lost.append(flat.name)
             if hand_over:
                 self._hand_over(flat, kept=False)
-            store.free_host_memory()
+            store.buffers.free_host_memory()
         if hand_over:
             self._sort_states()
         notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
@@ -126,7 +126,7 @@ class ModelRestorer:
             staging.close(remove=not kept)
 
     def _put(self, store: StateStore, flat_optimizer: FlatOptimizer, optimizer: Optimizer) -> None:
-        opt_state = store.opt_state
+        opt_state = store.buffers.opt_state
         if isinstance(opt_state, HostBuffer):
             values, _ = opt_state.stage(None, read=True)
         else:  # for states on SSDs, only shapes and offsets are needed
@@ -156,7 +156,7 @@ class ModelRestorer:
             return value
         if not value.is_meta:
             return value.clone()
-        opt_state = store.opt_state
+        opt_state = store.buffers.opt_state
         assert isinstance(opt_state, SSDBuffer)
         self._on_ssd = True
         blob = opt_state.blobs[opt_state.version]

@@ -223,8 +223,10 @@ class Journal:
             stores = list(self._stores.values())
             own = {
                 "identity": identity_of([store.layout for store in stores]),
-                "kept": _kept_as_data(self._blob_store.manifest([blob for store in stores for blob in store.blobs()])),
-                "slots": [store.version for store in stores],
+                "kept": _kept_as_data(
+                    self._blob_store.manifest([blob for store in stores for blob in store.buffers.blobs()])
+                ),
+                "slots": [store.buffers.version for store in stores],
                 "rules": [flat_optimizer.get_extra_state() for flat_optimizer in self._flat_optimizers.values()],
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }

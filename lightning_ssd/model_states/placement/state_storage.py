@@ -18,7 +18,15 @@ from lightning_ssd.model_states.journal import (
     remove_record,
 )
 from lightning_ssd.model_states.placement.budget import MemoryPlan
-from lightning_ssd.model_states.stores import HostBuffer, Layout, SSDBuffer, StateBuffer, StateStaging, StateStore
+from lightning_ssd.model_states.stores import (
+    HostBuffer,
+    Layout,
+    SSDBuffer,
+    StateBuffer,
+    StateStaging,
+    StateStore,
+    VersionedBuffers,
+)
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, StoreManifest
 from lightning_ssd.types import OffloadTierName
@@ -128,7 +136,7 @@ def make_store(
     opt_state = make_buffer(
         layout.opt_state_bytes, of_opt_state, staging, undo, versions=layout.versions, pin=False, blobs=blobs
     )
-    return StateStore(layout, weights, opt_state, copies, staging)
+    return StateStore(layout, VersionedBuffers(layout, weights, opt_state), copies, staging)
 
 
 def make_buffer(

@@ -41,7 +41,7 @@ class TieredSpec(FlatSpec):
 
 
 def present_spec(store: StateStore, flat_optimizer: FlatOptimizer | None) -> TieredSpec:
-    return TieredSpec(store.layout, flat_optimizer, *store.tiers)
+    return TieredSpec(store.layout, flat_optimizer, *store.buffers.tiers)
 
 
 class UnitMover:
@@ -220,7 +220,7 @@ class UnitMover:
                 self._owners[flat].state[parameter] = state
             self.masters |= masters
             flat.attached = False
-            self._stores.pop(flat).free()
+            self._stores.pop(flat).buffers.free()
         self.flat_params[number] = []
 
     def _copy_to_device(
@@ -263,7 +263,7 @@ class UnitMover:
             for parameter in self._model.parameters:
                 stack.callback(end_aliases, parameter)
             for store in self._stores.values():
-                stack.callback(store.free)
+                stack.callback(store.buffers.free)
                 stack.callback(store.restore_to_cpu)
 
 

@@ -12,7 +12,7 @@ The modules, in the order in which they are best read:
 - `step_history`: the last steps, and the roll-back of those that were committed in part.
 - `device_steps`: the flat parameters that the device steps.
 - `device_stepper`: steps on the device, in pieces.
-- `piece_transfers`: copies, reads and writes of a piece.
+- `piece_transfers`: copies of a piece.
 - `optimizer_hooks`: hooks on `step` and `zero_grad` of the user's optimizers.
 """
 

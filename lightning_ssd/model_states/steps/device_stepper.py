@@ -1,10 +1,9 @@
-"""Optimizer steps on the device of offloaded flat parameters, whose values are transferred there and back in pieces.
+"""Optimizer steps on the device of offloaded flat parameters, whose values are copied there and back in pieces.
 
-One thread runs the three stages of all pieces: transfer in, step, transfer out. `piece_transfers` has the transfers.
+One thread runs the three stages of all pieces: copy in, step, copy out. `piece_transfers` has the copies.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, error_of, succeeded, then
+from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, then
 from lightning_ssd.model_states.gradients import WaitingGradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepInput
-from lightning_ssd.model_states.steps.piece_transfers import (
-    PieceRange,
-    PieceTransfer,
-    Reading,
-    as_bytes,
-    make_transfers,
-    pieces,
-)
+from lightning_ssd.model_states.steps.piece_transfers import PieceRange, PieceTransfers, as_bytes, pieces
 from lightning_ssd.model_states.stores import Layout, StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import align_up
@@ -44,8 +36,7 @@ class DeviceStep:
         scale: the gradient is multiplied with it.
         limit: largest absolute value of a gradient's element, after that; None: no limit.
         drop_second: whether the second version in host memory is freed before.
-        staged: the values, of which some are on SSDs and were read to staging memory; None: all are transferred from
-            where they are stored, host memory or SSDs.
+        staged: the values, of which some are on SSDs and were read to staging memory; None: all are in host memory.
     """
 
     store: StateStore
@@ -59,28 +50,24 @@ class DeviceStep:
 
 
 class DeviceStepper:
-    """Steps flat parameters on the device, piece by piece: transferred to it, stepped, and transferred back.
+    """Steps flat parameters on the device, piece by piece: copied to it, stepped, and copied back.
 
     While one piece is stepped, the next ones are copied to the device and the ones before are copied back, so that
-    copies use both directions at once. Values on SSDs whose backend takes device buffers are read to the memory of the
-    piece, and written from it.
+    copies use both directions at once.
 
-    The lowest priority goes first, piece by piece, also before less urgent steps that were submitted earlier. While the
-    values of a step are read from SSDs, less urgent ones are made. At most `AHEAD` pieces are copied to the device at
-    once, and as many are read from SSDs, so that an urgent piece waits for no more than these in the queue of copies,
-    or of the drives.
+    The lowest priority goes first, piece by piece, also before less urgent steps that were submitted earlier. At most
+    `AHEAD` pieces are copied to the device at once, so that an urgent piece waits for no more than these in the queue
+    of copies.
 
     Threads: public methods may be called on any thread. Each posts an event to the thread `device-optimizer`, which
     owns all private fields but `_copies` and `_worker`, and issues copies and kernels, with streams of its own. It
-    waits for nothing. The ends of copies and reads are events, too, which the threads `d2h-done` and `h2d-done` and
-    those of the drives post. Returned futures complete on these, or on `device-optimizer`.
+    waits for nothing. The ends of copies are events, too, which the threads `d2h-done` and `h2d-done` post. Returned
+    futures complete on these, or on `device-optimizer`.
 
-    Ownership: the device memory of a piece belongs to `_free`, when no stream and no transfer uses it; then, from the
-    transfers to the device on, to `_RunningStep.arriving`; then to the step and its transfers back, which return it to
-    `_free` when they have ended. Pieces of a step whose read has failed return when their transfers to the device have
-    ended. Values in host memory, staging memory or on SSDs, and the gradient, belong to the step until the second
-    future of `submit` is done, and an uncommitted version on SSDs until it is written (`StateBuffer.write_done`). After
-    an error of the device, no later step is made; a failed read fails its step alone.
+    Ownership: the device memory of a piece belongs to `_free`, when no stream uses it; then, until they have ended, to
+    its copies to the device, its step and its copies back, which return it to `_free`. Values in host memory or staging
+    memory, and the gradient, belong to the step until the second future of `submit` is done. After an error of the
+    device, no later step is made.
 
     Args:
         copies: copy engine of the training; the stepper uses a sibling of it, with streams of its own.
@@ -97,8 +84,7 @@ class DeviceStepper:
     PIECE_BYTES = 2**27
     """Bytes of a piece with all its arrays: copies of 32 MiB reach the full bandwidth."""
     AHEAD = 2
-    """Pieces that are copied to the device at once, so that the second one begins without waiting for the host; and
-    pieces that are read from SSDs at once, by several requests each."""
+    """Pieces that are copied to the device at once, so that the second one begins without waiting for the host."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self.nbytes = self.PIECES * self.PIECE_BYTES
@@ -107,8 +93,8 @@ class DeviceStepper:
         self._allocated = copies.mark(awaited=True)
         """The memory belongs to earlier work of the compute stream until this mark is reached."""
         self._free: list[Tensor] = []
-        self._num_arriving = {False: 0, True: 0}
-        """Pieces that are being copied to the device, and of which values are being read from SSDs (`True`)."""
+        self._num_arriving = 0
+        """Pieces that are being copied to the device."""
         self._steps: dict[FlatParameter, _RunningStep] = {}
         """Steps that are not issued as a whole."""
         self._failure: BaseException | None = None
@@ -127,7 +113,6 @@ class DeviceStepper:
         Returns:
             A future that is done when the new compute weights are in host memory, or in staging memory; and one for all
             new values, which is done when no copy uses the values or the gradient any more, also if it has an error.
-            Writes to SSDs are submitted then; their errors are those of the version's `StateBuffer.write_done`.
         """
         running = _RunningStep(step, priority)
 
@@ -135,10 +120,10 @@ class DeviceStepper:
             if self._failure is not None:
                 raise self._failure
             if step.drop_second:
-                step.store.drop_second()
+                step.store.buffers.drop_second()
             layout = step.store.layout
             itemsize = sum(dtype.itemsize for _, dtype in _arrays(layout))
-            running.transfers = make_transfers(step.store, step.staged, self._copies)
+            running.transfers = PieceTransfers(step.store, step.staged, self._copies)
             running.pieces = list(pieces(layout.flat, self.PIECE_BYTES // itemsize))
             self._steps[layout.flat] = running
 
@@ -146,17 +131,12 @@ class DeviceStepper:
             if (error := begun.exception()) is not None:
                 running.issued.set_exception(error)
 
-        def end_transfers(_: "Future[None]") -> None:
-            for transfer in running.transfers:
-                transfer.end()
-
         def end(done: "Future[None]") -> None:
             if (error := done.exception()) is not None and running.overwritten:
                 step.store.lose(error)
 
-        running.issued.add_done_callback(end_transfers)
         # Before the next line: it is done first.
-        first = then(running.issued, lambda _: all_of(transfer.weights for transfer in running.transfers))
+        first = then(running.issued, lambda _: running.weights())
         done = then(ended(running.issued), lambda _: all_of([running.issued, *running.stored]))
         done.add_done_callback(end)
         self._post(begin).add_done_callback(fail)
@@ -210,24 +190,11 @@ class DeviceStepper:
             self._post(lambda: None)  # events that were posted meanwhile go first: they may be more urgent
 
     def _issue_next(self) -> bool:
-        """Issues the most urgent step of a piece, or transfers to the device; returns whether anything was issued."""
-        for running in sorted(self._steps.values(), key=_priority):
-            if self._issue_step(running):
-                return True
-            if not running.from_ssds:  # it waits for memory or for copies, as less urgent ones would
-                return False
-        return False
-
-    def _issue_step(self, running: "_RunningStep") -> bool:
-        """Issues the step of the first piece if its values are there, else transfers to the device."""
-        begun = not running.arriving and self._read(running)
-        if not running.arriving:
+        """Issues the next piece of the most urgent step; returns whether anything was issued."""
+        if not self._steps or self._num_arriving == self.AHEAD or not self._free:
             return False
-        if succeeded(running.arriving[0].arrived):
-            self._step(running)
-            return True
-        # It is read from SSDs: the next one is read meanwhile.
-        return begun or (running.num_stepped + len(running.arriving) < len(running.pieces) and self._read(running))
+        self._step(min(self._steps.values(), key=_priority))
+        return True
 
     def _fail_steps(self, error: BaseException) -> None:
         """Fails all steps that are not issued, after the copies that were."""
@@ -243,19 +210,6 @@ class DeviceStepper:
 
     # ---- memory of pieces ----
 
-    def _release(self, pieces: "Iterable[_Piece]") -> "Future[None]":
-        """Frees the memory of pieces that are not stepped, once the transfers to the device have ended.
-
-        Returns:
-            A future that is done then.
-        """
-        every: list[Future[None]] = []
-        for piece in pieces:
-            copied = self._copies.on_h2d(None)  # done after those of all earlier copies
-            every.append(all_of([copied, ended(piece.arrived)]))
-            self._return([piece.memory], every[-1])
-        return all_of(every)
-
     def _return(self, memory: Sequence[Tensor], unused: "Future[None]") -> None:
         """Returns memory of pieces to `_free` when `unused` is done, with a result or an error."""
 
@@ -266,89 +220,40 @@ class DeviceStepper:
 
     # ---- one piece ----
 
-    def _read(self, running: "_RunningStep") -> bool:
-        """Issues the transfers of the next piece to the device; returns whether it could."""
-        if self._num_arriving[running.from_ssds] == self.AHEAD or not self._free:
-            return False
-        elements = running.pieces[running.num_stepped + len(running.arriving)]
-        piece = _Piece(elements, self._free.pop(), running.step.store.layout, self._allocated)
-        self._num_arriving[running.from_ssds] += 1
-        readings: list[Reading] = []
-        for transfer in running.transfers:
-            readings.append(transfer.read(piece.elements, piece.rows, piece.copied))
-            piece.copied = readings[-1].mark
-        piece.arrived = all_of(reading.arrived for reading in readings)
-        running.arriving.append(piece)
-        all_of(ended(reading.ended) for reading in readings).add_done_callback(
-            lambda _: self._post(lambda: self._end_read(running, piece))
-        )
-        return True
-
-    def _end_read(self, running: "_RunningStep", piece: "_Piece") -> None:
-        self._num_arriving[running.from_ssds] -= 1
-        error = error_of(piece.arrived)
-        flat = running.step.store.flat
-        if error is not None and piece in running.arriving and self._steps.get(flat) is running:
-            del self._steps[flat]
-            # The step ends when no transfer of the other pieces uses its values any more.
-            self._release(running.arriving).add_done_callback(lambda _: running.issued.set_exception(error))
-
     def _step(self, running: "_RunningStep") -> None:
-        """Issues the step of the first piece that is not stepped, and the transfers of its new values."""
-        copies, step = self._copies, running.step
-        piece = running.arriving.popleft()
-        elements, own = piece.elements, piece.rows[_GRADIENT]
+        """Issues the copies of the next piece to the device, its step, and the copies of its new values."""
+        copies, step, transfers = self._copies, running.step, running.transfers
+        assert transfers is not None
+        elements, memory = running.pieces[running.num_stepped], self._free.pop()
+        rows = _rows(step.store.layout, elements, memory)
+        self._num_arriving += 1
+        copied = transfers.read(elements, rows, self._allocated)
+        ended(copies.on_h2d(copied)).add_done_callback(lambda _: self._post(self._end_read))
+        own = rows[_GRADIENT]
         if isinstance(step.gradient, WaitingGradient):
-            copies.wait(piece.copied)
+            copies.wait(copied)
             step.gradient.copy_elements(elements.start, elements.end, own, copies)
         else:
             host = step.gradient[elements.start : elements.end]
-            copies.wait(copies.h2d(as_bytes(host), as_bytes(own), piece.copied))
+            copies.wait(copies.h2d(as_bytes(host), as_bytes(own), copied))
         gradient, scale = own, step.scale
         if step.limit is not None:
             # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.
             gradient, scale = gradient.float().mul_(scale).clamp_(-step.limit, step.limit), 1.0
+        values = step.store.layout.state_of({array.key: rows[array.key] for array in step.store.layout.arrays})
         within = [span._replace(start=span.start - elements.start) for span in elements.spans]
         has_grad = [True] * len(step.store.flat.param_views)
-        step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), piece.values, within)
-        writings = [transfer.write(elements, piece.rows) for transfer in running.transfers]
+        step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), values, within)
+        stored = transfers.write(elements, rows)
         running.num_stepped += 1
-        running.stored += [writing.stored for writing in writings]
-        self._return([piece.memory], all_of(writing.ended for writing in writings))
+        running.stored.append(stored)
+        self._return([memory], stored)
         if running.num_stepped == len(running.pieces):
             del self._steps[step.store.flat]
             running.issued.set_result(None)
 
-
-class _Piece:
-    """A piece on the device.
-
-    Args:
-        elements: its elements.
-        memory: its device memory.
-        layout: layout of the flat parameter.
-        unused: mark after which no stream uses the memory.
-
-    Attributes:
-        elements: as given.
-        rows: memory of each array, and of the gradient, in whole pages.
-        values: its values, views of the same memory.
-        copied: mark after which the values from host memory are on the device.
-        arrived: done when the values from SSDs are.
-    """
-
-    def __init__(self, elements: PieceRange, memory: Tensor, layout: Layout, unused: Mark) -> None:
-        self.elements = elements
-        self.memory = memory
-        self.rows: dict[str, Tensor] = {}
-        self.copied = unused
-        self.arrived: Future[None]
-        start = 0
-        for key, dtype in _arrays(layout):
-            nbytes = (elements.end - elements.start) * dtype.itemsize
-            self.rows[key] = memory[start : start + nbytes].view(dtype)
-            start += align_up(nbytes)
-        self.values: StagedState = layout.state_of({array.key: self.rows[array.key] for array in layout.arrays})
+    def _end_read(self) -> None:
+        self._num_arriving -= 1
 
 
 @dataclass(eq=False)
@@ -358,34 +263,32 @@ class _RunningStep:
     Attributes:
         step: the step.
         priority: the lowest goes first.
-        transfers: transfers of the values; set when it begins.
+        transfers: copies of the values; set when it begins.
         pieces: its pieces; set when it begins.
-        arriving: pieces with memory on the device, in order, from the first one that is not stepped.
         num_stepped: pieces that were stepped.
-        issued: done when all transfers have begun.
+        issued: done when all copies have begun.
         stored: futures of the new values of the pieces.
         drained: whether copies that were issued before an error are known to have ended.
     """
 
     step: DeviceStep
     priority: int
-    transfers: Sequence[PieceTransfer] = ()
+    transfers: PieceTransfers | None = None
     pieces: Sequence[PieceRange] = ()
-    arriving: "deque[_Piece]" = field(default_factory=deque)
     num_stepped: int = 0
     issued: "Future[None]" = field(default_factory=Future)
     stored: "list[Future[None]]" = field(default_factory=list)
     drained: bool = True
 
-    @property
-    def from_ssds(self) -> bool:
-        """Whether values are read from SSDs to the device."""
-        return any(transfer.from_ssds for transfer in self.transfers)
+    def weights(self) -> "Future[None]":
+        """Returns a future that is done when the compute weights are in host memory, once all copies have begun."""
+        assert self.transfers is not None
+        return self.transfers.weights
 
     @property
     def overwritten(self) -> bool:
-        """Whether transfers have overwritten committed values, or may still write to the memory of another step."""
-        begun = any(transfer.begun for transfer in self.transfers)
+        """Whether copies have overwritten committed values, or may still write to the memory of another step."""
+        begun = self.transfers is not None and self.transfers.begun
         return begun and (self.step.store.steps_in_place or not self.drained)
 
 
@@ -396,3 +299,14 @@ def _priority(running: _RunningStep) -> int:
 def _arrays(layout: Layout) -> list[tuple[str, torch.dtype]]:
     """Returns keys and dtypes of the arrays of a piece."""
     return [*((array.key, array.dtype) for array in layout.arrays), (_GRADIENT, layout.flat.dtype)]
+
+
+def _rows(layout: Layout, elements: PieceRange, memory: Tensor) -> dict[str, Tensor]:
+    """Returns the memory of each array of a piece, and of the gradient, each of which begins at a page."""
+    rows: dict[str, Tensor] = {}
+    start = 0
+    for key, dtype in _arrays(layout):
+        nbytes = (elements.end - elements.start) * dtype.itemsize
+        rows[key] = memory[start : start + nbytes].view(dtype)
+        start += align_up(nbytes)
+    return rows

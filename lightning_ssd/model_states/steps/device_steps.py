@@ -23,7 +23,7 @@ class DeviceSteps:
     """The flat parameters that the device steps: none, until a plan chooses some.
 
     The processor that makes a step does not change its bits. Values on SSDs are read to staging memory for the step,
-    and written afterwards; or to the device and from it, where the store of blobs takes device buffers.
+    and written afterwards.
 
     Threads: the training thread, or autograd's while that waits.
 

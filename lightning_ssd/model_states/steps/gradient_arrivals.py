@@ -118,7 +118,7 @@ class GradientArrivals:
         self._grads.note_graph(flat, index, grad)
         self._clipping.apply(self._offloaded.groups[flat][0])
         if grad.dtype != flat.dtype:  # summed in fp32
-            gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.deferred)
+            gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
             gradients.backward.note_sum(flat)
             self._grads.add(flat, index, grad)
             return
@@ -130,7 +130,7 @@ class GradientArrivals:
             and not on_host
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
         )
-        gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.deferred)
+        gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
         if complete:
             self._staged.unstage()  # the step reads what user code has written in the forward
             self._prefetcher.retire_for_step(flat)

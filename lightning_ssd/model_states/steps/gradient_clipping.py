@@ -44,7 +44,7 @@ class GradientClipping:
             algorithm: "norm" or "value".
             limit: the largest norm, or value.
         """
-        if self._running.deferred:
+        if self._running.defer_to_user_hooks:
             return optimizer not in self._setup.whole
         known = self._decision.needs_norm if algorithm == "norm" else limit == self._running.limit
         return known and self._running.optimizer is optimizer
@@ -82,7 +82,7 @@ class GradientClipping:
         """
         assert scaler._scale is not None
         unscale = scaler._scale.double().reciprocal().float().view(1)
-        if not self._running.deferred:
+        if not self._running.defer_to_user_hooks:
             self._pending[optimizer].unscale = unscale
             return
         factor = float(unscale)
@@ -107,7 +107,7 @@ class GradientClipping:
 
     def apply(self, optimizer: Optimizer) -> None:
         """Clips gradients whose clipping was left to the next step of `optimizer`: user code is about to use them."""
-        if not self._running.deferred or (clipping := self._pending.pop(optimizer, None)) is None:
+        if not self._running.defer_to_user_hooks or (clipping := self._pending.pop(optimizer, None)) is None:
             return
         scale = None if clipping.scale is None else float(clipping.scale)
         for flat, gradient in self._gradients.of(optimizer):
@@ -129,7 +129,7 @@ class GradientClipping:
 
     def drop(self, optimizer: Optimizer) -> None:
         """Clips no gradients of `optimizer`: they were dropped."""
-        if self._running.deferred:
+        if self._running.defer_to_user_hooks:
             self._pending.pop(optimizer, None)
 
     def pop(self, optimizer: Optimizer) -> Clipping:
@@ -141,7 +141,7 @@ class GradientClipping:
 
         Those that `zero_grad` has dropped are gone.
         """
-        if self._running.deferred:
+        if self._running.defer_to_user_hooks:
             for flat, _ in self._gradients.of(optimizer):
                 self._gradients.resume_stepped(flat)
 

@@ -9,18 +9,19 @@ class RunningStep:
     Threads: the training thread, or autograd's while that waits.
 
     Args:
-        deferred: whether user code may read gradients between backward and the first step.
+        defer_to_user_hooks: whether user code may read gradients between backward and the first step.
 
     Attributes:
         optimizer: the optimizer whose step has begun and not ended; None between two steps.
-        deferred: whether user code may read gradients between backward and step, so that no step begins earlier.
-        defers_next: `deferred` of the next step.
+        defer_to_user_hooks: whether user code may read gradients between backward and step, so that no step begins
+            earlier.
+        defers_next: `defer_to_user_hooks` of the next step.
         limit: absolute value at which the jobs of the step clamp gradients; None: they don't.
     """
 
-    def __init__(self, *, deferred: bool) -> None:
+    def __init__(self, *, defer_to_user_hooks: bool) -> None:
         self.optimizer: Optimizer | None = None
-        self.deferred = self.defers_next = deferred
+        self.defer_to_user_hooks = self.defers_next = defer_to_user_hooks
         self.limit: float | None = None
         self._outer: list[Optimizer] = []
         """Optimizers whose closures, one within the other, have begun the running step."""
@@ -29,7 +30,7 @@ class RunningStep:
         """Delays the next steps until `optimizer.step`, because user code has a hook that may read gradients."""
         self.defers_next = True
         if self.optimizer is None:
-            self.deferred = True  # else when the running step ends
+            self.defer_to_user_hooks = True  # else when the running step ends
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, maybe within the closure of the running step."""
@@ -41,7 +42,7 @@ class RunningStep:
     def end(self) -> None:
         """Ends the step."""
         self.optimizer = None
-        self.deferred = self.defers_next
+        self.defer_to_user_hooks = self.defers_next
 
     def pop_outer(self) -> Optimizer | None:
         """Returns the optimizer whose closure has made the step that has ended, which goes on; None: there is none."""

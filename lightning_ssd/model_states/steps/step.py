@@ -19,7 +19,6 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHa
 from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
-from lightning_ssd.storage import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +88,13 @@ class OptimizerStep:
                 which `ready` waits for, may need it.
         """
         used: float | None = speculated
-        if self.store.in_memory:
+        if self.store.buffers.in_memory:
 
             def run() -> Jobs:  # on the worker's thread
                 nonlocal used
                 if self.scale.done():
                     used = self.scale.result()
-                elif not self.store.add_second():
+                elif not self.store.buffers.add_second():
                     used = None
                 if used is not None:
                     yield from self._make(self.store.stage(step=True).result(), used)
@@ -124,7 +123,7 @@ class OptimizerStep:
                 half more than a whole step.
             drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
-        if not self.store.in_memory:
+        if not self.store.buffers.in_memory:
             whole = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
             return whole, whole
         done: Future[None] = Future()
@@ -134,7 +133,7 @@ class OptimizerStep:
             nonlocal opt_state
             scale = self.scale.result()
             if scale is not None and drop_second:
-                self.store.drop_second()
+                self.store.buffers.drop_second()
             if scale is not None and weights_first and self._has_halves(scale):
                 yield from self._make(self.store.stage(step=True).result(), scale, "weights")
                 opt_state = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
@@ -157,9 +156,7 @@ class OptimizerStep:
         """Makes the step on the device, when the scale is known.
 
         The CPU makes it if the device can't, or fails before a value was overwritten. Values on SSDs are staged when
-        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped. If they are
-        transferred without staging memory (`StateStore.steps_directly`), a failed read fails the step, as it does where
-        they are staged.
+        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped.
 
         Args:
             stepper: makes the step.
@@ -172,14 +169,10 @@ class OptimizerStep:
             scale = self.scale.result()
             if scale is None:
                 return on_cpu()
-            if self.store.steps_directly:
-                if not self.flat_optimizer.steps_on_device(self._input(scale), self.store.layout.empty_state):
-                    return on_cpu()
-                return then(self.store.stage_on_device(), lambda _: submit(None, scale))
             staged = self.store.stage(step=True, priority=self.priority)
-            return then(staged, lambda values: submit_staged(values, scale))
+            return then(staged, lambda values: submit(values, scale))
 
-        def submit_staged(values: StagedState, scale: float) -> "Future[None]":
+        def submit(values: StagedState, scale: float) -> "Future[None]":
             # On that thread, or the I/O thread of reads.
             read = None if values.buffer is None else values  # others are staged again, without the second version
             try:
@@ -189,16 +182,13 @@ class OptimizerStep:
                 raise
             if not possible:
                 return on_cpu() if read is None else self._make_staged(finished(read), scale, [to_host()])
-            return submit(read, scale)
-
-        def submit(read: StagedState | None, scale: float) -> "Future[None]":  # as `submit_staged`
             gradient = self._gradient() if self.waiting is None else self.waiting
             step = DeviceStep(
                 self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second, read
             )
             first, whole = stepper.submit(step, priority=self.priority)
             # Weights in a second version, or on SSDs, are read from the commit on.
-            if self.store.in_memory and (drop_second or not self.store.has_second):
+            if self.store.buffers.in_memory and (drop_second or not self.store.buffers.has_second):
                 first.add_done_callback(pass_first)
             return then(ended(whole), lambda _: commit(whole, read))
 
@@ -214,7 +204,7 @@ class OptimizerStep:
             if error is None:
                 self._end(committed=True)
                 return whole
-            if self.store.lost or isinstance(error, StorageError):  # the CPU would read the same bytes
+            if self.store.lost:
                 return whole
             log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
             return on_cpu()
@@ -257,7 +247,7 @@ class OptimizerStep:
         if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself
             self._end(committed=scale is not None)
             return finished(None)
-        if self.store.in_memory:
+        if self.store.buffers.in_memory:
             return self._submit(lambda: self._make_in_memory(scale), [])
         return self._make_staged(self.store.stage(step=True, priority=self.priority), scale)
 

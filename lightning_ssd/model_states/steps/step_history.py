@@ -72,7 +72,7 @@ class StepHistory:
             and not any(store.written().exception() for store in stores.values())
         ):
             return []
-        ahead = [flat for flat in committed if not stores[flat].revertible]
+        ahead = [flat for flat in committed if not stores[flat].buffers.revertible]
         for flat in committed:
             if flat not in ahead:
                 stores[flat].revert()

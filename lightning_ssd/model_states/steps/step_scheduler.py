@@ -50,8 +50,7 @@ class StepScheduler:
     `backward`. Callbacks run on other threads: `_count` on that of a job; those of a step's own futures where
     `OptimizerStep` says.
 
-    Lock: `_lock` guards the fields below it, which the worker's thread and those of callers share. It is held for
-    look-ups and assignments only: never while a future is waited for, completed, or given a callback.
+    Lock: `_lock` guards `_work`, which the worker's thread and those of callers share.
 
     Ownership: the gradient and the stored values of a flat parameter belong to its step from `submit` until the step's
     future is done. Values of the version that was committed last are kept until `_committed` and the last record are
@@ -107,7 +106,6 @@ class StepScheduler:
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self._options = GroupOptions(offloaded.groups)
         self.history = StepHistory(offloaded)
-        self._lock = threading.Lock()
         self._submitted: dict[FlatParameter, Future[None]] = {}
         """Steps that were submitted since the last `end`."""
         self._committed: Future[None] = finished(None)
@@ -115,6 +113,7 @@ class StepScheduler:
         self._released: Future[None] = finished(None)
         """Done when the running step's scale is known, on the worker's thread. Deferred steps wait for it, so that all
         are queued before the worker begins the first one, of the unit that the next forward needs first."""
+        self._lock = threading.Lock()
         self._work = WorkCounter(0, 0.0)
         """Number of parameters that the CPU has stepped, and the seconds of their steps."""
 
@@ -145,10 +144,10 @@ class StepScheduler:
                 )
             self._decision.cancel()
         running.begin(optimizer)
-        if not running.deferred:  # else calls of `clip` decide
+        if not running.defer_to_user_hooks:  # else calls of `clip` decide
             running.limit = self._setup.clip_value()
             self._gradients.norms.begin_step(needed=self._setup.needs_norm)
-        self._decision.begin(defer_to_user_hooks=running.deferred)
+        self._decision.begin(defer_to_user_hooks=running.defer_to_user_hooks)
         scale = self._decision.scale
         self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
 
@@ -199,8 +198,7 @@ class StepScheduler:
 
     def check_may_drop(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if a step of `optimizer` that has not ended uses gradients, which can't be dropped."""
-        with self._lock:
-            begun = [flat.name for flat in self._submitted if self._groups[flat][0] is optimizer]
+        begun = [flat.name for flat in self._submitted if self._groups[flat][0] is optimizer]
         if self._running.optimizer is optimizer and begun:
             raise RuntimeError(
                 f"`zero_grad` drops gradients of {', '.join(begun)}, whose optimizer step has begun: `training_step` "
@@ -225,13 +223,12 @@ class StepScheduler:
         else:
             on_host, arrived = self._gradients.hand_over(flat)
         limit = self._running.limit
-        if self._running.deferred or (arrived is None and limit is None and not self._decision.needs_norm):
+        if self._running.defer_to_user_hooks or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
-        with self._lock:
-            # Values that a step may be rolled back to are not overwritten.
-            ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
+        # Values that a step may be rolled back to are not overwritten.
+        ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
         self._records.check_recorded(flat)
         step = OptimizerStep(
             store,
@@ -252,8 +249,7 @@ class StepScheduler:
         weights, done = self._begin_step(flat, step, stepper, on_host, ready)
         gradient.submit_step(done)
         store.announce_step(weights, done)
-        with self._lock:
-            self._submitted[flat] = done
+        self._submitted[flat] = done
 
     def _begin_step(
         self,
@@ -301,7 +297,7 @@ class StepScheduler:
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
                     self._retire_and_submit(flat)
-                elif flat.shared or not (self._running.deferred and gradient.may_stay):
+                elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
 
     def end(self) -> None:
@@ -314,7 +310,7 @@ class StepScheduler:
         optimizer = self._running.optimizer
         assert optimizer is not None
         clipping = self._clipping.pop(optimizer)
-        if self._running.deferred:
+        if self._running.defer_to_user_hooks:
             self._running.limit = clipping.limit
             self._decision.reset_checks()  # which are not of this step
             self._decision.merge_checks(dict(clipping.found))
@@ -359,8 +355,7 @@ class StepScheduler:
     @property
     def has_submitted(self) -> bool:
         """Whether the running step has submitted the step of a flat parameter."""
-        with self._lock:
-            return bool(self._submitted)
+        return bool(self._submitted)
 
     def skip(self, optimizer: Optimizer) -> None:
         """Ends a step of `optimizer` that has not begun, because a gradient is not finite.
@@ -395,27 +390,24 @@ class StepScheduler:
 
     def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
         """Passes the step's futures to the next step, the journal and the history, and returns those of its jobs."""
-        with self._lock:
-            submitted, self._submitted = self._submitted, {}
+        submitted, self._submitted = self._submitted, {}
         self._records.add(submitted)
         stores = {flat: store for flat in submitted if (store := self._stores[flat]).layout.versions == 2}
         if stores:
             committed = all_of(
-                submitted[flat] if store.in_memory else then(submitted[flat], store.written)
+                submitted[flat] if store.buffers.in_memory else then(submitted[flat], store.written)
                 for flat, store in stores.items()
             )
-            with self._lock:
-                self._committed = committed
+            self._committed = committed
         self.history.end(committed if stores else all_of(submitted.values()))
         return submitted
 
     def _is_stepping(self, flat: FlatParameter) -> bool:
         optimizer = self._running.optimizer
-        return optimizer is not None and not self._running.deferred and self._groups[flat][0] is optimizer
+        return optimizer is not None and not self._running.defer_to_user_hooks and self._groups[flat][0] is optimizer
 
     def _is_submitted(self, flat: FlatParameter) -> bool:
-        with self._lock:
-            return flat in self._submitted
+        return flat in self._submitted
 
     def _check_memory_is_stepped_once(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if a step of `optimizer` changes the same memory through two parameters."""

@@ -5,19 +5,13 @@ The modules, in the order in which they are best read:
 - `split`: the format of split master weights.
 - `layout`: the arrays of a store and their byte offsets.
 - `buffers`: bytes in host memory, or on SSDs with staging memory.
+- `versioned_buffers`: the buffers of a store, and their committed and uncommitted versions.
 - `state_store`: the store: stage, unstage, commit, revert.
 - `summoned`: whole weights on the CPU, for `whole_weights` and `load_state_dict`.
 - `staged`: values on the host for user code and state dicts, between two steps.
 """
 
-from lightning_ssd.model_states.stores.buffers import (
-    HostBuffer,
-    SpareMemory,
-    SSDBuffer,
-    SSDStep,
-    StateBuffer,
-    StateStaging,
-)
+from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import (
     MASTER,
     MOMENT_DTYPES,
@@ -32,6 +26,7 @@ from lightning_ssd.model_states.stores.split import join, split, write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
 from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.model_states.stores.summoned import summon
+from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 
 __all__ = [
     "HostBuffer",
@@ -40,7 +35,6 @@ __all__ = [
     "MOMENT_DTYPES",
     "MomentFormat",
     "SSDBuffer",
-    "SSDStep",
     "SpareMemory",
     "StagedFlats",
     "StagedState",
@@ -48,6 +42,7 @@ __all__ = [
     "StateStaging",
     "StateStore",
     "StoredArray",
+    "VersionedBuffers",
     "WEIGHT",
     "WHOLE_DTYPES",
     "join",

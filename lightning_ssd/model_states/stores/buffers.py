@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import StagedReader, all_of, failed, finished, pass_on
+from lightning_ssd.device import StagedReader, all_of, failed, finished
 from lightning_ssd.storage import (
     PAGE,
     Blob,
@@ -267,18 +267,6 @@ class SSDBuffer(StateBuffer):
         with internals.without_dispatch():
             return _transfer(target, self.blobs[self.version].pieces, partial(self._store.read, urgency=urgency))
 
-    def step_on_device(self) -> "SSDStep":
-        """Begins a step whose values are read to the device, and written from it, without host memory.
-
-        The committed bytes were written before, and no write runs. From now on, the last write of the uncommitted
-        version is that of the step, which is done after `SSDStep.end`.
-        """
-        assert self._written
-        version = (self.version + 1) % self.versions
-        step = SSDStep(self._store, self.blobs[self.version], self.blobs[version])
-        self._write_done[version], self._write_urgency[version] = step.written, step.urgency
-        return step
-
     def uncommitted(self, staged: Tensor) -> Tensor:
         return staged
 
@@ -305,62 +293,14 @@ class SSDBuffer(StateBuffer):
             self._store.free(blob)
 
 
-class SSDStep:
-    """Transfers between device memory and the blobs of an `SSDBuffer`, of a step that the device makes.
-
-    Threads: `read` is called on the thread `device-optimizer`; `write` on that, or on `d2h-done`; `end` on that, or on
-    the one that completes or fails the step.
-
-    Ownership: device memory belongs to a transfer until its future is done. The drives' transfers are not ordered by
-    streams: memory is read to once no stream uses it, and written once the device has computed the bytes.
-
-    Attributes:
-        written: done when all writes are, and `end` was called.
-        urgency: tells when a thread or stream waits for the writes.
-    """
-
-    def __init__(self, store: BlobStore, committed: Blob, uncommitted: Blob) -> None:
-        self.written: Future[None] = Future()
-        self.urgency = Urgency()
-        self._store = store
-        self._committed = committed
-        self._uncommitted = uncommitted
-
-    def read(self, start: int, nbytes: int, target: Tensor) -> "Future[None]":
-        """Reads committed bytes.
-
-        Args:
-            start: offset of the first byte, a multiple of 4096.
-            nbytes: number of bytes, a multiple of 4096 except at the end of the buffer.
-            target: device bytes, as many, rounded up to a page.
-        """
-        return self._transfer(self._committed, start, nbytes, target, self._store.read)
-
-    def write(self, start: int, nbytes: int, source: Tensor) -> "Future[None]":
-        """Writes bytes of the uncommitted version; arguments as in `read`."""
-        write = partial(self._store.write, urgency=self.urgency)
-        return self._transfer(self._uncommitted, start, nbytes, source, write)
-
-    def end(self, writes: "Sequence[Future[None]]") -> None:
-        """Ends the step, which has made these writes."""
-        all_of(writes).add_done_callback(lambda done: pass_on(done, self.written))
-
-    def _transfer(
-        self, blob: Blob, start: int, nbytes: int, memory: Tensor, move: "Callable[[Piece, Tensor], Future[None]]"
-    ) -> "Future[None]":
-        parts = self._store.parts(blob, start, min(align_up(nbytes), blob.nbytes - start))
-        return _transfer(memory, parts, move)
-
-
 def _transfer(
     memory: Tensor, pieces: Sequence[Piece], move: "Callable[[Piece, Tensor], Future[None]]"
 ) -> "Future[None]":
-    """Transfers neighbouring pieces of a blob; `memory` has the bytes from the first one on, up to whole pages."""
+    """Transfers the pieces of a blob; `memory` has its bytes, up to whole pages."""
     requests: list[Future[None]] = []
     try:
         for piece in pieces:
-            start = piece.start - pieces[0].start
-            requests.append(move(piece, memory[start : start + align_up(piece.nbytes)]))
+            requests.append(move(piece, memory[piece.start : piece.start + align_up(piece.nbytes)]))
     except BaseException as error:  # earlier requests still own the memory: they are waited for
         requests.append(failed(error))
     return all_of(requests)

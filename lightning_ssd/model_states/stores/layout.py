@@ -8,13 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.stores.split import join, split
 from lightning_ssd.model_states.units import FlatParameter, ParamView
-from lightning_ssd.storage import PinnedBuffer, align_up
-
-PAGED_ELEMENTS = 2**14
-"""Elements of the smallest flat parameter whose arrays begin at pages, which adds less than an eighth to its bytes."""
+from lightning_ssd.storage import PinnedBuffer
 
 WHOLE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
@@ -165,20 +161,14 @@ class Layout:
 
     @property
     def opt_state_bytes(self) -> int:
-        """Bytes of all values but the compute weights: master weights and optimizer states, and what aligns them."""
-        last = self.arrays[-1]
-        return last.start + self.flat.numel * last.dtype.itemsize if last.buffer else 0
+        """Bytes of all values but the compute weights: master weights and optimizer states."""
+        return sum(self.flat.numel * array.dtype.itemsize for array in self.arrays if array.buffer)
 
     @property
     def resident_extra_bytes(self) -> int:
         """Bytes that master weights and optimizer states take more on the device, where all are in fp32."""
         arrays = [array for array in self.arrays if array.key != WEIGHT]
         return self.flat.numel * sum(torch.float32.itemsize - array.dtype.itemsize for array in arrays)
-
-    @property
-    def paged(self) -> bool:
-        """Whether each array begins at a page, so that drives can transfer a part of it without bytes of another."""
-        return self.flat.numel >= PAGED_ELEMENTS
 
     @cached_property
     def arrays(self) -> tuple[StoredArray, ...]:
@@ -189,8 +179,7 @@ class Layout:
         arrays, start = [StoredArray(WEIGHT, self.flat.dtype, 0, 0)], 0
         for key, dtype in kinds:
             arrays.append(StoredArray(key, dtype, 1, start))
-            nbytes = self.flat.numel * dtype.itemsize
-            start += align_up(nbytes) if self.paged else nbytes
+            start += self.flat.numel * dtype.itemsize
         return tuple(arrays)
 
     def views(self, *buffers: Tensor) -> StagedState:
@@ -207,12 +196,6 @@ class Layout:
             for array in self.arrays
             if array.buffer == buffer
         }
-
-    @cached_property
-    def empty_state(self) -> StagedState:
-        """Empty tensors with the keys and dtypes of the arrays."""
-        with internals.without_dispatch():  # it may be made within a dispatch mode of user code
-            return self.state_of({array.key: torch.empty(0, dtype=array.dtype) for array in self.arrays})
 
     def state_of(self, arrays: dict[str, Tensor]) -> StagedState:
         """Returns the values in the arrays of all buffers, by their keys; the dictionary becomes a part of it."""

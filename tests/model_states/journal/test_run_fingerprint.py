@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ssd.model_states.journal.journal import identity_of
 from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, differences, model_settings
+from lightning_ssd.model_states.stores.layout import Layout
 from lightning_ssd.storage import StorageError
 from tests.support.killed import KEPT, FailAt, Failure, Model, apart, fit, outcome, recovering, same
+from tests.support.state_stores import make_layout
 
 
 class Small(Model):
@@ -375,3 +379,12 @@ def test_buffers_may_be_resized_in_training(tmp_path: Path) -> None:
 
     plain = outcome(fit("auto", Observed))
     assert same(outcome(fit(recovering(tmp_path), Observed)), plain)
+
+
+def test_a_record_of_arrays_at_other_offsets_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other versions of the package."""
+    ours = identity_of([make_layout(2)])
+    assert ours == identity_of([make_layout(2)])
+    arrays = tuple(replace(array, start=2 * array.start) for array in make_layout(2).arrays)
+    monkeypatch.setattr(Layout, "arrays", arrays)
+    assert identity_of([make_layout(2)]) != ours

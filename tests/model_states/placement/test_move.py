@@ -273,7 +273,7 @@ def test_teraios_plan_is_applied(
             placed.clear()
             for flat, store in trainer.strategy.model_states.stores.items():
                 for view in flat.param_views:
-                    placed[view.name] = store.tiers
+                    placed[view.name] = store.buffers.tiers
 
     monkeypatch.setattr(RunStates, "move_states", record_move)
     machine = tmp_path / "machine.json"
@@ -378,7 +378,9 @@ def test_scratch_space_that_runs_out_between_units(tmp_path: Path) -> None:
                 on_ssd = names[:3] if trainer.global_step == 2 else names[3:]
                 units = {name: UnitPlan(*(SSD if name in on_ssd else HOST), "keep", {}) for name in names}
                 trainer.strategy.states_owner.move_states(Plan(units, 2**20, 2**20))
-                self.found.add(sum(store.tiers[0] == "ssd" for store in trainer.strategy.model_states.stores.values()))
+                self.found.add(
+                    sum(store.buffers.tiers[0] == "ssd" for store in trainer.strategy.model_states.stores.values())
+                )
 
     small: Any = {"states": "host", "ssd_capacity": "80KiB", "tier": "ssd", "offload": "none"}
     model, swaps = Model(), Swaps()

@@ -18,6 +18,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
@@ -26,7 +28,7 @@ from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
 from lightning_ssd.model_states.steps.device_steps import DeviceSteps
-from lightning_ssd.model_states.steps.piece_transfers import pieces
+from lightning_ssd.model_states.steps.piece_transfers import CUT, pieces
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
 from lightning_ssd.model_states.stores.layout import Layout
 from lightning_ssd.model_states.stores.state_store import StateStore
@@ -302,6 +304,20 @@ def moved_to_device(gradient: Gradient, flat: FlatParameter) -> WaitingGradient:
     return WaitingGradient(flat, values, None, gradient.target)
 
 
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=6), st.integers(CUT, 4 * CUT))
+def test_pieces_have_all_elements_once(sizes: list[int], elements: int) -> None:
+    parameters = [(str(size), nn.Parameter(torch.zeros(size))) for size in sizes]
+    flat = FlatParameter("flat", parameters, torch.float32, CPU)
+    made = list(pieces(flat, elements))
+    starts = [piece.start for piece in made]
+    assert [0, *(piece.end for piece in made)] == [*starts, flat.numel]
+    assert all(start % CUT == 0 for start in starts)
+    assert all(0 < piece.end - piece.start <= elements for piece in made)
+    assert all(piece.start <= start < start + numel <= piece.end for piece in made for start, numel in piece.spans)
+    stepped = [element for piece in made for start, numel in piece.spans for element in range(start, start + numel)]
+    assert stepped == [view.start + index for view in flat.param_views for index in range(view.numel)]
+
+
 def num_pieces(store: StateStore) -> int:
     """Returns the pieces of a step with weights, two states and gradient in fp32."""
     return len(list(pieces(store.flat, DeviceStepper.PIECE_BYTES // 16)))
@@ -340,7 +356,7 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
             store, copies = made.step.store, copies_of(stepper)
             copies.fail_at = fail_at
             if versions == 2:
-                assert store.add_second()
+                assert store.buffers.add_second()
             weights, done = made.step.on_device(stepper, [])
             ended(done).result(timeout=60)
             assert stepper.failed == (len(copies.calls) >= fail_at)
@@ -475,7 +491,7 @@ def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
     with stepped(tmp_path, worker, versions) as made:
         store = made.step.store
         if versions == 2:
-            assert store.add_second()
+            assert store.buffers.add_second()
         ends = 2 * num_pieces(store)
         _, done = made.step.on_device(stepper, [])
         for end in range(ends):

@@ -341,7 +341,7 @@ class HeldReads(HeldJobs):
         model_states.staging.states._worker.submit(wait)
 
         def stage(buffer: SSDBuffer, memory: Tensor | None, *, read: bool, urgency: Any = None) -> Any:
-            (flat,) = [flat for flat, store in stores.items() if buffer in store._buffers]
+            (flat,) = [flat for flat, store in stores.items() if buffer in store.buffers]
             self.events.append(("read", int(flat.param_views[0].name.split(".")[1])))
             return read_buffer(buffer, memory, read=read, urgency=urgency)
 

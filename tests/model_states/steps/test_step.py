@@ -69,7 +69,7 @@ def test_a_step_whose_scale_is_known_when_its_job_begins_is_made_in_place(tmp_pa
     """A second version is allocated for speculation alone."""
     layout = make_layout(2)
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
-        store.spare = SpareMemory(2**20)
+        store.buffers.spare = SpareMemory(2**20)
         known, on_host = Future[float | None](), Future[None]()
         made = Stepped(store, worker, known)
         _, done = made.step.speculative(1.0, on_host, [])
@@ -77,12 +77,12 @@ def test_a_step_whose_scale_is_known_when_its_job_begins_is_made_in_place(tmp_pa
         on_host.set_result(None)
         done.result(timeout=60)
         assert same(masters_of(store), torchs(store, 0.125)) and made.jobs == [15]
-        assert store.spare.reserved == 0 and not store.revertible
+        assert store.buffers.spare.reserved == 0 and not store.buffers.revertible
 
 
 def test_a_speculation_without_memory_waits_for_the_scale(tmp_path: Path, worker: Worker) -> None:
     with open_store(tmp_path, ("host", "host"), make_layout(2)) as (store, _):
-        store.spare = SpareMemory(0)
+        store.buffers.spare = SpareMemory(0)
         known = Future[float | None]()
         made = Stepped(store, worker, known)
         _, done = made.step.speculative(1.0, finished(None), [])
@@ -133,12 +133,12 @@ def test_a_serial_step_ends_when_its_values_are_written(
 @pytest.mark.parametrize("drop", [False, True])
 def test_the_memory_of_a_speculation_that_is_given_up_is_freed(tmp_path: Path, worker: Worker, drop: bool) -> None:
     with open_store(tmp_path, ("host", "host"), make_layout(2)) as (store, _):
-        store.spare = SpareMemory(2**20)
-        assert store.add_second()
+        store.buffers.spare = SpareMemory(2**20)
+        assert store.buffers.add_second()
         made = Stepped(store, worker, finished(0.5))
         made.step.deferred([], drop_second=drop)[1].result(timeout=60)
         assert same(masters_of(store), torchs(store, 0.5))
-        assert (store.spare.reserved == 0) == drop and store.revertible != drop
+        assert (store.buffers.spare.reserved == 0) == drop and store.buffers.revertible != drop
 
 
 def test_a_scale_that_is_no_number_makes_one_step(tmp_path: Path, worker: Worker) -> None:

@@ -21,15 +21,15 @@ class Store:
     def __init__(self, two_versions: bool) -> None:
         self.steps = 0
         self.two_versions = two_versions
-        self.revertible = False
+        self.buffers = SimpleNamespace(revertible=False)
         self.error: Exception | None = None
 
     def commit(self) -> None:
-        self.steps, self.revertible = self.steps + 1, self.two_versions
+        self.steps, self.buffers.revertible = self.steps + 1, self.two_versions
 
     def revert(self) -> None:
-        assert self.revertible
-        self.steps, self.revertible, self.error = self.steps - 1, False, None
+        assert self.buffers.revertible
+        self.steps, self.buffers.revertible, self.error = self.steps - 1, False, None
 
     def written(self) -> "Future[None]":
         return finished(None) if self.error is None else _failed(self.error)

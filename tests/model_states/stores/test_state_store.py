@@ -57,11 +57,11 @@ def test_a_step_counts_from_its_commit_and_can_be_reverted(
     old, new = weights_of(layout), weights_of(layout, seed=1)
     with open_store(tmp_path, tiers, layout) as (store, _):
         assert same(masters_of(store), old)
-        assert store.add_second()
+        assert store.buffers.add_second()
         step(store, new)
         assert same(masters_of(store), old)
         store.commit()
-        assert same(masters_of(store), new) and store.steps == 1 and store.revertible
+        assert same(masters_of(store), new) and store.steps == 1 and store.buffers.revertible
         store.revert()
         assert same(masters_of(store), old) and store.steps == 0
 
@@ -86,13 +86,13 @@ def test_a_step_is_made_in_place_where_the_second_version_is_not_allocated(tmp_p
             step(store, values)
             assert same(masters_of(store), values) == in_memory
             store.commit()
-            assert same(masters_of(store), values) and store.revertible != in_memory
-        assert store.add_second()
+            assert same(masters_of(store), values) and store.buffers.revertible != in_memory
+        assert store.buffers.add_second()
         step(store, old)
         store.commit()
         step(store, new)  # is not committed
-        store.drop_second()
-        assert same(masters_of(store), old) and store.revertible != in_memory
+        store.buffers.drop_second()
+        assert same(masters_of(store), old) and store.buffers.revertible != in_memory
         step(store, newer)
         assert same(masters_of(store), newer) == in_memory
 
@@ -100,7 +100,7 @@ def test_a_step_is_made_in_place_where_the_second_version_is_not_allocated(tmp_p
 def test_freed_memory_is_not_referenced(tmp_path: Path) -> None:
     with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
         staged = weakref.ref(store.stage().result())
-        store.free()
+        store.buffers.free()
         assert staged() is None
 
 
@@ -108,14 +108,14 @@ def test_second_versions_use_spare_memory_and_free_it(tmp_path: Path) -> None:
     layout = make_layout(2)
     nbytes = layout.flat.nbytes + layout.opt_state_bytes
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
-        store.spare = SpareMemory(nbytes - 1)
-        assert not store.add_second() and store.spare.reserved == 0
-        store.spare = SpareMemory(nbytes)
+        store.buffers.spare = SpareMemory(nbytes - 1)
+        assert not store.buffers.add_second() and store.buffers.spare.reserved == 0
+        store.buffers.spare = SpareMemory(nbytes)
         for _ in range(3):
-            assert store.add_second() and store.add_second() and store.spare.reserved == nbytes
-            store.drop_second()
-            store.drop_second()
-            assert store.spare.reserved == 0
+            assert store.buffers.add_second() and store.buffers.add_second() and store.buffers.spare.reserved == nbytes
+            store.buffers.drop_second()
+            store.buffers.drop_second()
+            assert store.buffers.spare.reserved == 0
 
 
 def test_a_second_version_that_can_not_be_allocated_leaves_no_blobs(
@@ -124,7 +124,7 @@ def test_a_second_version_that_can_not_be_allocated_leaves_no_blobs(
     """Of two buffers, the first gets its memory and the second does not."""
     layout = make_layout(2)
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
-        store.spare = SpareMemory(2**20)
+        store.buffers.spare = SpareMemory(2**20)
 
         def refuse(nbytes: int, *, pin: bool) -> Slab:
             if nbytes == layout.opt_state_bytes:
@@ -132,7 +132,7 @@ def test_a_second_version_that_can_not_be_allocated_leaves_no_blobs(
             return Slab(nbytes, pin=pin)
 
         monkeypatch.setattr(buffers, "Slab", refuse)
-        assert not store.add_second() and store.spare.reserved == 0
+        assert not store.buffers.add_second() and store.buffers.spare.reserved == 0
         step(store, weights_of(layout, seed=1))
         store.commit()
         assert same(masters_of(store), weights_of(layout, seed=1))
@@ -185,14 +185,16 @@ def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after
             for nbytes, old, new in zip(sizes, before, after, strict=True)
         ]
         store.move(*made)
-        assert store.tiers == after
+        assert store.buffers.tiers == after
         assert same(masters_of(store), weights_of(layout))
         staged = store.stage().result(timeout=60)
         assert (staged.states["exp_avg"] == 0.25).all()
         store.unstage(staged, changed=False)
         step(store, weights_of(layout, seed=1))
         store.commit()
-        assert same(masters_of(store), weights_of(layout, seed=1)) and store.revertible == (after != ("host", "host"))
+        assert same(masters_of(store), weights_of(layout, seed=1)) and store.buffers.revertible == (
+            after != ("host", "host")
+        )
 
 
 @pytest.mark.parametrize("before", [("ssd", "ssd"), ("host", "ssd")])
@@ -324,7 +326,7 @@ def test_a_prefetch_overtakes_others_once_its_unit_is_used(tmp_path: Path, monke
         prefetcher.pre_forward(4)
         prefetcher.post_forward(4)
         prefetcher.evict_all()
-        weights = [store._buffers[0] for store in stores.values()]
+        weights = [store.buffers.weights for store in stores.values()]
         assert [weights.index(buffer) for buffer in begun.buffers] in ([0, 1, 4, 2, 3], [0, 4, 1, 2, 3])
 
 
@@ -393,7 +395,7 @@ def test_values_in_host_memory_are_staged_without_operators_and_freed_with_their
     """Operators release Python's lock, for which the optimizer's thread and the training thread would wait."""
     layout = make_layout(2, torch.bfloat16)
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
-        assert store.add_second()
+        assert store.buffers.add_second()
         staged, other_staged = (store.stage(step=True).result() for _ in range(2))
         for one, other in ((staged, other_staged), (staged.out, other_staged.out)):
             assert all(map(is_, one.by_key().values(), other.by_key().values()))
@@ -404,6 +406,6 @@ def test_values_in_host_memory_are_staged_without_operators_and_freed_with_their
         assert store.stage().result().weights is staged.out.weights
         dropped, kept = (weakref.ref(one.weights) for one in (staged, staged.out))
         staged = other_staged = one = other = None  # type: ignore[assignment]
-        store.drop_second()
+        store.buffers.drop_second()
         assert dropped() is None and kept() is not None
     assert kept() is None
