@@ -108,8 +108,8 @@ def test_a_plan_that_recomputes_is_shown(tmp_path: Path) -> None:
     how: Any = {"model": TinyGPT, "steps": 8}
     first = planner()
     plain = train_run(SSDOffloadStrategy(**BOTH), callbacks=[first], **how)
-    assert first.plan is not None and first.profile is not None
-    plan = draw(first.plan, first.profile, 0, recompute=0.5)
+    assert first.cycle.plan is not None
+    plan = draw(first.cycle.plan, first.cycle.runner.profile, 0, recompute=0.5)
     callbacks = [pinned(plan), TimelineRecorder(6, tmp_path / "timeline")]
     assert_same(plain, train_run(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
     rows = spans(tmp_path / "timeline.json")

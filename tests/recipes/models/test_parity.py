@@ -132,9 +132,9 @@ def test_results_do_not_change_under_plans_that_recompute(
 
     first = planner()
     assert_same(train(tmp_path, strategy(), make, [first], **settings), plain(make, **settings))
-    assert first.plan is not None and first.profile is not None
+    assert first.cycle.plan is not None
     for seed, share in ((0, 1.0), (1, 0.5)):
         watch = Watch()
-        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=share)), watch]
+        callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, seed, recompute=share)), watch]
         assert_same(train(tmp_path, strategy(), make, callbacks, **settings), plain(make, **settings))
         assert watch.stats.recomputed
