@@ -549,9 +549,13 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
 
 
 def _versions(module: nn.Module, given: Sequence[Tensor]) -> list[int]:
-    """Returns the versions of the tensors that a call is given, and of the module's parameters and buffers."""
+    """Returns the versions of the tensors that a call is given, and of the module's parameters and buffers.
+
+    Tensors made in inference mode have none, and a call with one of them is never checkpointed.
+    """
     with internals.without_torch_function():  # offloaded weights would answer for their versions
-        return [internals.version_of(one) for one in (*given, *module.parameters(), *module.buffers())]
+        tensors = (*given, *module.parameters(), *module.buffers())
+        return [internals.version_of(one) for one in tensors if not one.is_inference()]
 
 
 def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, device: torch.device) -> bool:

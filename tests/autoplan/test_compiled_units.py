@@ -248,6 +248,25 @@ def test_blocks_that_the_user_checkpoints_run_compiled_in_every_step(
     assert made[0].calls == made[1].calls == 2 * 4 * STEPS
 
 
+class Taught(Blocks):
+    """Calls its blocks in inference mode first, as a teacher, on a tensor that is made there."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.inference_mode():
+            target = self.blocks[0](batch + 1).mean().item()
+        return super().training_step(batch + target, batch_idx)
+
+
+def test_compiled_units_that_are_called_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, expected = train("aot_eager", "auto", tmp_path, build=Taught)
+    see = See()
+    limit(SHORT, monkeypatch)
+    numbers, counters = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=Taught)
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert see.outcome == "plan"
+
+
 class Whole(Blocks):
     """Blocks that are called in a compiled function."""
 
