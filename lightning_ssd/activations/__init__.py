@@ -51,7 +51,6 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.transient_memory import Interval
 from lightning_ssd.activations.unit_dispatch_mode import (
-    COMPILES_UNDER_MODES,
     Segment,
     UnitCall,
     UnitDispatchMode,
@@ -69,7 +68,6 @@ from lightning_ssd.activations.weights import (
 )
 
 __all__ = [
-    "COMPILES_UNDER_MODES",
     "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",

@@ -115,8 +115,7 @@ class InFlight:
     def _progress(self, nbytes: int) -> tuple[float, float | None]:
         """Returns the progress of the forward, and its progress while `nbytes` are copied (None: unknown).
 
-        Both are in seconds if the policy's dispatch mode or its placement knows the elapsed seconds, else in saved
-        bytes.
+        Both are in seconds if the policy's dispatch mode knows the elapsed seconds, else in saved bytes.
         """
         assert self._batch is not None
         copying = None if self._copy_seconds_per_byte is None else nbytes * self._copy_seconds_per_byte
@@ -130,9 +129,7 @@ class InFlight:
     @property
     def _elapsed(self) -> float | None:
         """Profiled seconds of the forward up to the present operation, or None if unknown."""
-        assert self._batch is not None
-        mode, placement = self.policy.mode, self.policy.placement
-        return placement.elapsed(len(self._batch.sizes)) if mode is None else mode.elapsed
+        return None if self.policy.mode is None else self.policy.mode.elapsed
 
 
 class _Storage:

@@ -61,10 +61,6 @@ class PlacementPolicy(ABC):
         """Returns True if the next storage is kept on the device in any case, so that it needs no record."""
         return False
 
-    def elapsed(self, num_saved: int) -> float | None:
-        """Returns the seconds of the forward until its first `num_saved` storages are saved; `None`: unknown."""
-        return None
-
     def observe(self, profile: MicroBatchProfile) -> None:
         """Receives the profile of a micro-batch, some micro-batches later."""
         return None

@@ -66,7 +66,6 @@ class ResidentLimit:
         """Expected saved bytes of the present micro-batch."""
         self.placed_bytes = 0
         """`expected_bytes` without the storages within the window, which are kept without asking the placement."""
-        self._forget()
         self._limit = float("inf")
         """Bytes that this process could allocate when the present micro-batch began."""
         self._peak_before = 0
@@ -83,10 +82,6 @@ class ResidentLimit:
         """Bytes of saved storages that may still be kept in the present micro-batch."""
         self.room_bytes = float("inf")
         """Bytes of saved storages for which the present micro-batch had room when it began."""
-        self.growth_bytes = 0
-        """Bytes by which that room was smaller because more were allocated before than in another micro-batch."""
-
-    def _forget(self) -> None:
         self._others = 0.0
         """Peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended."""
         self._levels: list[int] = []
@@ -142,7 +137,6 @@ class ResidentLimit:
         like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
         growth = 0 if like_a_measured_one else self._level - self._lowest
         self._room = self.room_bytes = max(0.0, limit - self._others - growth)
-        self.growth_bytes = growth
         self.scarce = self._room < self.SPARE * self.expected_bytes
         unknown = not like_a_measured_one and len(self._levels) < self.MOST_LEVELS
         larger = self.expected_bytes > self.SPARE * self._measured_bytes
@@ -155,16 +149,6 @@ class ResidentLimit:
         """Measures the present micro-batch, which has begun and saved nothing yet."""
         self.measuring = self.scarce = True
         self._room = 0.0
-        self.meter.reset_peak()
-
-    def restart(self) -> None:
-        """Forgets all micro-batches, as later ones need other memory: their code was compiled again.
-
-        Bytes that are withheld stay withheld.
-        """
-        self.measuring = False
-        self._forget()
-        self._peak, self._room = 0, float("inf")
         self.meter.reset_peak()
 
     def lower(self) -> None:

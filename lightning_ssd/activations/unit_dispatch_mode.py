@@ -18,7 +18,7 @@ from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.compiled_code import GuardHook, around_call, calls_are_compiled, count_compiled
 from lightning_ssd.uncopied import Uncopied, takes_hooks
 
-COMPILES_UNDER_MODES = hasattr(internals.TorchDispatchMode, "ignore_compile_internals")
+_COMPILES = hasattr(internals.TorchDispatchMode, "ignore_compile_internals")
 """Whether torch compiles code under modes that allow it."""
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__  # inherited by classes that do not dispatch
@@ -157,9 +157,7 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
     @internals.skipped_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         callback = internals.set_eval_frame(None)
-        if (
-            callable(callback) and not COMPILES_UNDER_MODES
-        ):  # Dynamo's, which compiles the code that calls the operation
+        if callable(callback) and not _COMPILES:  # Dynamo's, which compiles the code that calls the operation
             UnitDispatchMode.num_not_compiled += 1
         try:
             return self._dispatch(func, types, args, kwargs)

@@ -23,7 +23,7 @@ from lightning_ssd.activations import (
     OffloadPolicy,
     make_auto_placement,
 )
-from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
+from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_parameters
 from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
 from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
@@ -164,7 +164,7 @@ class AutoPlan(Uncopied):
             if self.cycle is None:  # which counts its own steps
                 self._profiling_budget.begin_step()
         self._shape = BatchShape.of(batch)
-        self._trained = frozenset(index for index, one in enumerate(self._parameters) if one.requires_grad)
+        self._trained = trained_parameters(self._parameters)
         larger = not self._batches.covers(self._shape)
         if self._shape is not None:
             self._batches.add(self._shape)

@@ -1,15 +1,24 @@
 """The size of a micro-batch: shapes of batches, and the bytes that batches of a shape save for backward."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil, log, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 
-__all__ = ["ROWS", "BatchShape", "BatchSizes", "SeenBatches", "row_of", "size_of_row"]
+__all__ = [
+    "ROWS",
+    "BatchShape",
+    "BatchSizes",
+    "RecordedBatch",
+    "SeenBatches",
+    "row_of",
+    "size_of_row",
+    "trained_parameters",
+]
 
 ROWS = 4
 """Rows of a plan for micro-batches of up to a quarter, a half, three quarters, and all of the recorded size."""
@@ -154,6 +163,67 @@ class BatchSizes:
             if shape.is_within(other)
         ]
         return min(bounds, default=None)
+
+
+class RecordedBatch:
+    """The recorded micro-batch, with which later ones are compared: by their batch and their trained parameters.
+
+    Args:
+        parameters: the model's parameters.
+
+    Attributes:
+        shape: shape of its batch; `None`: unknown.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.shape: BatchShape | None = None
+        self._parameters = tuple(parameters)
+        self._trained: frozenset[int] = frozenset()
+        """Indices of the parameters that it has trained."""
+        self._sizes = BatchSizes()
+        self._present: tuple[BatchShape | None, int] | None = None
+        """Shape of the present micro-batch, and the bytes that were saved before it; `None`: they can't be counted."""
+
+    def record(self, shape: BatchShape | None) -> None:
+        """Called when a micro-batch is recorded that replaces the one before."""
+        self.shape, self._trained, self._sizes = shape, trained_parameters(self._parameters), BatchSizes()
+
+    def begin(self, shape: BatchShape | None, saved_bytes: int) -> None:
+        """Called when a micro-batch begins.
+
+        Args:
+            shape: shape of its batch; `None`: unknown.
+            saved_bytes: bytes that the training has saved so far.
+        """
+        self._present = shape, saved_bytes
+
+    def discard(self) -> None:
+        """Called when the present micro-batch runs again, so that its saved bytes can't be counted."""
+        self._present = None
+
+    def end(self, saved_bytes: int) -> None:
+        """Called when a micro-batch has ended whose saved bytes were all counted."""
+        present, self._present = self._present, None
+        if present is not None and present[0] is not None and self.trains_all:
+            self._sizes.add(present[0], saved_bytes - present[1])
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the recorded micro-batch has trained all parameters that the present one trains."""
+        return trained_parameters(self._parameters) <= self._trained
+
+    def size(self, shape: BatchShape | None) -> float | None:
+        """Returns the most bytes that a batch of a shape saves / those of the recorded one; `None`: not known."""
+        return 1.0 if self.shape is None else self._sizes.size(shape, self.shape)
+
+    def is_like(self, shape: BatchShape | None) -> bool:
+        """Returns whether a batch of a shape is as large as the recorded one, as far as both shapes are known."""
+        return shape is None or self.shape is None or shape.is_like(self.shape)
+
+
+def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    """Returns the indices of the parameters that require gradients now."""
+    return frozenset(index for index, one in enumerate(parameters) if one.requires_grad)
 
 
 def row_of(size: float) -> int:

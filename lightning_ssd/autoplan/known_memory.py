@@ -29,11 +29,6 @@ class KnownMemory:
         self._only_this = False
         """Whether the memory that is known afterwards is that of the present micro-batch alone."""
 
-    def restart(self) -> None:
-        """Forgets all micro-batches; see `ResidentLimit.restart`."""
-        self.limit.restart()
-        self._kinds.clear()
-
     def begin(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Begins a micro-batch, and has it measured if it may need more memory than known ones.
 

@@ -1,14 +1,14 @@
 """Trainings that can't be planned: those on several devices, and those with compiled code that is no unit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd.activations import (
-    COMPILES_UNDER_MODES,
     GuardHook,
     UnitDispatchMode,
+    around_call,
     backward_nodes,
     calls_are_compiled,
     count_compiled,
@@ -19,7 +19,7 @@ from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.model_states import compiled_functions, is_compiled
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["COMPILED", "CompiledCode", "Obstacles", "obstacle_to_planning"]
+__all__ = ["BLOCKS", "CompiledCode", "Obstacles", "compiled_units", "obstacle_to_planning"]
 
 BLOCKS = "compile the model's blocks instead: `for block in model.blocks: block.compile()`"
 """Remedy for compiled code that is no unit."""
@@ -29,15 +29,26 @@ COMPILED = f"`torch.compile` compiles code that is no block of the model, whose 
 
 
 class CompiledCode(Uncopied):
-    """Notices code that `torch.compile` compiles, from now on.
+    """Notices code that `torch.compile` compiles, from now on, without that of compiled units.
 
     Code that was compiled earlier, such as in another training of this process, is noticed when Dynamo checks its
     guards, until `close` is called, and under dispatch modes of plans and profiles, if torch has
     `set_guard_complete_hook`.
+
+    Args:
+        units: modules of compiled units, whose calls are not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Iterable[nn.Module] = ()) -> None:
+        self._inside = 0
+        """Running calls of compiled units."""
+        self._count_before = 0
+        """Value of `count_compiled` when the outermost of them began."""
+        self._removals = [around_call(unit, self._begin_unit, self._end_unit) for unit in units]
         self._count = count_compiled()
+        """Value of `count_compiled` at the begin, plus what compiled units have added."""
+        self._counts = True
+        """Whether a difference from this value shows compiled code."""
         self._under_modes = UnitDispatchMode.num_compiled
         self._not_compiled = UnitDispatchMode.num_not_compiled
         self._called = False
@@ -46,7 +57,7 @@ class CompiledCode(Uncopied):
     @property
     def ran(self) -> bool:
         """Whether code was compiled, or compiled code was called."""
-        return self._called or self.ran_under_mode or count_compiled() != self._count
+        return self._called or self.ran_under_mode or (self._counts and count_compiled() != self._count)
 
     @property
     def ran_under_mode(self) -> bool:
@@ -72,12 +83,28 @@ class CompiledCode(Uncopied):
             )
 
     def close(self) -> None:
-        """Ends the notice of earlier compiled code outside of modes."""
+        """Ends the notice outside of modes: of earlier compiled code, and of all code if there are compiled units."""
+        if self._removals:
+            self._called, self._counts = self.ran, False
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
         if self._hook is not None:
             self._hook.close()
 
     def _on_call(self) -> None:
-        self._called = True
+        self._called = self._called or not self._inside
+
+    def _begin_unit(self, args: object, kwargs: object) -> None:
+        if not self._inside:
+            self._count_before = count_compiled()
+        self._inside += 1
+
+    def _end_unit(self, output: object) -> None:
+        self._inside = max(0, self._inside - 1)  # torch calls it also if another hook has raised an error before
+        if not self._inside:
+            self._count += count_compiled() - self._count_before
+            self._count_before = count_compiled()
 
 
 class Obstacles:
@@ -99,13 +126,16 @@ class Obstacles:
         self.cuda_graphs = False
         self._training = training
         self._is_compiled = False
-        """Whether a loss has shown compiled code."""
+        """Whether a loss has shown compiled code that is no unit."""
         self._code: CompiledCode | None = None
-        """Notices compiled code; `None` before `begin`."""
+        """Notices compiled code that is no unit; `None` before `begin`."""
+        self._has_units = False
+        """Whether there are compiled units, whose code the graph of a loss has, too."""
 
     def begin(self) -> None:
         """Begins to look for compiled code."""
-        self._code = CompiledCode()
+        units = compiled_units(self._training)
+        self._code, self._has_units = CompiledCode(units), bool(units)
 
     def see_first_step(self, loss: Tensor, device: torch.device) -> None:
         """Called before backwards of the first step: looks for CUDA graphs, but not for those of other trainings."""
@@ -114,17 +144,16 @@ class Obstacles:
 
     def see_backward(self, loss: Tensor) -> None:
         """Called before backwards of a training that may be planned: looks for compiled code."""
-        self._is_compiled = self._is_compiled or _has_compiled_nodes(loss)
+        self._is_compiled = self._is_compiled or (not self._has_units and _has_compiled_nodes(loss))
 
     def find(self, shape: BatchShape | None) -> str | None:
         """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
-        compiled = self._is_compiled or self._ran_compiled
-        if self.lasting is None and compiled and not _has_compiled_units(self._training):
+        if self.lasting is None and (self._is_compiled or self._ran_compiled):
             self.lasting = COMPILED
         if self.lasting is None and shape is None:
             return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
         if self.lasting is None:
-            self.lasting = obstacle_to_planning(self._training, allows_units=True)
+            self.lasting = obstacle_to_planning(self._training)
         return self.lasting
 
     def find_late(self, inform: Callable[[str], None]) -> bool:
@@ -154,28 +183,21 @@ class Obstacles:
         return self._code is not None and self._code.ran
 
 
-def obstacle_to_planning(training: Training, *, allows_units: bool = False) -> str | None:
-    """Returns why no plan can be applied to the training; `None`: one can, as far as its modules show.
-
-    Args:
-        training: the training.
-        allows_units: whether units may be compiled as a whole.
-    """
+def obstacle_to_planning(training: Training) -> str | None:
+    """Returns why no plan can be applied to the training; `None`: one can, as far as its modules show."""
     if training.processes > 1:
         return "several devices train, and plans are for the training of one device"
-    units = _compiled_units(training) if allows_units else []
-    inside = {part for unit in units for part in unit.modules()}
+    inside = {part for unit in compiled_units(training) for part in unit.modules()}
     for name, part in training.module.named_modules():
         if part not in inside and is_compiled(part):
-            remedy = f" ({BLOCKS})" if allows_units else ""
             return (
-                f"{name or type(training.module).__name__} is compiled, and single operations of compiled code can't "
-                f"be planned{remedy}"
+                f"{name or type(training.module).__name__} is compiled, and is no block of the model, so that its "
+                f"operations can't be planned ({BLOCKS})"
             )
     return None
 
 
-def _compiled_units(training: Training) -> list[nn.Module]:
+def compiled_units(training: Training) -> list[nn.Module]:
     """Returns the modules of units whose calls are compiled, and none of their other methods."""
     return [
         module
@@ -183,11 +205,6 @@ def _compiled_units(training: Training) -> list[nn.Module]:
         for module in unit.modules
         if calls_are_compiled(module) and {"forward", "_compiled_call_impl"}.issuperset(compiled_functions(module))
     ]
-
-
-def _has_compiled_units(training: Training) -> bool:
-    """Returns whether compiled code of the training may be that of its units alone."""
-    return COMPILES_UNDER_MODES and bool(_compiled_units(training))
 
 
 def _has_compiled_nodes(loss: Tensor) -> bool:

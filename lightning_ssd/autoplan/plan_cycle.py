@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ssd.activations import AllocatorMeter
-from lightning_ssd.autoplan.batches import ROWS, BatchShape, BatchSizes, row_of, size_of_row
+from lightning_ssd.autoplan.batches import ROWS, BatchShape, RecordedBatch, row_of, size_of_row
 from lightning_ssd.autoplan.plan_maker import MIN_PLAN_GAIN, PlanMaker
 from lightning_ssd.autoplan.plan_report import (
     log_metrics,
@@ -132,9 +132,9 @@ class PlanCycle(Uncopied):
         self.runner: PlanRunner | None = None
         self.stage: Stage = "profile"
         self.comparison: Comparison | None = None
-        self._parameters = tuple(training.module.parameters())
         self._options = options
         self._meter = meter
+        self._budget = budget
         self._logs_metrics = logs_metrics
         with budget.counted():
             machine = options.machine or measure_training_machine(training.offloader)
@@ -149,15 +149,11 @@ class PlanCycle(Uncopied):
         """Whether model states were moved in this training, which happens at most once."""
         self._at_boundary = True
         """Whether the next micro-batch is the first of a step."""
-        self._sizes = BatchSizes()
+        self._recorded = RecordedBatch(training.module.parameters())
         self._most = ROWS
         """Number of the row for the largest micro-batches that do not offload all saved tensors."""
         self._seen_rows: set[int] = set()
         """Numbers of the rows for which there were micro-batches."""
-        self._recorded_trained: frozenset[int] = frozenset()
-        """Indices of the parameters that it has trained."""
-        self._recorded_shape: BatchShape | None = None
-        """Shape of its batch; `None`: unknown."""
         self._allocated = 0
         """Bytes that were allocated before the recorded step, plus later growth that plans allow for."""
         self._level = 0
@@ -170,8 +166,6 @@ class PlanCycle(Uncopied):
         """The plan that these numbers are of."""
         self._num_larger = 0
         """Micro-batches for which the largest row was too small."""
-        self._observed: tuple[BatchShape | None, int] | None = None
-        """Shape of the present micro-batch, whose saved bytes are all seen, and the bytes saved before it."""
         self._replaced: Comparison | None = None
         """Measured steps of the plan that the one in force has replaced."""
         self._last: tuple[PlanRunner, Plan] | None = None
@@ -219,14 +213,15 @@ class PlanCycle(Uncopied):
         """Called when a micro-batch begins, after its parameters were frozen or thawed for it."""
         begins, self._at_boundary = self._at_boundary, False
         shape = BatchShape.of(batch)
-        self._observed = shape, self.training.offloader.stats().saved
+        self._recorded.begin(shape, self.training.offloader.stats().saved)
         if begins and self._meter is not None and self.training.states is None:
             self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
         if self.profiled.phase == "waiting":
             offload_all(self.training.offloader)
         self.profiled.begin_micro_batch(batch)
         if self.profiled.phase == "recording":
-            self._recorded_trained, self._allocated, self._sizes = self._trained(), self._level, BatchSizes()
+            self._recorded.record(shape)
+            self._allocated = self._level
         if self.runner is None or self.measuring:
             return
         if begins:
@@ -237,7 +232,7 @@ class PlanCycle(Uncopied):
 
     def discard(self) -> None:
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
-        self._observed = None
+        self._recorded.discard()
         self.profiled.discard()
 
     def begin_backward(self) -> None:
@@ -260,7 +255,8 @@ class PlanCycle(Uncopied):
             short: whether that step had fewer micro-batches than others.
         """
         profile = self.profiled.end_micro_batch(ends_step=ends_step)
-        self._observe_size()
+        if self.offloads_all:
+            self._recorded.end(self.training.offloader.stats().saved)
         self._at_boundary = ends_step
         if short and self.runner is not None:
             self.runner.skip_step()
@@ -324,25 +320,20 @@ class PlanCycle(Uncopied):
         if self.runner is not None:
             self.runner.close()
         self.runner = runner = PlanRunner(training, profiler, profile, hardware, placement)
-        self._recorded_shape, self._most, self._replaced = self.profiled.shape, ROWS, None
+        self._most, self._replaced = ROWS, None
         calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
         fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
         if self._options.plan is None and fits:
-            if self._has_time(WARMUP_AFTER_CHANGE + 1):
+            if self._budget.allows(WARMUP_AFTER_CHANGE + 1):
                 self.stage = "calibrate"
                 runner.apply(calibration)
                 return
             self._skip_calibration()
         self._decide(runner)
 
-    def _has_time(self, steps: int) -> bool:
-        return self.profiled.budget is None or self.profiled.budget.allows(steps)
-
     def _skip_calibration(self) -> None:
-        assert self.profiled.budget is not None
         self.training.inform(
-            "SwapPlanner: the plan is made without a measured step of recomputation: "
-            f"{self.profiled.budget.describe()}."
+            f"SwapPlanner: the plan is made without a measured step of recomputation: {self._budget.describe()}."
         )
 
     def _begin_step(self, runner: PlanRunner) -> None:
@@ -356,11 +347,11 @@ class PlanCycle(Uncopied):
     def _calibrate(self, runner: PlanRunner) -> None:
         """Corrects the profile by steps under the calibration plan, once there are enough, and makes the first plan."""
         # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
-        count = self._options.steps if self._has_time(1) else 1
+        count = self._options.steps if self._budget.allows(1) else 1
         comparison = runner.measured(min(count, HISTORY), min)
         if comparison is not None:
             runner.calibrate(comparison)
-        elif runner.num_steps or self._has_time(1):
+        elif runner.num_steps or self._budget.allows(1):
             return
         else:  # batches of the recorded size are rare
             self._skip_calibration()
@@ -482,15 +473,15 @@ class PlanCycle(Uncopied):
     def _follow(self, runner: PlanRunner, shape: BatchShape | None, *, begins: bool) -> None:
         """Applies the row for the size of the present micro-batch, or offloads all saved tensors."""
         grown = self._level > self._allocated + GROWTH * (math.inf if self._meter is None else self._meter.limit())
-        differs = grown or not self._trained() <= self._recorded_trained
+        differs = grown or not self._recorded.trains_all
         if begins:
             self._num_differing = self._num_differing + 1 if differs else 0
             if self._num_differing == LASTING:
                 self._adapt(runner, grown=grown)
                 if self.measuring:
                     return
-                differs = not self._trained() <= self._recorded_trained
-        size = None if differs else self._size(shape)
+                differs = not self._recorded.trains_all
+        size = None if differs else self._recorded.size(shape)
         number = math.inf if size is None else row_of(size)
         if size is not None and number > self._most:
             self._num_larger += 1
@@ -498,18 +489,11 @@ class PlanCycle(Uncopied):
                 self._most = row_of(size)
         if number <= self._most:
             self._seen_rows.add(int(number))
-            runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded_shape is not None)
+            runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded.shape is not None)
         else:
             runner.follow(None)
-        alike = shape is None or self._recorded_shape is None or shape.is_like(self._recorded_shape)
-        if number != ROWS or not alike:
+        if number != ROWS or not self._recorded.is_like(shape):
             runner.skip_step()
-
-    def _size(self, shape: BatchShape | None) -> float | None:
-        """Returns the most bytes that a batch of a shape saves / those of the recorded one; `None`: not known."""
-        if self._recorded_shape is None:
-            return 1.0
-        return self._sizes.size(shape, self._recorded_shape)
 
     def _row(self, runner: PlanRunner, number: int) -> PlanRow | None:
         """Returns a row of the plan in force, which is made with the first micro-batch of its size.
@@ -528,16 +512,6 @@ class PlanCycle(Uncopied):
         exceeds = number > ROWS and row.prediction.gpu_peak_bytes > runner.hardware.gpu_bytes
         return None if exceeds else row
 
-    def _observe_size(self) -> None:
-        """Adds the saved bytes of the micro-batch that has ended, if all of them were counted."""
-        observed, self._observed = self._observed, None
-        if observed is None or not self.offloads_all or not self._trained() <= self._recorded_trained:
-            return
-        shape, before = observed
-        saved = self.training.offloader.stats().saved - before
-        if shape is not None:
-            self._sizes.add(shape, saved)
-
     def _adapt(self, runner: PlanRunner, *, grown: bool) -> None:
         """Makes the plan anew, for more allocated memory, or profiles the training with the parameters of now."""
         if grown:
@@ -552,16 +526,11 @@ class PlanCycle(Uncopied):
         self.training.inform("SwapPlanner: other parameters are trained than before: the training is profiled again.")
         runner.stop()
         self.stage, self.profiled.recordable = "profile", None
-        if self.profiled.budget is not None:
-            self.profiled.budget = ProfilingBudget()
-            self.profiled.budget.begin_step()
+        self._budget = self.profiled.budget = ProfilingBudget()
+        self._budget.begin_step()
         self.profiled.begin(1)
 
     def _plan_again(self, runner: PlanRunner) -> None:
         """Applies a plan for changed profiles or sizes, which is final."""
         self.stage, self._replaced = "final", None
         self._apply(runner, self._maker.make(runner))
-
-    def _trained(self) -> frozenset[int]:
-        """Returns the indices of the parameters that require gradients now."""
-        return frozenset(index for index, one in enumerate(self._parameters) if one.requires_grad)

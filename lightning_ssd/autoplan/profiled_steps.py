@@ -33,7 +33,6 @@ class ProfiledSteps(Uncopied):
         profiler: measures the training. A move of model states replaces it.
         budget: the argument.
         recordable: batches of which a large one may be recorded; `None`: any batch.
-        shape: shape of the recorded batch; `None`: unknown.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class ProfiledSteps(Uncopied):
     ) -> None:
         self.budget = budget
         self.recordable: SeenBatches | None = None
-        self.shape: BatchShape | None = None
         self._training = training
         self._name = name
         self._num_timed = steps
@@ -102,7 +100,6 @@ class ProfiledSteps(Uncopied):
             self.budget.begin_step()
         if self.phase == "waiting" and at_boundary and (self._is_due(batch) or self._must_end_warm_up()):
             self.phase = "recording"
-            self.shape = BatchShape.of(batch)
             self.profiler.begin_recording()
         elif self.phase == "recording":
             self.phase = "checking"

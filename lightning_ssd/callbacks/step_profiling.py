@@ -1,13 +1,13 @@
 """`StepProfiling`: the callbacks that profile the operators of a training pass its events to `autoplan`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.autoplan import CompiledCode, PlanCycle, ProfiledSteps
+from lightning_ssd.autoplan import CompiledCode, PlanCycle, ProfiledSteps, compiled_units
 from lightning_ssd.callbacks.micro_batch_switch import ends_short_window
 from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
 from lightning_ssd.callbacks.training import LightningTraining
@@ -18,7 +18,7 @@ __all__ = ["StepProfiling"]
 
 
 class StepProfiling(pl.Callback):
-    """Passes the events of a training to the object that profiles it, and refuses compiled code.
+    """Passes the events of a training to the object that profiles it, and refuses compiled code that it can't follow.
 
     Args:
         warm_up: steps up to and including the step of the recorded micro-batch.
@@ -27,6 +27,9 @@ class StepProfiling(pl.Callback):
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range.
     """
+
+    follows_units: ClassVar[bool] = False
+    """Whether compiled units are accepted, each as one operator."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         check_count("warm_up", warm_up, 1)
@@ -54,8 +57,9 @@ class StepProfiling(pl.Callback):
             if isinstance(other, StepProfiling) and other is not self:
                 raise ValueError(f"{name} and {type(other).__name__} both measure the first steps. Remove one.")
         self._end()  # Lightning's Tuner begins trainings without an end of the one before
-        self._code = CompiledCode()
-        self._events = self.make_events(LightningTraining(trainer, pl_module))
+        training = LightningTraining(trainer, pl_module)
+        self._code = CompiledCode(compiled_units(training) if self.follows_units else ())
+        self._events = self.make_events(training)
 
     @override
     def on_train_batch_start(

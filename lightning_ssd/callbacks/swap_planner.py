@@ -58,7 +58,8 @@ class SwapPlanner(StepProfiling):
     on the GPU from then on.
 
     A tensor is recomputed only if its recomputation gave the same bytes as autograd had saved, in one micro-batch. With
-    manual optimization nothing is recomputed.
+    manual optimization nothing is recomputed. A compiled block is one operator: its saved tensors are kept or
+    offloaded, or its compiled code runs again in backward.
 
     Args:
         planner: `"holistic"` searches by simulation, within the budgets. `"lohan"`, `"fuyou"`, `"ssdtrain"` and
@@ -80,9 +81,11 @@ class SwapPlanner(StepProfiling):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of range, the plan is not one for the model, it can't be saved, or the model is
-            compiled.
+        ValueError: an argument is out of range, the plan is not one for the model, it can't be saved, or code is
+            compiled that is no block of the model.
     """
+
+    follows_units = True
 
     def __init__(
         self,
@@ -164,6 +167,5 @@ def _check_can_plan(training: Training) -> None:
     obstacle = obstacle_to_planning(training)
     if obstacle is not None:
         several = training.processes > 1
-        remedy = "Set `devices=1`" if several else "Remove `torch.compile`"
-        rest = "" if several else ": the default plans compiled code where memory is short"
-        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback{rest}.")
+        remedy = "Set `devices=1`" if several else "Remove `torch.compile` there"
+        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback.")

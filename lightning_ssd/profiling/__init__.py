@@ -3,7 +3,6 @@
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.limits import (
-    HOST_FILL,
     add_unseen_memory,
     current_placement,
     limit_hardware,
@@ -17,7 +16,6 @@ from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_by
 from lightning_ssd.profiling.unit_profiles import unit_profiles
 
 __all__ = [
-    "HOST_FILL",
     "LifetimeRecorder",
     "Profiler",
     "TraceMode",

@@ -21,6 +21,7 @@ from lightning_ssd.activations import (
     Segment,
     UnitCall,
     UnitDispatchMode,
+    around_call,
     calls_are_compiled,
     calls_operators,
     changes_statistics,
@@ -130,12 +131,16 @@ class TraceMode(UnitDispatchMode):
         """The running compiled operation of the forward."""
         self._compiled_nodes: set[Node] = set()
         """Nodes of compiled operations in the autograd graph of the forward."""
+        self._in_rerun = False
+        """Whether a compiled unit that the user checkpoints runs again, for which the mode of backward was removed."""
         for modules in units:
             for unit in modules:
-                if not calls_are_compiled(unit):  # Dynamo would trace hooks inside
-                    for name, module in unit.named_modules():
-                        if module is not unit and takes_hooks(module):
-                            self._removals += self._track_module(name, module)
+                if calls_are_compiled(unit):  # Dynamo would trace hooks inside
+                    self._removals.append(around_call(unit, self._begin_rerun, self._end_rerun))
+                    continue
+                for name, module in unit.named_modules():
+                    if module is not unit and takes_hooks(module):
+                        self._removals += self._track_module(name, module)
 
     def __enter__(self) -> Any:
         self.graph = ForwardGraph()
@@ -268,6 +273,9 @@ class TraceMode(UnitDispatchMode):
         read = _read(given)
         inputs = tuple(self._number(storage) for storage, weight in read.items() if not weight)
         versions = _versions(module, given)
+        for weight in (*module.parameters(), *module.buffers()):
+            if weight.layout is torch.strided:
+                self._readers.setdefault(storage_of(weight), set()).update(self._open)
         self.graph.transients.enter(unit_call, backward=False)
         self._refill_queue()
         self._stalls = []
@@ -298,6 +306,16 @@ class TraceMode(UnitDispatchMode):
     def compiled_ended(self) -> None:
         self._stalls = self._call = None
 
+    def _begin_rerun(self, args: object, kwargs: object) -> None:
+        if in_backward() and internals.innermost_dispatch_mode() is self._backward:
+            self._in_rerun = True
+            internals.pop_dispatch_mode()
+
+    def _end_rerun(self, output: object) -> None:
+        if self._in_rerun:
+            self._in_rerun = False
+            internals.push_dispatch_mode(self._backward)
+
     def _follow_backward(self, unit_call: UnitCall, given: Sequence[Tensor], output: object) -> None:
         """Has the compiled nodes of a call run without the mode of backward, each as one operation."""
         seen = {one.grad_fn for one in given} | self._compiled_nodes | {None}
@@ -319,8 +337,8 @@ class TraceMode(UnitDispatchMode):
             self._backward_of = unit_call
             if internals.innermost_dispatch_mode() is self._backward:
                 self.graph.transients.enter(unit_call, backward=True)
-                self._refill_queue()
                 internals.pop_dispatch_mode()
+                self._refill_queue()
                 self._stalls = []
                 removed.append(self._clock.now())
 
@@ -536,9 +554,13 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
 
 
 def _versions(module: nn.Module, given: Sequence[Tensor]) -> list[int]:
-    """Returns the versions of the tensors that a call is given, and of the module's parameters and buffers."""
+    """Returns the versions of the tensors that a call is given, and of the module's parameters and buffers.
+
+    Tensors made in inference mode have none, and a call with one of them is never checkpointed.
+    """
     with internals.without_torch_function():  # offloaded weights would answer for their versions
-        return [internals.version_of(one) for one in (*given, *module.parameters(), *module.buffers())]
+        tensors = (*given, *module.parameters(), *module.buffers())
+        return [internals.version_of(one) for one in tensors if not one.is_inference()]
 
 
 def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, device: torch.device) -> bool:

@@ -1,16 +1,15 @@
 """Storages in flight are evicted once their copies should be done, by the recorded times of a plan."""
 
 from collections import deque
+from typing import Any
 
 import torch
 
-from lightning_ssd.activations import OffloadPolicy, PlannedExcess, ResidentLimit, SavedStorage, State
+from lightning_ssd.activations import OffloadAll, OffloadPolicy, SavedStorage, Segment, State, UnitDispatchMode
 from lightning_ssd.activations.in_flight import InFlight
 from lightning_ssd.activations.micro_batch import MicroBatch
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import CPUCopyEngine, Mark, WorkCounter, make_clock
-from lightning_ssd.planning import StoragePlan
-from tests.support.meter import Meter
 from tests.support.offloader import CPU, MIB
 
 
@@ -37,15 +36,22 @@ class Copy(StoredCopy):
         return None
 
 
+class Recorded(UnitDispatchMode):
+    """A mode that knows the seconds of the forward."""
+
+    def begin_segment(self, segment: Segment) -> None:
+        return None
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
 def test_copies_have_the_recorded_time_until_later_regions_save() -> None:
     """A region saves its storages at one time: their bytes do not show that time has passed."""
     sizes, saved_at = [5 * MIB, 10 * MIB, MIB, MIB, MIB], [0.010, 0.010, 0.018, 0.026, 0.100]
-    plan = StoragePlan(tuple(sizes), frozenset(range(5)), ("host",) * 5, frozenset(), 100 * MIB, 0.0, 0.0)
-    placement = PlannedExcess(("host",), ResidentLimit(Meter(100, 0)))
-    placement.begin(sum(sizes))
-    placement.follow(plan, saved_at)
+    mode = Recorded([])
     copies = LaggingEngine()
-    in_flight = InFlight(copies, OffloadPolicy(placement, window_bytes=100 * MIB))
+    in_flight = InFlight(copies, OffloadPolicy(OffloadAll(("host",)), mode, window_bytes=100 * MIB))
     copies.copied = WorkCounter(10**9, 1.0)
     batch = MicroBatch(None, make_clock(CPU), 0, 0)
     in_flight.begin_micro_batch(batch)
@@ -58,7 +64,7 @@ def test_copies_have_the_recorded_time_until_later_regions_save() -> None:
     for index, nbytes in enumerate(sizes):
         record = SavedStorage(torch.empty(nbytes, dtype=torch.uint8), batch, index, deque())
         batch.add(record)
-        placement.tiers_for(nbytes)
+        mode.elapsed = saved_at[index]
         record.offload(Copy(), "host")
         assert record.data is not None
         in_flight.add(record, record.data, record.copy or Copy())

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.autoplan import obstacles
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.compiled_blocks import (
+    STEPS,
     Block,
     Blocks,
     See,
@@ -24,7 +26,7 @@ from tests.support.compiled_blocks import (
     train,
 )
 from tests.support.meter import Meter, use, use_slow_transfers
-from tests.support.plans import BOTH, draw
+from tests.support.plans import BOTH, draw, planner
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
 
@@ -179,6 +181,92 @@ def test_units_whose_second_run_could_have_other_effects_are_not_checkpointed(
     assert all(unit.checkpoint_bytes is None for unit in see.planner.runner.profile.units)
 
 
+class Later(Blocks):
+    """Changes a weight of the blocks that backward does not need, after their forwards."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.down.bias.mul_(0.99)  # type: ignore[operator, union-attr]
+        return loss
+
+
+def test_units_whose_weights_change_after_their_forward_are_not_checkpointed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = train("aot_eager", "auto", tmp_path, build=Later)
+    see = See()
+    limit(SHORT, monkeypatch, transfers=False)
+    numbers, _ = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=Later)
+    assert_same(numbers, plain)
+    assert all(unit.checkpoint_bytes is None for unit in see.planner.runner.profile.units)
+
+
+class Checkpointed(Blocks):
+    """Blocks that the user checkpoints, of which each call of a compiled graph is counted."""
+
+    def __init__(self) -> None:
+        super().__init__("eager", compiles=lambda block, backend: block)
+        self.calls = 0
+        for block in self.blocks:
+            block.compile(backend=self.count)
+
+    def count(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch.requires_grad_()
+        for block in self.blocks:
+            batch = checkpoint(block, batch, use_reentrant=False)
+        loss = self.head(batch).square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss  # type: ignore[no-any-return]
+
+
+def test_blocks_that_the_user_checkpoints_run_compiled_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the backward that is recorded."""
+    made: list[Checkpointed] = []
+
+    def build(backend: str) -> Checkpointed:
+        made.append(Checkpointed())
+        return made[-1]
+
+    plain, expected = train("", "auto", tmp_path, build=build)
+    see = See()
+    limit(SHORT - 30_000, monkeypatch)
+    numbers, counters = train("", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=build)
+    assert_same(numbers, plain)
+    assert counters == expected
+    assert see.outcome == "plan"
+    assert made[0].calls == made[1].calls == 2 * 4 * STEPS
+
+
+class Taught(Blocks):
+    """Calls its blocks in inference mode first, as a teacher, on a tensor that is made there."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.inference_mode():
+            target = self.blocks[0](batch + 1).mean().item()
+        return super().training_step(batch + target, batch_idx)
+
+
+def test_compiled_units_that_are_called_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, expected = train("aot_eager", "auto", tmp_path, build=Taught)
+    see = See()
+    limit(SHORT, monkeypatch)
+    numbers, counters = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=Taught)
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert see.outcome == "plan"
+
+
 class Whole(Blocks):
     """Blocks that are called in a compiled function."""
 
@@ -234,6 +322,42 @@ def test_without_a_plan_for_other_compiled_code_a_line_names_the_remedy(
     assert_same(numbers, plain)
     assert see.outcome == "offload" and see.stored[-1] > see.stored[-2]
     assert "`for block in model.blocks: block.compile()`" in caplog.text
+
+
+def test_swap_planner_plans_compiled_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, expected = train("aot_eager", "auto", tmp_path)
+    swaps = planner()
+    numbers, counters = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[swaps])
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert swaps.plan is not None and "compiled" in swaps.plan.units["blocks.0"].operators
+
+
+class Manual(Blocks):
+    """Manual optimization: weights may change between a forward and its backward, so that no forward runs again."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_with_manual_optimization_no_unit_is_checkpointed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, expected = train("aot_eager", "auto", tmp_path, build=Manual)
+    see = See()
+    limit(SHORT, monkeypatch, transfers=False)
+    numbers, counters = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=Manual)
+    assert counters == expected
+    assert_same(numbers, plain)
+    assert see.planner.plan is not None
+    assert not any(unit.checkpoint for unit in see.planner.plan.units.values())
 
 
 def test_epochs_that_are_shorter_than_an_accumulation_are_planned(
