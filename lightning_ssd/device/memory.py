@@ -79,11 +79,8 @@ def usable_gpu_memory(device: torch.device) -> int:
 
 
 def _memory_fraction(device: torch.device) -> float:
-    return float(
-        torch.cuda.get_per_process_memory_fraction(
-            torch.cuda.current_device() if device.index is None else device.index
-        )
-    )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return float(torch.cuda.get_per_process_memory_fraction(index))
 
 
 def allocator_memory(device: torch.device) -> "CUDAMemory | None":

@@ -164,7 +164,7 @@ class _Considered:
         wear: bytes written to SSDs, and seconds of copies and of compute, to be minimized among plans of about equal
             score (see `_wear`).
         plan: the plan.
-        prediction: its prediction, without `memory`.
+        prediction: its prediction.
     """
 
     score: tuple[float, float]
@@ -192,7 +192,7 @@ class _Search:
         """Indices of the units that may be checkpointed."""
         self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
         self._recompute_seconds = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
-        start = replace(simulate(model, hardware, min_memory), memory=())
+        start = simulate(model, hardware, min_memory)
         self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
         self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
@@ -276,12 +276,12 @@ class _Search:
                 self.consider(plan)
 
     def consider(self, plan: Plan) -> Prediction:
-        """Returns the prediction for a plan, which is simulated the first time. Its `memory` is not recorded."""
+        """Returns the prediction for a plan, which is simulated the first time."""
         self._simulations += 1
         text = repr(plan)
         prediction = self._predictions.get(text)
         if prediction is None:
-            prediction = replace(simulate(self.model, self.hardware, plan), memory=())
+            prediction = simulate(self.model, self.hardware, plan)
             self._predictions[text] = prediction
             considered = _Considered(_score(prediction, self.hardware), _wear(prediction), plan, prediction)
             self._considered.append(considered)

@@ -117,74 +117,47 @@ class _Room:
         self._link_rate = machine.link_out if direction == "out" else machine.link_in
         self._ssd_rate = machine.ssd[direction == "out"]
         self._link: Floats = np.zeros(count)
-        self._tiers: Floats = np.full((len(OFFLOAD_TIERS), count), inf)
-        """Bytes that each of `OFFLOAD_TIERS` can carry."""
-        self._ssd = self._tiers[OFFLOAD_TIERS.index("ssd")]
-        self._ssd[:] = 0.0
-        self._both: Floats = np.zeros((len(OFFLOAD_TIERS), 2, count))
-        """Bytes that a tier and the link can carry, for two steps."""
-        self._rooms: dict[OffloadTierName, Floats] = dict(
-            zip(OFFLOAD_TIERS, self._both.reshape(len(OFFLOAD_TIERS), 2 * count), strict=True)
-        )
-        """The same memory, by tier."""
-        self._free = np.zeros((len(OFFLOAD_TIERS), 2 * count + 1), np.int64)
-        """For each tier and operator, an operator up to the next one with room; itself if it has room."""
-        self._free_by_tier = dict(zip(OFFLOAD_TIERS, self._free, strict=True))
+        self._ssd: Floats = np.zeros(count)
+        self._rooms: dict[OffloadTierName, Floats] = {tier: np.zeros(2 * count) for tier in OFFLOAD_TIERS}
+        """By tier, bytes that the tier and the link can carry while each operator runs."""
 
     def add_time(self, seconds: Floats) -> None:
         """Adds the room of `seconds` for each operator."""
         self._link += self._link_rate * seconds
         self._ssd += self._ssd_rate * seconds
-        np.minimum(self._link, self._tiers[:, None], out=self._both)
-        self._free[:] = np.arange(2 * self._count + 1)
-
-    def _first(self, tier: OffloadTierName, operator: int) -> int:
-        """Returns the first operator with room for transfers of a tier, from `operator` on; the last one: none has."""
-        free = self._free_by_tier[tier]
-        while (following := free.item(operator)) != operator:
-            free[operator] = operator = free.item(following)  # path halving
-        return operator
+        self._update(0, self._count)
 
     def reach(self, tier: OffloadTierName, start: int, stop: int, size: float) -> int | None:
         """Returns the operator while which a transfer ends that begins with `start`; None: not before `stop`."""
-        room = self._rooms[tier]
-        done, count = 0.0, CHUNK
-        while (start := self._first(tier, start)) < stop:
-            if done + room.item(start) >= size:
-                return start
-            total = room[start : min(start + count, stop)].cumsum()
-            most = done + total.item(-1)
-            if most >= size:
-                return start + int(total.searchsorted(size - done))
-            done, start, count = most, min(start + count, stop), 4 * count
-        return None
+        total = self._sums(tier, start, stop, size)
+        return start + int(total.searchsorted(size)) if len(total) and total[-1] >= size else None
 
     def carry(self, tier: OffloadTierName, start: int, stop: int, size: float) -> None:
         """Uses the first room from `start` on and before `stop` for a transfer."""
-        start = self._first(tier, start)
-        if start >= stop:
-            return
-        most, count = stop - start, CHUNK
-        while True:
-            room = self._rooms[tier][start : start + min(count, most)]
-            total = room.cumsum()
-            if total[-1] >= size or count >= most:
-                break
-            count *= 4
-        used = min(len(room), int(total.searchsorted(size)) + 1)
-        carried = room[:used].copy()
-        if total[used - 1] > size:
-            carried[-1] -= total[used - 1] - size
+        total = self._sums(tier, start, stop, size)
+        used = min(len(total), int(total.searchsorted(size)) + 1)
+        carried = np.diff(np.minimum(total[:used], size), prepend=0.0)
         done = 0
         for first, last in wrapped(start, start + used, self._count):
             part = carried[done : done + last - first]
             self._link[first:last] -= part
             if tier == "ssd":
                 self._ssd[first:last] -= part
-            left = np.minimum(self._link[first:last], self._tiers[:, first:last])
-            self._both[:, :, first:last] = left[:, None]
-            with_room = np.where(left > 0, np.arange(first, last), last)
-            following = np.minimum.accumulate(with_room[:, ::-1], axis=1)[:, ::-1]
-            self._free[:, first:last] = following
-            self._free[:, self._count + first : self._count + last] = self._count + following
+            self._update(first, last)
             done += last - first
+
+    def _sums(self, tier: OffloadTierName, start: int, stop: int, size: float) -> Floats:
+        """Returns the room of the operators from `start` up to each one, as far as a transfer needs it."""
+        room, count = self._rooms[tier][start:stop], CHUNK
+        while True:
+            total: Floats = room[:count].cumsum()
+            if count >= len(room) or total[-1] >= size:
+                return total
+            count *= 4
+
+    def _update(self, first: int, last: int) -> None:
+        """Updates the room of operators from `first` to before `last`, in both steps."""
+        link = np.maximum(0.0, self._link[first:last])  # differences of sums may be rounded below 0
+        for tier, room in self._rooms.items():
+            left = link if tier == "host" else np.minimum(link, np.maximum(0.0, self._ssd[first:last]))
+            room.reshape(2, -1)[:, first:last] = left

@@ -1,6 +1,6 @@
 """Simulates a training step under a plan, and predicts its seconds and the bytes in each tier."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from lightning_ssd.planning.endurance import DAY
@@ -35,7 +35,6 @@ class Prediction:
         ssd_written_bytes: bytes written to SSDs per step.
         copied_bytes: bytes copied to and from the GPU per step.
         bound: the busiest resource.
-        memory: (seconds, GPU bytes, host bytes, SSD bytes) at the begin of the last step and after each change in it.
     """
 
     step_seconds: float
@@ -48,7 +47,6 @@ class Prediction:
     ssd_written_bytes: int
     copied_bytes: int
     bound: str
-    memory: tuple[tuple[float, int, int, int], ...] = field(repr=False)
 
     def excess_bytes(self, hardware: HardwareProfile) -> int:
         """Returns the sum of bytes by which the plan exceeds the limits of memory and SSD writes, 0 if it fits."""
@@ -144,11 +142,6 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
     launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.synchronizes else 0.0
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + max(0.0, launch_delay), *busy.values())
-    first = max(index for index, sample in enumerate(memory.samples) if sample[0] <= begin)
-    samples = tuple(
-        (max(0.0, now - begin), gpu + on_gpu, host + in_host, ssd + on_ssd)
-        for now, on_gpu, in_host, on_ssd in memory.samples[first:]
-    )
     return Prediction(
         step_seconds=seconds,
         busy_seconds=busy,
@@ -160,5 +153,4 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
         ssd_written_bytes=round(written),
         copied_bytes=round(copied),
         bound=max(busy, key=lambda resource: busy[resource]),
-        memory=samples,
     )

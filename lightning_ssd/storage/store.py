@@ -51,7 +51,6 @@ class IOStats:
         write_seconds: seconds during which at least one write was being served.
         read_seconds: seconds during which at least one read was being served.
         allocated_bytes: bytes of all blobs now, each piece rounded up to 4096.
-        peak_bytes: peak of `allocated_bytes`.
     """
 
     bytes_written: int
@@ -59,7 +58,6 @@ class IOStats:
     write_seconds: float
     read_seconds: float
     allocated_bytes: int
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,6 @@ class BlobStore:
         self.backend_name = chosen.name
         self._capacity = capacity
         self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
-        self._peak = 0
         self._owner = os.getpid()
         self._paths = [str(Path(path).absolute()) for path in paths]
         self._volumes: list[Volume] = []
@@ -247,7 +244,6 @@ class BlobStore:
             except BaseException:
                 self._free(pieces)
                 raise
-            self._peak = max(self._peak, self._allocated)
         return Blob(nbytes, tuple(pieces))
 
     def free(self, blob: Blob) -> None:
@@ -304,7 +300,7 @@ class BlobStore:
         written, write_seconds = self._engine.written.read()
         read, read_seconds = self._engine.read.read()
         with self._lock:
-            return IOStats(written, read, write_seconds, read_seconds, self._allocated, self._peak)
+            return IOStats(written, read, write_seconds, read_seconds, self._allocated)
 
     def file_ranges(self, blob: Blob, start: int, nbytes: int) -> tuple[FileRange, ...]:
         """Returns the ranges of the scratch files that have `nbytes` bytes of a blob from offset `start`, in order."""

@@ -49,8 +49,8 @@ def test_copies_share_the_link() -> None:
 def test_ssds_are_half_duplex() -> None:
     """Reads and writes alternate; while one kind waits for the other, both have the bandwidth of mixed requests."""
     machine = replace(UNIT, ssd_read=4.0, ssd_write=2.0, ssd_mixed=1.0)
-    read, write, last = Task(SSD, 4, 0), Task(SSD, 4, 0, write=True), Task(SSD, 8, 0)
-    last.wait_for(write)
+    read, write = Task(SSD, 4, 0), Task(SSD, 4, 0, write=True)
+    last = Task(SSD, 8, 0, write)
     run([read, write, last], machine)
     assert (read.begin, read.end) == (0, 4)
     assert (write.begin, write.end) == (4, 6)
@@ -90,9 +90,9 @@ def test_memory_over_time() -> None:
 
 def test_memory_of_prefetched_tensors_is_allocated_when_the_copy_is_issued() -> None:
     """The window has room for two copies: both have memory while the second one waits for the first."""
-    before, first, second = Task(COMPUTE, 1, 0), Task(COPY_IN, 5, 0), Task(COPY_IN, 7, 0)
+    before = Task(COMPUTE, 1, 0)
+    first, second = Task(COPY_IN, 5, 0, before), Task(COPY_IN, 7, 0, before)
     for copy in (first, second):
-        copy.wait_for(before)
         copy.gpu = (int(copy.amount), 0)
     assert run([before, first, second], UNIT).samples == [(0, 0, 0, 0), (1, 5, 0, 0), (1, 12, 0, 0)]
 
@@ -339,6 +339,18 @@ def test_a_small_window_stalls() -> None:
     assert narrow.gpu_peak_bytes < wide.gpu_peak_bytes
 
 
+def memory_of(model: ModelProfile, machine: HardwareProfile, plan: Plan) -> list[tuple[int, ...]]:
+    """Returns the bytes of GPU memory, host memory and SSDs after each change in three steps."""
+    steps = StepTasks(model, machine, plan)
+    for step in range(3):
+        steps.add_step(step)
+    resident = resident_bytes(model, plan)
+    return [
+        tuple(own + used for own, used in zip(resident, sample[1:], strict=True))
+        for sample in run(steps.tasks, machine).samples
+    ]
+
+
 def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
     parts = plan.parts(model)
     return sum(
@@ -369,11 +381,10 @@ def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine
     written = prediction.ssd_written_bytes - states - weights
     # Bytes that backward needs before their eviction are neither written nor read, except beyond staging memory.
     assert 0 <= read <= written <= model.micro_batches * swapped
-    assert prediction.memory[-1][1] == resident_gpu_bytes(model, plan)
-    assert prediction.memory[-1][2:] == resident_bytes(model, plan)[1:]
-    assert all(min(sample[1:]) >= 0 for sample in prediction.memory)
-    assert prediction.gpu_peak_bytes >= max(sample[1] for sample in prediction.memory)
-    assert prediction.host_peak_bytes >= max(sample[2] for sample in prediction.memory)
+    memory = memory_of(model, machine, plan)
+    assert memory[-1][0] == resident_gpu_bytes(model, plan)
+    assert memory[-1][1:] == resident_bytes(model, plan)[1:]
+    assert all(min(sample) >= 0 for sample in memory)
 
 
 @settings(max_examples=50, deadline=None)
@@ -525,7 +536,8 @@ def test_gradients_that_wait_on_the_gpu_are_not_copied_and_have_memory_until_the
     assert after.step_seconds < 0.95 * before.step_seconds
     least = resident_bytes(model, wait)[0] + (4 if clip == "deferred" else 2) * gradients
     assert after.gpu_peak_bytes >= max(least, before.gpu_peak_bytes + gradients)
-    assert after.memory[-1][1] <= after.memory[0][1]  # nothing is left from step to step
+    memory = memory_of(model, H100, wait)
+    assert memory[-1][0] <= resident_bytes(model, wait)[0]  # nothing is left from step to step
     sums = replace(model, micro_batches=2)
     assert simulate(sums, H100, wait).copied_bytes == simulate(sums, H100, leave).copied_bytes
 

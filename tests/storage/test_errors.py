@@ -20,7 +20,7 @@ from lightning_ssd.storage import (
     StorageFullError,
 )
 from tests.support.faults import DeviceBackend, FaultyBackend, Operation
-from tests.support.storage import CPU, KIB, noise, open_store, read, write
+from tests.support.storage import CPU, KIB, noise, open_store, write
 
 
 @pytest.fixture
@@ -73,15 +73,6 @@ def test_a_short_transfer(store: BlobStore, backend: FaultyBackend, operation: O
         move(piece, noise(8 * KIB)).result()
 
 
-def test_a_flipped_bit(store: BlobStore, backend: FaultyBackend) -> None:
-    blob = store.allocate(100 * KIB)
-    backend.flip = True
-    write(store, blob, noise(blob.nbytes))
-    piece = blob.pieces[0]
-    with pytest.raises(ChecksumError, match=rf"{place(piece.offset)} are not what was written"):
-        store.read(piece, noise(piece.nbytes)).result()
-
-
 def test_a_piece_that_was_never_written(store: BlobStore) -> None:
     blob = store.allocate(KIB)
     write(store, blob, noise(KIB))
@@ -89,17 +80,6 @@ def test_a_piece_that_was_never_written(store: BlobStore) -> None:
     (again,) = store.allocate(KIB).pieces
     with pytest.raises(ChecksumError, match="never written"):
         store.read(again, noise(KIB)).result()
-
-
-def test_a_truncated_file(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        blob = store.allocate(8 * KIB)
-        write(store, blob, noise(blob.nbytes))
-        (directory,) = tmp_path.iterdir()
-        with open(directory / "scratch.bin", "r+b") as file:
-            file.truncate(0)
-        with pytest.raises(StorageError, match="read only 0 of 8192"):
-            read(store, blob)
 
 
 def test_an_error_of_a_backends_own_kind(store: BlobStore, backend: FaultyBackend) -> None:
