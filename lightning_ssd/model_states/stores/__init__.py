@@ -3,6 +3,7 @@
 The modules, in the order in which they are best read:
 
 - `split`: the format of split master weights.
+- `dynamic_code`: the format of optimizer states in 8 bits.
 - `layout`: the arrays of a store and their byte offsets.
 - `buffers`: bytes in host memory, or on SSDs with staging memory.
 - `state_store`: the store: stage, unstage, commit, revert.
@@ -18,9 +19,12 @@ from lightning_ssd.model_states.stores.buffers import (
     StateBuffer,
     StateStaging,
 )
+from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_numbers, nearest_table
 from lightning_ssd.model_states.stores.layout import (
     MASTER,
     MOMENT_DTYPES,
+    SCALES,
+    UNSIGNED_STATES,
     WEIGHT,
     WHOLE_DTYPES,
     Layout,
@@ -34,11 +38,13 @@ from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.model_states.stores.summoned import summon
 
 __all__ = [
+    "BLOCK",
     "HostBuffer",
     "Layout",
     "MASTER",
     "MOMENT_DTYPES",
     "MomentFormat",
+    "SCALES",
     "SSDBuffer",
     "SSDStep",
     "SpareMemory",
@@ -48,9 +54,12 @@ __all__ = [
     "StateStaging",
     "StateStore",
     "StoredArray",
+    "UNSIGNED_STATES",
     "WEIGHT",
     "WHOLE_DTYPES",
+    "code_numbers",
     "join",
+    "nearest_table",
     "split",
     "summon",
     "write_changed",
