@@ -35,6 +35,7 @@ FORMATS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp32": (28, {}),
     "split": (26, {"split": True}),
     "bf16": (18, {"split": True, "moments": "bf16"}),
+    "8bit": (14, {"split": True, "moments": "8bit"}),
 }
 """Of each `state_format`, bytes of a parameter that a step reads and writes, and arguments of `adam_step`. Whole master
 weights are read and written, and the compute weights are written."""

@@ -252,7 +252,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results; a table in Markdown is written beside it")
     parser.add_argument("--recipes", nargs="+", default=["gpt", "finetune", "vit"], help="see above")
-    parser.add_argument("--formats", nargs="+", default=["fp32", "bf16"], help="values of `state_format`, fp32 first")
+    parser.add_argument(
+        "--formats", nargs="+", default=["fp32", "bf16", "8bit"], help="values of `state_format`, fp32 first"
+    )
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)

@@ -481,7 +481,7 @@ def _state_bytes(
     numel = sum(parameter.numel() for parameter in trained)
     width = 4 if wide else 2
     resident = sum(opt_states.get(parameter, 0) for parameter in trained)
-    offloaded = resident // 2 if moments == "bf16" else resident
+    offloaded = resident // {"bf16": 2, "8bit": 4}.get(moments, 1)
     if masters and not wide:
         offloaded += (2 if split else 4) * numel
         resident += 4 * numel

@@ -152,7 +152,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             rounded away from zero in the bf16 weights. `"bf16"`: an approximation of Adam and AdamW for host memory
             that is short. Like `"split"`, and offloaded moments are in bf16, which saves 4 bytes more. Steps compute in
             fp32 and round the moments stochastically, by random numbers that depend on parameter, element and step
-            alone. Checkpoints have the moments in fp32; those of other trainings are rounded when they are loaded.
+            alone. `"8bit"`: moments in blocks of 8 bits, which saves 2 bytes more, and is coarser. Checkpoints have the
+            moments in fp32; those of other trainings are rounded when they are loaded.
         clip: when to step if gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the norm is
             known, overlapped with the next forward, in the order in which forward needs the weights. `"speculative"`:
             during backward, unclipped, into a second copy of the states; if gradients had to be clipped, these steps

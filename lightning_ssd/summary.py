@@ -53,7 +53,11 @@ def describe_states(states: ModelStates, locations: Sequence[TensorLocation], de
         return f"model states are kept on the {name}: no parameter of `min_bytes` or more can be offloaded"
     parts = [f"weights are {_places(weights)}"]
     if opt_states.total():
-        parts.append(f"{'master weights and ' if masters else ''}optimizer states {_places(opt_states)}")
+        rounded = {store.layout.moments for store in states.stores.values() if store.layout.moments != "fp32"}
+        parts.append(
+            f"{'master weights and ' if masters else ''}optimizer states {_places(opt_states)}"
+            + (f", rounded to {', '.join(sorted(rounded))}" if rounded else "")
+        )
     used = [f"{format_bytes(states.nbytes.host)} of host memory with gradients and staging"]
     used += [f"{format_bytes(states.nbytes.ssd)} on SSD"] if states.nbytes.ssd else []
     return f"{', '.join(parts)} ({', '.join(used)})" + (

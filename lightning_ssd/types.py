@@ -49,7 +49,7 @@ ClipMode = Literal["off", "deferred", "speculative"]
 Clip = Literal["auto", "deferred", "speculative"]
 """Argument `clip` of the strategy."""
 
-StateFormat = Literal["fp32", "split", "bf16"]
+StateFormat = Literal["fp32", "split", "bf16", "8bit"]
 """Argument `state_format` of the strategy."""
 
 Overlap = Literal["none", "naive", "optimized"]

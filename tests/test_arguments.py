@@ -27,7 +27,7 @@ WORDS = {
     "backend": ("auto", "posix", "kvikio"),
     "states": ("auto", "gpu", "host", "ssd"),
     "overlap": ("optimized", "naive", "none"),
-    "state_format": ("fp32", "split", "bf16"),
+    "state_format": ("fp32", "split", "bf16", "8bit"),
     "clip": ("auto", "deferred", "speculative"),
     "checkpoints": ("file", "sharded"),
 }

@@ -149,7 +149,7 @@ def test_states_are_those_of_the_users_optimizer(how: str, moments: int, precisi
 
 @pytest.mark.parametrize(
     ("state_format", "precision", "nbytes"),
-    [("fp32", "bf16-mixed", 12), ("split", "bf16-mixed", 10), ("bf16", "bf16-mixed", 6), ("bf16", "32-true", 4)],
+    [("fp32", "bf16-mixed", 12), ("split", "bf16-mixed", 10), ("bf16", "bf16-mixed", 6), ("8bit", "bf16-mixed", 4)],
 )
 def test_states_have_the_bytes_of_their_format(state_format: str, precision: str, nbytes: int) -> None:
     """On the GPU, all are in fp32."""

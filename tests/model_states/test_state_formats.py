@@ -10,10 +10,11 @@ import torch
 from lightning_ssd.locations import tensor_locations
 from lightning_ssd.model_states.optimizers import adam_c
 from tests.support.compare import assert_same, same
+from tests.support.device_steps import Shared
 from tests.support.models import Model
 from tests.support.states import host, ssd, train
 
-FORMATS = ["bf16"]
+FORMATS = ["bf16", "8bit"]
 
 
 def amsgrad(parameters: Any) -> torch.optim.Optimizer:
@@ -79,19 +80,23 @@ def test_a_training_resumes_from_its_checkpoint_bit_for_bit(
 
 
 @pytest.mark.parametrize("state_format", FORMATS)
-def test_a_training_converges_as_with_exact_states(tmp_path: Path, state_format: Any) -> None:
+def test_a_training_converges_as_with_exact_states(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state_format: Any
+) -> None:
+    """The first log line names the approximation."""
     exact, rounded = (
         train(tmp_path, host(state_format=kind), Model(slow), precision="bf16-mixed", max_epochs=12)
         for kind in ("fp32", state_format)
     )
+    assert caplog.text.count(", rounded to ") == caplog.text.count(f", rounded to {state_format} (") == 1
     assert rounded.losses != exact.losses
     assert rounded.losses[-1] < 0.7 * rounded.losses[0]
     assert rounded.losses[-1] == pytest.approx(exact.losses[-1], rel=0.05)
 
 
-@pytest.mark.parametrize(("state_format", "nbytes"), [("fp32", 14), ("split", 12), ("bf16", 8)])
+@pytest.mark.parametrize(("state_format", "nbytes"), [("fp32", 14), ("split", 12), ("bf16", 8), ("8bit", 6)])
 def test_bytes_of_a_parameter(tmp_path: Path, state_format: Any, nbytes: int) -> None:
-    """Weight, master weight and both moments, without the gradient."""
+    """Weight, master weight and both moments, without the gradient, and without the scales of blocks."""
     found: list[float] = []
 
     class Watching(Model):
@@ -100,11 +105,11 @@ def test_bytes_of_a_parameter(tmp_path: Path, state_format: Any, nbytes: int) ->
             layouts = [store.layout for store in strategy.model_states.stores.values()]
             numel = sum(layout.flat.numel for layout in layouts)
             found.append(sum(layout.flat.nbytes + layout.opt_state_bytes for layout in layouts) / numel)
-            rows = [row for row in tensor_locations(self.trainer) if row.kind != "gradient"]
+            rows = [row for row in tensor_locations(self.trainer) if row.kind != "gradient" and "scale" not in row.name]
             assert sum(row.nbytes for row in rows) == nbytes * sum(p.numel() for p in self.parameters())
 
     train(tmp_path, host(state_format=state_format), Watching(), precision="bf16-true", max_epochs=1, batches=2)
-    assert found == [nbytes, nbytes]
+    assert found == [nbytes + (8 / 256 if state_format == "8bit" else 0)] * 2
 
 
 @pytest.mark.parametrize("state_format", FORMATS)
@@ -122,6 +127,15 @@ def test_other_optimizers_are_refused_at_start(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train(tmp_path, host(state_format=state_format), Model(make_optimizer))
+
+
+def test_the_cpu_makes_steps_in_8_bits_that_a_plan_gives_to_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(tmp_path, host(state_format="8bit"), Model(slow))
+    shared = Shared(monkeypatch)
+    assert_same(train(tmp_path, host(state_format="8bit"), Model(slow)), expected)
+    assert shared.steps == 0
 
 
 def test_options_that_change_to_unsupported_ones_are_refused(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_a_script_that_is_repeated_in_one_process_is_refused(tmp_path: Path) -> 
         dict(strategy=dict(overlap="none"), accumulate_grad_batches=3),
         dict(precision="bf16-true", strategy=dict(state_format="split", min_bytes=1)),
         dict(precision="bf16-true", strategy=dict(state_format="bf16", min_bytes=1)),
+        dict(precision="bf16-true", strategy=dict(state_format="8bit", min_bytes=1, clip="speculative")),
         dict(strategy=dict(clip="deferred")),
         dict(strategy=dict(overlap="naive"), gradient_clip_val=None),
         dict(strategy=dict(states="ssd"), accumulate_grad_batches=1, val_check_interval=1.0),

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from lightning_ssd.model_states.journal import describe
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer, parameters_of
-from lightning_ssd.model_states.stores import HostBuffer, SSDBuffer, StateStaging, StateStore
+from lightning_ssd.model_states.stores import SCALES, WEIGHT, HostBuffer, SSDBuffer, StateStaging, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.model_states.weights import OffloadedModel
 from lightning_ssd.shutdown import Shutdown
@@ -160,10 +160,15 @@ class ModelRestorer:
         assert isinstance(opt_state, SSDBuffer)
         self._on_ssd = True
         blob = opt_state.blobs[opt_state.version]
-        (array,) = (array for array in store.layout.arrays if array.key == name)
+        layout = store.layout
 
         def read() -> Tensor:
             assert self._blobs is not None
-            return item.unflatten(self._blobs.read(blob, *array.range_of(item)).view(array.dtype).to(value.dtype))
+            stored = {
+                array.key: self._blobs.read(blob, *array.range_of(item)).view(array.dtype)
+                for array in layout.arrays
+                if array.key in (name, name + SCALES)
+            }
+            return item.unflatten(layout.state_of({WEIGHT: torch.empty(0), **stored}).decode(name))
 
         return LazyTensor.make(value, read)

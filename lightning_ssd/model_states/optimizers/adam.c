@@ -13,8 +13,8 @@
    where conversions around a kernel of their own would take 40. Ordinary stores to a second version add 12 to 14 bytes,
    since a store that misses the caches reads the line first.
 
-   Moments in bf16 take 8 bytes of traffic less. They are computed in fp32, one block at a time, and rounded when they
-   are stored, so that a step's weights are those of the moments before rounding. */
+   Moments in bf16 take 8 bytes of traffic less, and those in 8 bits 12. They are computed in fp32, one block at a time,
+   and rounded when they are stored, so that a step's weights are those of the moments before rounding. */
 
 #include <math.h>
 #include <stdint.h>
@@ -39,11 +39,15 @@ typedef struct {
     int32_t moments;       /* format of the moments, see below */
     int64_t step;          /* steps of the parameters after this one */
     void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
+    const float *scales_in[2];      /* of both moments in 8 bits, one for each block, and new ones */
+    float *scales[2];
+    const float *code_numbers[2];   /* tables of dynamic_code.py, for both moments */
+    const uint32_t *nearest[2];
 } Settings;
 
 enum { WEIGHTS = 1, MASTERS = 2, MOMENTS = 4, ALL = 7 };
 
-enum { MOMENTS_FP32, MOMENTS_BF16 };
+enum { MOMENTS_FP32, MOMENTS_BF16, MOMENTS_8BIT };
 
 /* A part of one parameter that one thread steps: the elements from `tail` on fill no whole vector of torch's. */
 typedef struct {
@@ -153,8 +157,66 @@ INLINE void fence(void) {
 #endif
 }
 
+enum { CODE_BLOCK = 256, FIRST_BUCKET = (127 - 25) << 7, LAST_BUCKET = 127 << 7 }; /* as in dynamic_code.py */
+
+INLINE int64_t block_end(int64_t start, int64_t count) {
+    return count - start < CODE_BLOCK ? count : start + CODE_BLOCK;
+}
+
+INLINE void decode(const uint8_t *codes, const float *scales, const float *numbers, int64_t count, float *values) {
+    for (int64_t start = 0; start < count; start += CODE_BLOCK) {
+        float scale = scales[start / CODE_BLOCK];
+        for (int64_t i = start; i < block_end(start, count); i++)
+            values[i] = numbers[codes[i]] * scale;
+    }
+}
+
+INLINE void encode(const float *values, int64_t count, const uint32_t *nearest, int is_signed, uint8_t *codes,
+                   float *scales) {
+    for (int64_t start = 0; start < count; start += CODE_BLOCK) {
+        const int64_t end = block_end(start, count);
+        int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
+        for (int64_t i = start; i < end; i++) {
+            int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
+            largest = magnitude > largest ? magnitude : largest;
+            largest_positive = bits > largest_positive ? bits : largest_positive;
+        }
+        float scale = as_float((uint32_t)largest), inverse = 0.0f;
+        if (largest >= 0x7f800000) {
+            scale = as_float(0x7fc00000u);
+        } else if (largest < 0x00800000) {
+            scale = 0.0f;
+        } else {
+            if (is_signed && largest_positive != largest)
+                scale = -scale;
+            inverse = 1.0f / scale;
+        }
+        scales[start / CODE_BLOCK] = scale;
+        const int coded = inverse != 0.0f;
+        for (int64_t i = start; i < end; i++) {
+            float relative = coded ? values[i] * inverse : 0.0f;
+            int32_t bits = (int32_t)(as_bits(relative) & 0x7fffffffu), bucket = bits >> 16;
+            bucket = bucket < FIRST_BUCKET ? FIRST_BUCKET : bucket > LAST_BUCKET ? LAST_BUCKET : bucket;
+            uint32_t entry = nearest[bucket - FIRST_BUCKET];
+            int32_t magnitude = (int32_t)(entry >> 16) + (((uint32_t)bits & 0xffffu) > (entry & 0xffffu));
+            if (is_signed)
+                magnitude = relative < 0.0f ? 127 - (magnitude > 127 ? 127 : magnitude) : 127 + magnitude;
+            else if (relative > 0.0f && magnitude < 1)
+                magnitude = 1;
+            codes[i] = (uint8_t)magnitude;
+        }
+    }
+}
+
 /* Reads `count` elements of both moments from `start` on, which are not stored in fp32. */
-INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v) {
+INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v,
+                         const Settings *s) {
+    if (s->moments == MOMENTS_8BIT) {
+        int64_t block = start / CODE_BLOCK;
+        decode((const uint8_t *)m_in + start, s->scales_in[0] + block, s->code_numbers[0], count, m);
+        decode((const uint8_t *)v_in + start, s->scales_in[1] + block, s->code_numbers[1], count, v);
+        return;
+    }
     const uint16_t *stored_m = (const uint16_t *)m_in + start, *stored_v = (const uint16_t *)v_in + start;
     for (int64_t i = 0; i < count; i++) {
         m[i] = bf16_as_float(stored_m[i]);
@@ -165,6 +227,15 @@ INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int6
 /* Stores `count` elements of both moments from `start` on, which is in `item`, rounded. */
 INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
                           Item item, const Settings *s) {
+    if (s->moments == MOMENTS_8BIT) {
+        __attribute__((aligned(64))) uint8_t codes_m[BLOCK], codes_v[BLOCK];
+        int64_t block = start / CODE_BLOCK;
+        encode(new_m, count, s->nearest[0], 1, codes_m, s->scales[0] + block);
+        encode(new_v, count, s->nearest[1], 0, codes_v, s->scales[1] + block);
+        put((uint8_t *)m + start, codes_m, count, s->past_caches);
+        put((uint8_t *)v + start, codes_v, count, s->past_caches);
+        return;
+    }
     __attribute__((aligned(64))) uint16_t rounded_m[BLOCK], rounded_v[BLOCK];
     uint64_t keys = step_keys((uint64_t)item.random_key, (uint64_t)s->step);
     uint32_t low_key = (uint32_t)keys, high_key = (uint32_t)(keys >> 32);
@@ -230,7 +301,7 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
             int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                   \
             int rounded = s.moments != MOMENTS_FP32;                                                          \
             if (rounded)                                                                                      \
-                load_moments(m_in, v_in, start, count, new_m, new_v);                                         \
+                load_moments(m_in, v_in, start, count, new_m, new_v, &s);                                     \
             const float *old_m = rounded ? new_m : m_in + start, *old_v = rounded ? new_v : v_in + start;     \
             if (s.root)                                                                                       \
                 NAME##_block(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \

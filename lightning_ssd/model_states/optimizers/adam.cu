@@ -6,7 +6,7 @@ typedef struct { /* as in adam.c */
     float scale, decay, lerp, beta2, one_minus_beta2, correction, eps, step_size;
     int decoupled, threads, past_caches, parts, moments;
     long long step;
-    void *root;
+    void *root, *of_8_bits[8];
 } Settings;
 
 static __device__ __forceinline__ float as_float(unsigned bits) { return __uint_as_float(bits); }

@@ -5,7 +5,7 @@ the same operators. The roundings of an operator depend on the build of torch an
 multiply-add, MKL's square root). So a kernel is used only if it reproduces the bits of torch's own function on this
 machine; else torch's function is called.
 
-Moments that are stored in bf16 (`state_format="bf16"`) have no bits of torch's to reproduce: any kernel steps them,
+Moments that are stored in bf16 or 8 bits (`state_format`) have no bits of torch's to reproduce: any kernel steps them,
 with the roundings of torch's fused kernel, and without a compiler `rounded_step` has the same bits.
 """
 
@@ -27,7 +27,7 @@ from torch.optim.adam import adam
 
 from lightning_ssd.device import available_cores, kernel_threads
 from lightning_ssd.model_states.optimizers.adam_c import KernelArguments, KernelSettings, adam_library
-from lightning_ssd.model_states.stores import MomentFormat
+from lightning_ssd.model_states.stores import MomentFormat, code_numbers, nearest_table
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Implementation = Literal["for-loop", "foreach", "fused"]
 ITEM = 2**15
 """Elements that a thread steps at a time; a multiple of every vector width."""
 
-_FORMATS: Sequence[MomentFormat] = ("fp32", "bf16")
+_FORMATS: Sequence[MomentFormat] = ("fp32", "bf16", "8bit")
 """Formats of moments in the order of their numbers in adam.c."""
 
 
@@ -150,6 +150,7 @@ class AdamKernel:
         settings: KernelSettings,
         parts: KernelOutputs = KernelOutputs.ALL,
         moments: MomentFormat = "fp32",
+        scales: Sequence[Tensor] = (),
     ) -> "KernelCall":
         """Returns the call of a function of adam.c that makes a step.
 
@@ -160,14 +161,20 @@ class AdamKernel:
             settings: as `settings_of` returns them.
             parts: arrays that the step stores.
             moments: format of the moments.
+            scales: of moments in 8 bits, the scales of both, and of both in the version that the step stores.
         """
         settings.root = self.root
         settings.parts = parts
         settings.moments = _FORMATS.index(moments)
+        if scales:
+            first, second, new_first, new_second = (values.data_ptr() for values in scales)
+            settings.scales_in[:], settings.scales[:] = (first, second), (new_first, new_second)
+            settings.code_numbers[:] = [code_numbers(signed=signed).data_ptr() for signed in (True, False)]
+            settings.nearest[:] = [nearest_table(signed=signed).data_ptr() for signed in (True, False)]
         function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
         addresses = (ctypes.c_void_p * 9)(*[array.data_ptr() for array in arrays])
         arguments = KernelArguments(function, items.size(0), items.data_ptr(), addresses, settings)
-        return KernelCall(self.library, arguments, (items, *arrays))
+        return KernelCall(self.library, arguments, (items, *arrays, *scales))
 
 
 @dataclass(frozen=True)

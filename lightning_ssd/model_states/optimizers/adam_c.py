@@ -31,6 +31,7 @@ class KernelSettings(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("decoupled", "threads", "past_caches", "parts", "moments")),
         ("step", ctypes.c_int64),
         ("root", ctypes.c_void_p),
+        *((name, ctypes.c_void_p * 2) for name in ("scales_in", "scales", "code_numbers", "nearest")),
     ]
 
 

@@ -30,6 +30,8 @@ THREADS = 256
 """Threads of a block."""
 ITEMS = 4
 """Elements that a thread steps."""
+MOMENTS: Sequence[MomentFormat] = ("fp32", "bf16")
+"""Formats of moments that the GPU steps."""
 FUNCTIONS = ("adam_fp32", "adam_whole_bf16", "adam_whole_fp32", "adam_split_bf16", "adam_split_fp32")
 
 
@@ -51,7 +53,7 @@ class CUDAAdamKernel:
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
         _check(self._driver.cuModuleLoadData(ctypes.byref(module), _compile(device)), "cuModuleLoadData")
-        self._functions = {kind: ctypes.c_void_p() for kind in product(FUNCTIONS, MOMENT_DTYPES)}
+        self._functions = {kind: ctypes.c_void_p() for kind in product(FUNCTIONS, MOMENTS)}
         for (name, moments), function in self._functions.items():
             symbol = f"{name}_moments_{moments}"
             result = self._driver.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode())
@@ -94,7 +96,7 @@ def cuda_kernel(device: torch.device, cpu: AdamKernel) -> CUDAAdamKernel | None:
     with torch.cuda.device(device):
         try:
             kernel = CUDAAdamKernel(device)
-            exact = all(gives_bits_of(kernel, cpu, *kind, device) for kind in product(FUNCTIONS, MOMENT_DTYPES))
+            exact = all(gives_bits_of(kernel, cpu, *kind, device) for kind in product(FUNCTIONS, MOMENTS))
         except (OSError, RuntimeError, AttributeError) as error:
             log.info("the CPU makes all steps of offloaded values: the GPU's kernel can't be used. %s", error)
             return None

@@ -264,7 +264,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         item = self.flat.param_views[index]
         for name in staged.states:
             value = state.get(name)
-            staged.set_state(name, item, 0.0 if value is None else value)
+            staged.set_state(name, item, torch.zeros(()) if value is None else value)
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
     def _begin_spans(
@@ -286,22 +286,20 @@ class ElementwiseOptimizer(FlatOptimizer):
                     piece = piece * scale
                 elif options["foreach"] and piece.data_ptr() == gradient[chunk].data_ptr():
                     piece = piece.clone()  # foreach changes its gradients, and a step may be made again
+                old, new = (version.elements(chunk.start, chunk.stop) for version in (staged, out))
                 if out is not staged:
-                    for name, values in out.states.items():
-                        values[chunk].copy_(staged.states[name][chunk])
-                states = {name: values[chunk] for name, values in out.states.items()}
-                if staged.low is not None and out.low is not None:
-                    master = join(staged.weights[chunk], staged.low[chunk])
-                    self._torchs_step(options, master, piece, states, steps, part)
-                    split(master, out.weights[chunk], out.low[chunk])
+                    new.copy_states(old)
+                if old.low is not None and new.low is not None:
+                    master = join(old.weights, old.low)
+                    self._torchs_step(options, master, piece, new, steps, part)
+                    split(master, new.weights, new.low)
                 else:
-                    assert staged.master is not None and out.master is not None
-                    master = out.master[chunk]
+                    assert old.master is not None and new.master is not None
+                    master = new.master
                     if out is not staged:
-                        master.copy_(staged.master[chunk])
-                    self._torchs_step(options, master, piece, states, steps, part)
-                    if out.master is not out.weights:
-                        out.weights[chunk].copy_(master)
+                        master.copy_(old.master)
+                    self._torchs_step(options, master, piece, new, steps, part)
+                    new.round()
         return ()
 
     @abstractmethod
@@ -310,20 +308,23 @@ class ElementwiseOptimizer(FlatOptimizer):
         options: Options,
         weights: Tensor,
         gradient: Tensor,
-        states: dict[str, Tensor],
+        values: StagedState,
         steps: int,
         span: ElementSpan,
     ) -> None:
-        """Steps whole fp32 weights, those of `span`, in place, with torch's own function."""
+        """Steps whole fp32 weights, those of `span`, and the states in `values` in place, with torch's own function."""
 
     def _step_state(self, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step), dtype=torch.float32)}
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 class AdamOptimizer(ElementwiseOptimizer):
     """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where that gives torch's bits."""
 
-    _needed = ("step", "exp_avg", "exp_avg_sq")
+    _needed = ("step", *_MOMENTS)
 
     def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
         super().__init__(flat)
@@ -332,7 +333,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         """The kernel's work list for the parameters of the last step, usually all parameters."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        return (*_MOMENTS, "max_exp_avg_sq") if options["amsgrad"] else _MOMENTS
 
     def _begin_spans(
         self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
@@ -348,7 +349,8 @@ class AdamOptimizer(ElementwiseOptimizer):
             self._items = {key: items}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
         outputs = _outputs(half, staged)
-        return [kernel.call(name, items, (*values, given.gradient), settings, outputs, staged.moments)]
+        scales = [of.scales[name] for of in (staged, staged.out) for name in of.scales]
+        return [kernel.call(name, items, (*values, given.gradient), settings, outputs, staged.moments, scales)]
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         if staged.out is not staged or (found := self._kernel_of(self._given_on_cpu(given), staged, 0)) is None:
@@ -358,6 +360,8 @@ class AdamOptimizer(ElementwiseOptimizer):
         return _has_whole_masters(staged) or bool(settings.decoupled)
 
     def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
+        if staged.moments == "8bit":  # there is no kernel, and pieces of scales are no whole pages
+            return False
         if self._device.type == "cpu":
             return super().steps_on_device(given, staged)
         found = self._kernel_of(self._given_on_cpu(given), staged, 0)
@@ -402,7 +406,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         """Returns a flat's arrays in the order of the functions in adam.c."""
         master = staged.low if staged.low is not None else staged.master
         assert master is not None
-        return staged.weights, master, staged.states["exp_avg"], staged.states["exp_avg_sq"]
+        return staged.weights, master, *(staged.states[name] for name in _MOMENTS)
 
     def _function(self, staged: StagedState, gradient: Tensor) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""
@@ -419,21 +423,24 @@ class AdamOptimizer(ElementwiseOptimizer):
         options: Options,
         weights: Tensor,
         gradient: Tensor,
-        states: dict[str, Tensor],
+        values: StagedState,
         steps: int,
         span: ElementSpan,
     ) -> None:
-        if states["exp_avg"].dtype == torch.float32:
-            torchs_step(options, weights, gradient, states, steps + 1)
+        if values.moments == "fp32":
+            torchs_step(options, weights, gradient, values.states, steps + 1)
             return
         settings = settings_of(options, "fused", steps + 1, 1.0)
         if settings is None:
             raise RuntimeError(self.refuse_rounded_moments(options))
-        moments = states["exp_avg"], states["exp_avg_sq"]
-        stepped = rounded_step(weights, gradient, [moment.float() for moment in moments], settings)
+        stepped = rounded_step(weights, gradient, [values.decode(name) for name in _MOMENTS], settings)
+        if values.moments == "8bit":
+            for name, new in zip(_MOMENTS, stepped, strict=True):
+                values.encode(name, new)
+            return
         random = random_bits(span.first, span.numel, step_keys(span.random_key, steps + 1), weights.device)
-        for moment, new, bits in zip(moments, stepped, (random & 0xFFFF, random >> 16), strict=True):
-            moment.copy_(round_stochastically(new, bits))
+        for name, new, bits in zip(_MOMENTS, stepped, (random & 0xFFFF, random >> 16), strict=True):
+            values.states[name].copy_(round_stochastically(new, bits))
 
     @staticmethod
     def refuse_rounded_moments(options: Options) -> str | None:
@@ -477,11 +484,11 @@ class SGDOptimizer(ElementwiseOptimizer):
         options: Options,
         weights: Tensor,
         gradient: Tensor,
-        states: dict[str, Tensor],
+        values: StagedState,
         steps: int,
         span: ElementSpan,
     ) -> None:
-        buffer = states.get("momentum_buffer")
+        buffer = values.states.get("momentum_buffer")
         buffers = [buffer if steps else None]  # the first step makes one
         with torch.no_grad():
             sgd([weights], [gradient], buffers, **{name: options[name] for name in _SGD_OPTIONS})

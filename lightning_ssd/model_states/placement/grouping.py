@@ -17,8 +17,8 @@ from lightning_ssd.model_states.optimizers import (
     make_flat_optimizer,
 )
 from lightning_ssd.model_states.placement.states_config import Setup
-from lightning_ssd.model_states.stores import Layout
-from lightning_ssd.model_states.units import FlatParameter, Unit, UnitPart, compiled_regions
+from lightning_ssd.model_states.stores import BLOCK, Layout
+from lightning_ssd.model_states.units import ALIGNMENT, FlatParameter, Unit, UnitPart, compiled_regions
 from lightning_ssd.types import StateFormat
 
 FLAT_ELEMENTS = 2**26
@@ -49,6 +49,7 @@ def make_flat_params(
         max_elements: most elements of a flat parameter, unless one parameter has more.
     """
     dtypes = compute_dtypes(module, setup.autocast)
+    alignment = BLOCK if setup.config.moments == "8bit" else ALIGNMENT
     of_units: list[tuple[Unit, list[FlatParameter]]] = []
     for unit in units:
         flat_params: list[FlatParameter] = []
@@ -68,7 +69,7 @@ def make_flat_params(
             )
             for index, (dtype, of_flat) in enumerate(divided):
                 numbered = name if not index else f"{name} (flat parameter {index + 1})"
-                flat_params.append(FlatParameter(numbered, of_flat, dtype, device))
+                flat_params.append(FlatParameter(numbered, of_flat, dtype, device, alignment))
         of_units.append((unit, flat_params))
     return of_units
 

@@ -3,6 +3,7 @@
 The modules, in the order in which they are best read:
 
 - `split`: the format of split master weights.
+- `dynamic_code`: the format of optimizer states in 8 bits.
 - `layout`: the arrays of a store and their byte offsets.
 - `buffers`: bytes in host memory, or on SSDs with staging memory.
 - `versioned_buffers`: the buffers of a store, and their committed and uncommitted versions.
@@ -12,9 +13,12 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
+from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_numbers, nearest_table
 from lightning_ssd.model_states.stores.layout import (
     MASTER,
     MOMENT_DTYPES,
+    SCALES,
+    UNSIGNED_STATES,
     WEIGHT,
     WHOLE_DTYPES,
     Layout,
@@ -29,11 +33,13 @@ from lightning_ssd.model_states.stores.summoned import summon
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 
 __all__ = [
+    "BLOCK",
     "HostBuffer",
     "Layout",
     "MASTER",
     "MOMENT_DTYPES",
     "MomentFormat",
+    "SCALES",
     "SSDBuffer",
     "SpareMemory",
     "StagedFlats",
@@ -42,10 +48,13 @@ __all__ = [
     "StateStaging",
     "StateStore",
     "StoredArray",
+    "UNSIGNED_STATES",
     "VersionedBuffers",
     "WEIGHT",
     "WHOLE_DTYPES",
+    "code_numbers",
     "join",
+    "nearest_table",
     "split",
     "summon",
     "write_changed",

@@ -25,7 +25,7 @@ from lightning_ssd.device import allow_access, refuse_access
 from lightning_ssd.model_states.units.shared_memory import SharedMemory
 
 ALIGNMENT = 64
-"""Alignment of each parameter in elements, so that kernels get aligned memory in every dtype."""
+"""Least alignment of each parameter in elements, so that kernels get aligned memory in every dtype."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,16 @@ class FlatParameter:
         parameters: qualified names and parameters; the caller makes them views by `attach`.
         dtype: dtype of the compute weights.
         device: device of the compute weights.
+        alignment: alignment of each parameter in elements, a multiple of `ALIGNMENT`.
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        device: torch.device,
+        alignment: int = ALIGNMENT,
     ) -> None:
         self.name = name
         self.dtype = dtype
@@ -109,7 +115,7 @@ class FlatParameter:
         for qualified_name, parameter in parameters:
             shape, stride = parameter.shape, _dense_stride(parameter)
             self.param_views.append(ParamView(qualified_name, parameter, self.numel, parameter.dtype, shape, stride))
-            self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            self.numel += -(-parameter.numel() // alignment) * alignment
         self.nbytes = self.numel * dtype.itemsize
         self.mixed = any(item.dtype != dtype for item in self.param_views)
         """Whether a parameter had another dtype than the compute weights when the model was built."""

@@ -12,9 +12,8 @@ import torch
 
 from lightning_ssd.model_states.optimizers import adam_cuda
 from lightning_ssd.model_states.optimizers.adam import any_kernel, make_calls
-from lightning_ssd.model_states.optimizers.adam_cuda import FUNCTIONS, gives_bits_of
+from lightning_ssd.model_states.optimizers.adam_cuda import FUNCTIONS, MOMENTS, gives_bits_of
 from lightning_ssd.model_states.optimizers.rounding import step_keys
-from lightning_ssd.model_states.stores import MOMENT_DTYPES
 
 SHIMS = """
 #include <math.h>
@@ -58,7 +57,7 @@ def test_the_kernels_of_the_gpu_round_as_those_of_the_cpu(tmp_path: Path) -> Non
         [compiler, "-O2", "-ffp-contract=off", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
     )
     kernel: Any = OnCPU(ctypes.CDLL(str(library)))
-    for kind in product(FUNCTIONS, MOMENT_DTYPES):
+    for kind in product(FUNCTIONS, MOMENTS):
         assert gives_bits_of(kernel, cpu, *kind, torch.device("cpu")), kind
 
 
@@ -72,5 +71,5 @@ def test_other_roundings_are_found() -> None:
             make_calls([cpu.call(name, cpu.items(spans), (*arrays[:4], *arrays), settings, moments=moments)])
 
     kernel: Any = Other()
-    kinds = product(FUNCTIONS, MOMENT_DTYPES)
+    kinds = product(FUNCTIONS, MOMENTS)
     assert not any(gives_bits_of(kernel, cpu, *kind, torch.device("cpu")) for kind in kinds)

@@ -97,7 +97,7 @@ def test_relative_paths_do_not_follow_the_working_directory(
     assert_same(moved, train(tmp_path, "auto", model))
 
 
-@pytest.mark.parametrize("state_format", ["split", "bf16"])
+@pytest.mark.parametrize("state_format", ["split", "bf16", "8bit"])
 def test_formats_and_versions_are_moved_too(tmp_path: Path, state_format: Any) -> None:
     how: Any = {"precision": "bf16-true", "gradient_clip_val": 0.5}
     how_states: Any = {"state_format": state_format, "clip": "speculative"}

@@ -77,14 +77,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     "optimizer, precision, state_format, accumulate, share",
     [adamw, adam],
     ["32-true", "bf16-mixed", "bf16-true"],
-    ["fp32", "split", "bf16"],
+    ["fp32", "split", "bf16", "8bit"],
     [1, 3],
     [0.5, 1.0],
     quick=[
         (adam, "bf16-true", "fp32", 3, 0.5),
         (adamw, "bf16-true", "split", 1, 1.0),
         (adamw, "bf16-mixed", "bf16", 1, 0.5),
-    ],  # fmt: skip
+        (adamw, "bf16-true", "8bit", 1, 0.5),
+    ],
 )
 def test_numbers_are_those_of_whole_steps(
     tmp_path: Path,
