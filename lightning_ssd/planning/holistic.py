@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
 
-from lightning_ssd.planning.few_launches import checkpoint, keep_all, plan_few_launches
+from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units, keep_all
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -66,7 +66,7 @@ INFINITE_STEP_RATE = 1e20
 """Parameters/s of a CPU whose optimizer steps take no time."""
 
 DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
-"""Tried values of `device_weight` of `plan_few_launches`."""
+"""Tried values of `device_weight` of `free_tensors` and `free_units`."""
 
 LAUNCH_TRIES = 6
 """Most simulations of plans with few launches for a weight, each of which frees more than the one before."""
@@ -396,13 +396,12 @@ class _Search:
 
     def _try_few_launches_of(self, base: Plan) -> None:
         """Simulates plans with few launches that place model states as `base` does."""
-        plan, _ = plan_few_launches(self.model, self.hardware, base, 0, 0.0)
-        excess = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
+        excess = self.consider(keep_all(base)).gpu_peak_bytes - self.hardware.gpu_bytes
         margin = int(MARGIN * self.hardware.gpu_bytes)
-        for device_weight in DEVICE_WEIGHTS:
+        for free, device_weight in product((free_tensors, free_units), DEVICE_WEIGHTS):
             nbytes = excess
             for _ in range(LAUNCH_TRIES):
-                plan, freed = plan_few_launches(self.model, self.hardware, base, nbytes, device_weight)
+                plan, freed = free(self.model, self.hardware, base, nbytes, device_weight)
                 over = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
                 if over <= 0 or freed < nbytes:  # it fits, or frees all that it can
                     break

@@ -24,7 +24,7 @@ from lightning_ssd.planning import (
     plan_with_coefficient,
     simulate,
 )
-from lightning_ssd.planning.few_launches import checkpoint, plan_few_launches
+from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units
 from lightning_ssd.planning.holistic import SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
@@ -484,22 +484,26 @@ def test_plans_with_few_launches_free_what_they_are_asked_to(
 ) -> None:
     base = make_plan(model, machine)
     most = sum(operator.saved_bytes for unit in model.units for operator in unit.operators)
-    plan, freed = plan_few_launches(model, machine, base, int(share * most), device_weight)
-    plan.check(model)
-    assert freed == sum(freed_bytes(unit, plan) for unit in model.units)
-    if freed < int(share * most):  # all units free what they can, the checkpointed ones not quite all
-        assert all(
-            plan.units[unit.name].checkpoint or freed_bytes(unit, plan) == unit.saved_bytes for unit in model.units
-        )
-        assert any(unit.checkpoint for unit in plan.units.values())
+    for free in (free_tensors, free_units):
+        plan, freed = free(model, machine, base, int(share * most), device_weight)
+        plan.check(model)
+        assert freed == sum(freed_bytes(unit, plan) for unit in model.units)
+        if freed < int(share * most):  # all units free what they can
+            can = [unit for unit in model.units if unit.checkpoint_bytes is not None]
+            by_units = sum(max(0, freed_if_checkpointed(unit)) for unit in can)
+            assert freed == (most if free is free_tensors else by_units)
 
 
 def freed_bytes(unit: UnitProfile, plan: Plan) -> int:
     """Returns the bytes of a unit's saved tensors that a plan frees in forward."""
     if plan.units[unit.name].checkpoint:
-        return unit.saved_bytes - (unit.checkpoint_bytes or 0) + unit.cast_bytes
+        return freed_if_checkpointed(unit)
     choices = plan.units[unit.name].operators
     return sum(operator.saved_bytes for operator in unit.operators if choices[operator.name] != "keep")
+
+
+def freed_if_checkpointed(unit: UnitProfile) -> int:
+    return unit.saved_bytes - (unit.checkpoint_bytes or 0) + unit.cast_bytes
 
 
 def checkpointable(model: ModelProfile) -> ModelProfile:
@@ -540,6 +544,25 @@ def test_where_launches_bound_a_step_few_units_are_checkpointed() -> None:
     ))  # fmt: skip
     assert kept.gpu_peak_bytes > machine.gpu_bytes
     assert best.step_seconds == pytest.approx(kept.step_seconds + count * (0.01 + 3e-4))
+
+
+def test_where_launches_bound_a_step_no_number_of_checkpointed_blocks_is_faster() -> None:
+    """Single tensors of many units free more bytes per second of the host, but not in total."""
+    machine = replace(H100, host_overhead=HostOverhead(5e-6, 7e-6, 15e-6, 15e-6, 4e-5, 1e-5, 3e-5))
+    gpt = transformer_profile(machine, hidden=768, layers=24, heads=12, sequence=1024, batch=8, vocabulary=50304)
+    launched = {"operations": 5, "recompute_operations": 5, "launch_seconds": 1e-4}
+    units = [replace(unit, operators=tuple(replace(one, **launched) for one in unit.operators)) for unit in gpt.units]
+    model = replace(gpt, units=(units[0], *(replace(unit, checkpoint_bytes=0) for unit in units[1:-1]), units[-1]))
+    placed: list[Tier] = ["gpu"] * len(units)
+    everything = {group.key: KEEP for group in saved_groups(model)}
+    kept = build_plan(model, weights=placed, states=placed, saved=everything, window_bytes=0)
+    machine = replace(machine, gpu_bytes=int(0.8 * simulate(model, machine, kept).gpu_peak_bytes))
+    fixed = FixedPlacement(("gpu",) * len(units), ("gpu",) * len(units))
+    planned = simulate(model, machine, make_plan(model, machine, fixed=fixed)).step_seconds
+    names = [unit.name for unit in units[1:-1]]
+    written = [simulate(model, machine, checkpoint(kept, names[:count])) for count in range(len(names) + 1)]
+    fitting = [one.step_seconds for one in written if not one.excess_bytes(machine)]
+    assert 0 < len(fitting) < len(written) and planned <= 1.001 * min(fitting)
 
 
 @pytest.mark.quick_cases(1)
