@@ -4,9 +4,9 @@ The modules, by subject, in the order in which they are best read:
 
 - the data: `plan`, `model` and `hardware` (profiles), `validation` (of both).
 - predictions: `simulator`, `step_tasks`, `event_simulation`, `stages`, `resident`, `calibration` (corrections).
-- planners: `planners` (by name), `holistic` (the default), `few_launches`, `saved_groups` (helpers); `papers` with
-  `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes` (Teraio's rule for units) with `teraio` (its algorithm),
-  `io_timeline` and `migration`.
+- planners: `planners` (by name), `holistic` (the default), `shrunk` (its plans for smaller micro-batches),
+  `few_launches`, `saved_groups` (helpers); `papers` with `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes`
+  (Teraio's rule for units) with `teraio` (its algorithm), `io_timeline` and `migration`.
 - reports: `report`, `endurance`.
 """
 
