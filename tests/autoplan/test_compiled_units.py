@@ -34,6 +34,11 @@ SHORT = 190_000
 """Limit of memory without room for all saved tensors, in bytes."""
 
 
+def short_for(backend: str) -> int:
+    """Returns that limit for code of a backend: Inductor's saves less."""
+    return SHORT - 15_000 if backend == "inductor" else SHORT
+
+
 def limit(most: int, monkeypatch: pytest.MonkeyPatch, *, transfers: bool = True) -> None:
     """Limits the device's memory, on a machine with fast transfers, or with slow ones."""
     use(Meter(most, most - 10_000), monkeypatch)
@@ -67,7 +72,7 @@ def test_saved_tensors_of_compiled_units_are_kept_or_offloaded_one_by_one(
     how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "build": lambda name: Blocks(name, Block, compiles)}
     plain, expected = train(backend, "auto", tmp_path, **how)
     see = See()
-    limit(SHORT, monkeypatch)
+    limit(short_for(backend), monkeypatch)
     numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
     assert counters == expected
     assert_same(numbers, plain)
@@ -85,7 +90,7 @@ def test_checkpointed_units_run_their_code_again_and_nothing_is_compiled_again(
     how: dict[str, Any] = {"build": lambda name: Blocks(name, Block, compiles)}
     plain, expected = train(backend, "auto", tmp_path, **how)
     see = See()
-    limit(SHORT, monkeypatch, transfers=False)
+    limit(short_for(backend), monkeypatch, transfers=False)
     numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
     assert counters == expected
     assert_same(numbers, plain)
