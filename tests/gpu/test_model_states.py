@@ -94,7 +94,7 @@ def test_weights_that_kvikio_reads_to_the_device_are_the_same(precision: str, mo
 
 @pytest.mark.parametrize(
     ("precision", "state_format"),
-    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split")],
+    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split"), ("bf16-true", "bf16")],
 )
 @pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
 @pytest.mark.parametrize("states", ["host", "ssd"])
@@ -117,7 +117,7 @@ def test_steps_on_the_device_have_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize(
     ("precision", "state_format"),
-    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split")],
+    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split"), ("bf16-true", "bf16")],
 )
 @pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
 def test_steps_of_values_that_kvikio_transfers_have_the_bits_of_the_cpu(
