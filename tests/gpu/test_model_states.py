@@ -93,7 +93,7 @@ def test_weights_that_kvikio_reads_to_the_device_are_the_same(precision: str, mo
 
 @pytest.mark.parametrize(
     ("precision", "state_format"),
-    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split")],
+    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split"), ("bf16-true", "bf16")],
 )
 @pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
 @pytest.mark.parametrize("states", ["host", "ssd"])

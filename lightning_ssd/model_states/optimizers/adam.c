@@ -165,8 +165,10 @@ INLINE int64_t block_end(int64_t start, int64_t count) {
 
 INLINE void decode(const uint8_t *codes, const float *scales, const float *numbers, int64_t count, float *values) {
     for (int64_t start = 0; start < count; start += CODE_BLOCK) {
-        float scale = scales[start / CODE_BLOCK];
-        for (int64_t i = start; i < block_end(start, count); i++)
+        const float scale = scales[start / CODE_BLOCK];
+        const int64_t end = block_end(start, count);
+        _Pragma("GCC ivdep")
+        for (int64_t i = start; i < end; i++)
             values[i] = numbers[codes[i]] * scale;
     }
 }
@@ -192,18 +194,22 @@ INLINE void encode(const float *values, int64_t count, const uint32_t *nearest, 
             inverse = 1.0f / scale;
         }
         scales[start / CODE_BLOCK] = scale;
-        const int coded = inverse != 0.0f;
+        if (inverse == 0.0f) {
+            memset(codes + start, is_signed ? 127 : 0, end - start);
+            continue;
+        }
+        _Pragma("GCC ivdep")
         for (int64_t i = start; i < end; i++) {
-            float relative = coded ? values[i] * inverse : 0.0f;
+            float relative = values[i] * inverse;
             int32_t bits = (int32_t)(as_bits(relative) & 0x7fffffffu), bucket = bits >> 16;
-            bucket = bucket < FIRST_BUCKET ? FIRST_BUCKET : bucket > LAST_BUCKET ? LAST_BUCKET : bucket;
-            uint32_t entry = nearest[bucket - FIRST_BUCKET];
-            int32_t magnitude = (int32_t)(entry >> 16) + (((uint32_t)bits & 0xffffu) > (entry & 0xffffu));
-            if (is_signed)
-                magnitude = relative < 0.0f ? 127 - (magnitude > 127 ? 127 : magnitude) : 127 + magnitude;
-            else if (relative > 0.0f && magnitude < 1)
-                magnitude = 1;
-            codes[i] = (uint8_t)magnitude;
+            bucket = bucket < FIRST_BUCKET ? FIRST_BUCKET : bucket;
+            bucket = bucket > LAST_BUCKET ? LAST_BUCKET : bucket;
+            int32_t entry = (int32_t)nearest[bucket - FIRST_BUCKET];
+            int32_t magnitude = (entry >> 16) + ((bits & 0xffff) > (entry & 0xffff) ? 1 : 0);
+            int32_t least = bits ? 1 : 0, negative = magnitude > 127 ? 0 : 127 - magnitude;
+            int32_t unsigned_code = magnitude < least ? least : magnitude;
+            int32_t signed_code = relative < 0.0f ? negative : 127 + magnitude;
+            codes[i] = (uint8_t)(is_signed ? signed_code : unsigned_code);
         }
     }
 }
