@@ -185,12 +185,6 @@ def test_large_folders_list_their_modules() -> None:
     assert {"activations", "autoplan", "callbacks", "model_states", "planning", "run", *SUBJECTS} <= set(listed)
 
 
-OPEN_CLASSES = {
-    "ActivationOffloader", "AutoPlan", "GradientOffloader", "ModelStates", "PlanCycle", "StateStore", "StepScheduler",
-}  # fmt: skip
-"""Classes that still have more methods: none may be added."""
-
-
 def test_classes_have_at_most_35_methods() -> None:
     """Properties, their setters and dunder methods are counted."""
     large = set()
@@ -199,7 +193,7 @@ def test_classes_have_at_most_35_methods() -> None:
             if isinstance(node, ast.ClassDef):
                 methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
                 large |= {node.name} if len(methods) > 35 else set()
-    assert large <= OPEN_CLASSES
+    assert not large
 
 
 def test_the_strategy_delegates() -> None:
