@@ -243,7 +243,7 @@ def table_of(results: dict[str, dict[str, list[float]]]) -> str:
             spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
             differences = [loss - exact for loss, exact in zip(losses, formats["fp32"], strict=False)]
             error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-            difference = "" if name == "fp32" else f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
+            difference = "" if name == "fp32" else f"{statistics.fmean(differences):+.5f} ± {error:.5f}"
             rows.append(f"| {recipe} | {name} | {statistics.fmean(losses):.4f} | {spread:.4f} | {difference} |")
     return "\n".join(rows)
 
