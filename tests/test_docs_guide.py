@@ -45,7 +45,7 @@ def _table() -> list[tuple[str, str, int, int]]:
             host, ssd = (list(map(int, cell.split(" + "))) for cell in cells[3:])
             for precision in re.findall(r"[\w-]+", cells[0]):
                 if precision != "16-mixed":
-                    found.append((precision, cells[1].strip('`"') or "fp32", sum(host), ssd[0]))
+                    found.append((precision, cells[1].partition(" ")[0].strip('`"') or "fp32", sum(host), ssd[0]))
     return found
 
 
