@@ -335,7 +335,7 @@ def test_swap_planner_plans_compiled_units(tmp_path: Path, monkeypatch: pytest.M
     numbers, counters = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[swaps])
     assert counters == expected
     assert_same(numbers, plain)
-    assert swaps.plan is not None and "compiled" in swaps.plan.units["blocks.0"].operators
+    assert swaps.cycle.plan is not None and "compiled" in swaps.cycle.plan.units["blocks.0"].operators
 
 
 class Manual(Blocks):

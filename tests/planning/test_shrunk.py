@@ -39,4 +39,4 @@ def test_smaller_micro_batches_have_fewer_units_that_free_memory() -> None:
     for size in (0.4, 0.6, 0.8, 0.95):
         shrunk = shrink_plan(model.with_size(size), machine, plan)
         counts.append(sum(not unit.keeps_all for unit in shrunk.units.values()))
-    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] < 8
+    assert counts[0] == 0 < counts[1] < counts[2] <= counts[3] <= 8
