@@ -122,10 +122,9 @@ class PlanMaker:
 
         Larger ones have a plan of their own, which takes as long as a first plan.
         """
-        profile = runner.profile.with_size(size)
         if size < 1:
-            return shrink_plan(profile, runner.hardware, plan)
-        return make_plan(profile, runner.hardware, self.planner, runner.placement)
+            return shrink_plan(runner.profile, runner.hardware, plan, size)
+        return make_plan(runner.profile.with_size(size), runner.hardware, self.planner, runner.placement)
 
     def make_better(self, runner: PlanRunner, *, explained: bool) -> Plan | None:
         """Returns the plan for corrected profiles, if it is better than the plan in force.

@@ -1,10 +1,11 @@
 """`shrink_plan`: the plan for smaller micro-batches than those for which a plan was made.
 
-Ragged batches have many sizes, and a search takes as long as several steps. So the plan of a smaller size has the
-tiers, windows and steps of the first plan, and differs in one number: how many units free memory.
+Ragged batches have many sizes, and a search takes as long as several steps. So the plan of a smaller size has the tiers
+and steps of the first plan, and differs in one number: how many units free memory.
 """
 
 from bisect import bisect_left
+from dataclasses import replace
 
 from lightning_ssd.planning.few_launches import keep_units
 from lightning_ssd.planning.hardware import HardwareProfile
@@ -13,23 +14,27 @@ from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import simulate
 
 
-def shrink_plan(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Plan:
+def shrink_plan(model: ModelProfile, hardware: HardwareProfile, plan: Plan, size: float) -> Plan:
     """Returns the plan with the fewest units that free memory, as they do in `plan`, that fits.
 
     The first units free memory first, as backward needs their tensors last. Fewer such units need more memory, so that
-    a few simulations find the number. If no number fits, it is `plan`.
+    a few simulations find the number. If no number fits, all of them do. The window shrinks with the micro-batch, so
+    that as many tensors as before are in transfer at a time.
 
     Args:
-        model: profile of the smaller micro-batches (`ModelProfile.with_size`).
+        model: profile of the micro-batches for which `plan` was made.
         hardware: profile of the machine.
-        plan: the plan for the micro-batches of the profile.
+        plan: their plan.
+        size: saved bytes of the smaller micro-batches / those of the profile.
     """
+    smaller = model.with_size(size)
+    plan = replace(plan, window_bytes=int(size * plan.window_bytes))
     freeing = [name for name, unit in plan.units.items() if not unit.keeps_all]
 
     def with_units(count: int) -> Plan:
         return keep_units(plan, freeing[count:])
 
     def fits(count: int) -> bool:
-        return not simulate(model, hardware, with_units(count)).excess_bytes(hardware)
+        return not simulate(smaller, hardware, with_units(count)).excess_bytes(hardware)
 
     return with_units(bisect_left(range(len(freeing)), True, key=fits))
