@@ -1006,7 +1006,7 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
     class Placements(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             for flat, store in trainer.strategy.model_states.stores.items():
-                placed.update({view.name: store.tiers for view in flat.param_views})
+                placed.update({view.name: store.buffers.tiers for view in flat.param_views})
 
     second = pinned(drawn)
     strategy = SSDOffloadStrategy(gpu_memory="64MiB", **common)
