@@ -4,8 +4,7 @@ The modules, by subject, in the order in which they are best read:
 
 - a saved tensor, from pack to unpack: `offloader`, `decide` (its treatment), `policy` (the rules in force), `record`
   (one saved storage), `micro_batch` (the order of storages), `in_flight` (evictions).
-- choice of offloaded tensors: `placement` (rules), `resident_limit` (bytes that fit), `planned_excess` (a plan of
-  compiled code), `config` (the user's arguments).
+- choice of offloaded tensors: `placement` (rules), `resident_limit` (bytes that fit), `config` (the user's arguments).
 - tiers: `tier` (the interface), `host`, `ssd_base`, `ssd` (staged), `direct` (GPUDirect Storage).
 - special tensors: `weights`, `wrappers` (such as DTensor).
 - plans of operators: `unit_dispatch_mode`, `autocast` (within a mode), `plan_mode`, `graph` (a recorded forward),

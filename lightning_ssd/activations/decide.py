@@ -1,9 +1,18 @@
 """`decide`: the treatment of each tensor that autograd saves. No other code chooses it.
 
-A tensor is kept, referenced (an offloaded weight), recomputed, or offloaded with its whole storage. The reasons to keep
-it, in the order in which they are checked: bytes, strides and dtype do not describe it; the plan keeps it; it is small,
-or a weight; it was kept before in this micro-batch; backward needs it at once; the placement keeps it; user code may
-write to its memory at any time.
+A tensor is kept, referenced (an offloaded weight), recomputed, or offloaded with its whole storage. In the order of the
+checks, a tensor is
+
+1. kept if no bytes and strides describe it, or if the process was forked;
+2. referenced if it is an offloaded weight;
+3. kept without a record if the plan keeps it; if it is small, a weight, or of another device or class; if its storage
+   was kept before in this micro-batch; if backward runs; if nothing is offloaded now; or if code outside of torch may
+   write to its memory;
+4. recomputed if a plan has tagged it;
+5. treated as the tensors of its storage before it;
+6. kept or offloaded as the plan says, for operators of compiled units, too;
+7. kept with a record if backward needs it early;
+8. kept or offloaded as the placement says.
 """
 
 from collections.abc import Iterable, Sequence

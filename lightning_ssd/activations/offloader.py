@@ -3,13 +3,27 @@
 With `torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B) autograd keeps a `SavedHandle` in place of each tensor.
 Bytes never change, so results of training are the same bit for bit.
 
+Call by call, for a storage that is offloaded and loaded:
+
+1. `pack`, on the training thread: `decide` chooses the treatment, and `_new_record` makes the storage's record, which
+   holds the storage. Autograd owns the returned handle, and handles own the record.
+2. `_offload_waiting`, in the same or a later call of `pack`: no copy begins while user code references the storage,
+   because its bytes may change until then. `_offload` issues the copy. From then on `InFlight` owns the bytes on the
+   device, and the tier's `StoredCopy` those in host memory or on SSDs.
+3. `InFlight.evict_copied`, in a later `pack`: when the copy should be done, or the window is full, the compute stream
+   waits for the copy's mark, and the bytes on the device are freed.
+4. `unpack`, on autograd's thread: `_prefetch` begins loads in the order of the last backward, within the window. A load
+   owns its memory on the device.
+5. `_restore` in `unpack` uses bytes that were not evicted yet, or waits until the load is issued and orders the compute
+   stream after it. The record owns the bytes again.
+6. `SavedHandle.materialize`: the returned tensor owns the bytes, too. After the last handle, the record drops them.
+7. `SavedStorage.__del__`, on the thread that frees the last handle: the stored copy is queued in `_pending_frees`.
+8. `_collect`, in a later `pack` or `unpack`, or in `end_backward`: frees the stored copy when its load is issued.
+
 Threads: `pack` runs on the training thread, `unpack` on autograd's thread for the device, while the training thread
 waits inside `backward`. A CPU operation that saved tensors of the device is unpacked on the training thread meanwhile,
 and a backward that recomputes packs on autograd's thread. One lock serializes them; its holder waits for transfers
 only. I/O and completion threads belong to the tiers: they touch no record and never acquire the lock.
-
-`decide` chooses the treatment of each tensor. Placements are in `placement`, records in `record`, their order in
-`micro_batch`, evictions in `in_flight`, and transfers in tiers.
 """
 
 import contextlib
@@ -150,6 +164,8 @@ class ActivationOffloader(Uncopied):
         self._counts_if_dropped = counts_if_dropped()  # no forward runs yet
         self.run(policy)
 
+    # ---- rules, and the begin and end of a micro-batch ----
+
     def run(self, policy: OffloadPolicy) -> None:
         """Applies `policy` to the forwards that begin from now on, and to the backwards of all graphs.
 
@@ -204,6 +220,22 @@ class ActivationOffloader(Uncopied):
             raise
         finally:
             self._forwards -= 1
+
+    def end_backward(self) -> None:
+        """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""
+        if self._batch is not None:
+            self._in_flight.evict_all()
+            if self._batch.in_backward and not self._batch.ended:
+                self.policy.placement.end()
+            self._batch.end()
+            self._collect()
+
+    def free_discarded(self) -> None:
+        """Waits for loads of tensors that were freed without a backward, and frees the memory that they write to."""
+        with self._lock:
+            self._collect(wait=True)
+
+    # ---- changes within a forward ----
 
     def pause(self, *, save_weights: bool) -> bool:
         """Removes the hooks and the mode from a running forward until `resume`, if no others were entered inside.
@@ -269,19 +301,7 @@ class ActivationOffloader(Uncopied):
         if window != self.policy.window_bytes:
             self.run(dataclasses.replace(self.policy, window_bytes=window))
 
-    def end_backward(self) -> None:
-        """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""
-        if self._batch is not None:
-            self._in_flight.evict_all()
-            if self._batch.in_backward and not self._batch.ended:
-                self.policy.placement.end()
-            self._batch.end()
-            self._collect()
-
-    def free_discarded(self) -> None:
-        """Waits for loads of tensors that were freed without a backward, and frees the memory that they write to."""
-        with self._lock:
-            self._collect(wait=True)
+    # ---- measurements, and the end ----
 
     def stats(self) -> OffloadStats:
         """Returns the totals. Stalls of the last steps are added once the device has executed these steps."""
@@ -324,7 +344,7 @@ class ActivationOffloader(Uncopied):
                 stack.callback(tier.close)
         self._pending_frees.clear()
 
-    # ---- forward ----
+    # ---- a saved tensor in forward ----
 
     @untraced
     def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper":
@@ -486,7 +506,7 @@ class ActivationOffloader(Uncopied):
             add_stall(self.policy, stall, start, None)
         return copy
 
-    # ---- backward ----
+    # ---- a saved tensor in backward ----
 
     @untraced
     def unpack(self, saved: "InlineSaved | SavedHandle | SavedWrapper") -> Tensor:
@@ -570,7 +590,7 @@ class ActivationOffloader(Uncopied):
             except torch.OutOfMemoryError:  # backward may free memory until it needs the bytes
                 return
 
-    # ---- both ----
+    # ---- freed records, and ended micro-batches ----
 
     def _collect(self, *, wait: bool = False) -> None:
         """Frees the copies of freed records, after their running loads, which write to device memory, have ended.

@@ -230,10 +230,7 @@ class PlanRunner:
         row.placement.begin(0)
 
     def _place_steps(self, plan: Plan) -> None:
-        """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does.
-
-        Without such plans, a trial of shares chooses the parts, and their gradients are offloaded.
-        """
+        """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does."""
         if self._states is None:
             return
         placed = [

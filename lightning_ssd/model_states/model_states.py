@@ -242,7 +242,6 @@ class ModelStates(Uncopied):
             self._grads,
             self._grad_dtype,
             self._prefetcher,
-            self._staged,
             self.steps,
             self._device_steps,
             self.running,

@@ -1,24 +1,26 @@
 """A gradient, from its hook to the stepped weight.
 
-Call by call:
+Call by call, on the thread that runs backward unless a line names another one:
 
-1. `GradientArrivals._post_accumulate_grad`, on the thread that runs backward: autograd has accumulated the gradient. It
-   is removed from the parameter, and `GradientOffloader.receive` allocates its host memory.
+1. `GradientArrivals._post_accumulate_grad`: autograd has accumulated the gradient. The hook removes it from the
+   parameter. `GradientOffloader.receive` waits until the step before has read the flat parameter's host memory.
 2. `GradientNorms.measure`: its norm, on the device, if the scale decision needs it.
-3. `GradientOffloader.offload`: the copy to the host. `Gradient.mark` is the mark of the flat parameter's last copy.
-   `CopiesInFlight` keeps the device memory alive until the marks of its copies are reached, 256 MiB at most.
-4. `ParamPrefetcher.retire_for_step` and `StepScheduler.submit`, if all gradients of the flat parameter are complete and
-   no user code may read them before the step; otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at
-   `optimizer.step`, submits the step.
-5. `GradientOffloader.hand_over` in `submit`: the gradient belongs to the step from now on. Where steps accumulate, the
-   worker sums it in fp32 first.
+3. `GradientOffloader.offload`: the copy to host memory. The copy owns that memory until its mark is reached;
+   `Gradient.mark` is the mark of the flat parameter's last copy. `CopiesInFlight` owns the device memory until the
+   compute stream waits for the mark: when there are more than 256 MiB of such memory, or when backward ends.
+4. `StepScheduler.submit`, after the flat parameter's last gradient, if no user code may read it before the step:
+   evicts the weights. Otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at `optimizer.step`, calls it.
+5. `GradientOffloader.hand_over` in `submit`: the step owns the gradient and the stored values from now on, until its
+   future is done. Where steps accumulate, the worker sums the gradient in fp32 first.
 6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
-   chooses. `StateStore.stage` reads the values from SSDs meanwhile.
-7. `GradScaleDecision`, at the end of backward: decides the scale, for whose future the step waits. None skips the step.
-8. `OptimizerStep._make`, on the worker's thread: `FlatOptimizer` computes the new values.
-9. `OptimizerStep._commit_or_redo` and `_end`: `StateStore.commit` makes the new values the present ones, and
-   `Gradient.end_step` returns the gradient to its owner.
-10. `ParamPrefetcher.pre_forward` in the next forward of the unit waits for the future of the new compute weights.
+   chooses. `StateStore.stage` reads values on SSDs to staging memory.
+7. `StepScheduler.end`, on the training thread at `optimizer.step`: `GradScaleDecision.decide` copies the scale to the
+   host, and the thread `d2h-done` completes its future, for which the step waits. None skips the step.
+8. `OptimizerStep._make`, on the thread `cpu-optimizer`: `FlatOptimizer` computes the new values.
+9. `OptimizerStep._end`, on the thread that completes the last of copy, scale and computation: `StateStore.commit` makes
+   the new values the present ones. The step's future is done then, and `Gradient.host_grad` may be copied to again.
+10. `ParamPrefetcher.pre_forward`, on the training thread in the next forward of the unit: the copy of the new compute
+    weights to the device begins when their future is done. No other flat parameter's step is waited for.
 """
 
 from functools import partial
@@ -36,7 +38,6 @@ from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
-from lightning_ssd.model_states.stores import StagedFlats
 from lightning_ssd.model_states.units import FlatParameter, hook_gradient
 from lightning_ssd.model_states.weights import OffloadedModel, ParamPrefetcher
 
@@ -52,8 +53,7 @@ class GradientArrivals:
         gradients: copies gradients to the host.
         grads: `Tensor.grad` of offloaded parameters, which gradients in fp32 are added to.
         grad_dtype: flat parameters whose gradients are summed in fp32.
-        prefetcher: evicts the weights whose step begins.
-        staged: values that user code has staged.
+        prefetcher: checks the thread that calls.
         steps: submits steps.
         device_steps: flat parameters whose gradients stay on the device.
         running: the step that runs.
@@ -68,7 +68,6 @@ class GradientArrivals:
         grads: GradientAccess,
         grad_dtype: GradDtype,
         prefetcher: ParamPrefetcher,
-        staged: StagedFlats,
         steps: StepScheduler,
         device_steps: DeviceSteps,
         running: RunningStep,
@@ -80,7 +79,6 @@ class GradientArrivals:
         self._grads = grads
         self._grad_dtype = grad_dtype
         self._prefetcher = prefetcher
-        self._staged = staged
         self._steps = steps
         self._device_steps = device_steps
         self._running = running
@@ -131,9 +129,6 @@ class GradientArrivals:
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
         )
         gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
-        if complete:
-            self._staged.unstage()  # the step reads what user code has written in the forward
-            self._prefetcher.retire_for_step(flat)
         if flat in self._device_steps.kept_gradients and self._steps.keeps_gradient(flat) and not on_host:
             gradients[flat].keep(index, grad)
         else:

@@ -206,11 +206,13 @@ class StepScheduler:
             )
 
     def submit(self, flat: FlatParameter) -> None:
-        """Submits the step of `flat`, whose gradient is complete, and whose weights are retired; nothing is staged.
+        """Submits the step of `flat`, whose gradient is complete. User code's values are stored, and weights evicted.
 
         Raises:
             RuntimeError: its step before was not recorded, and a record can't name both.
         """
+        self._staged.unstage()  # the step reads what user code has written
+        self._prefetcher.retire_for_step(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
         self._gradients.resume_stepped(flat)
         options = self._options.submit(flat)  # the step owns these
@@ -296,7 +298,7 @@ class StepScheduler:
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
-                    self._retire_and_submit(flat)
+                    self.submit(flat)
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
 
@@ -380,13 +382,7 @@ class StepScheduler:
             if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
                 self._staged.pull(flat)
                 gradient.fold()
-                self._retire_and_submit(flat)
-
-    def _retire_and_submit(self, flat: FlatParameter) -> None:
-        """Submits a step after backward, which may have left weights on the device, and user code staged values."""
-        self._staged.unstage()
-        self._prefetcher.retire_for_step(flat)
-        self.submit(flat)
+                self.submit(flat)
 
     def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
         """Passes the step's futures to the next step, the journal and the history, and returns those of its jobs."""
