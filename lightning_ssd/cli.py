@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | plan | profile | export` and `lightning run`.
+"""The commands `lightning-ssd run | init | plan | profile | export` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
 arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
@@ -12,10 +12,21 @@ from dataclasses import replace
 from importlib import metadata
 from math import inf, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from typing_extensions import override
 
 import lightning_ssd
-from lightning_ssd.recipes import check_recipe, describe_os_error, read_recipe, refused_input, scratch_path
+from lightning_ssd.recipes import (
+    check_recipe,
+    copy_recipe,
+    describe_os_error,
+    machine_file,
+    read_recipe,
+    recipes,
+    refused_input,
+    scratch_path,
+)
 from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
@@ -23,12 +34,20 @@ __all__ = ["lightning_main", "main"]
 _SDK_NEEDED = """\
 This `lightning` command comes from lightning_ssd and has one subcommand:
 
-    lightning run RECIPE.yaml [--trainer.max_steps 100 ...]
+    lightning run RECIPE [--trainer.max_steps 100 ...]
 
 `{command}` is for Lightning AI's cloud command line, which is not installed here:
 
     pip install lightning-sdk
 """
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, without its usage."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser("lightning-ssd", description="Trains models larger than GPU memory.")
+    parser = _Parser("lightning-ssd", description="Trains models larger than GPU memory.")
     parser.add_argument("--version", action="version", version=lightning_ssd.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_init(commands)
     _add_plan(commands)
     _add_profile(commands)
     _add_export(commands)
@@ -69,21 +89,46 @@ def lightning_main() -> int:
 def _looks_like_recipe(args: Sequence[str]) -> bool:
     if not args or args[0].startswith("-"):
         return True
-    return args[0].endswith((".yaml", ".yml")) or Path(args[0]).is_file()
+    return args[0].endswith((".yaml", ".yml")) or args[0] in recipes() or Path(args[0]).is_file()
 
 
-def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "run",
         help="train the model of a recipe",
         description="Trains the model of a recipe, a YAML file with the keys of LightningCLI's `fit`. A file "
-        "`defaults.yaml` in the recipe's folder is read first.",
+        f"`defaults.yaml` in the recipe's folder is read first. Recipes of the package: {', '.join(recipes())}.",
         usage="%(prog)s [-h] RECIPE [-c MORE.yaml ...] [--KEY VALUE ...]",
         epilog="`RECIPE --help` lists all keys, `RECIPE --print_config` their values.",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a recipe of the package by name")
     _add_overrides(parser, "values for keys of the recipe, such as --trainer.max_steps 10 or --trainer.strategy auto")
     parser.set_defaults(command=lambda args: _run(parser, args.recipe, args.overrides))
+
+
+def _add_init(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    parser = commands.add_parser(
+        "init",
+        help="copy a recipe to edit",
+        description="Copies a recipe of the package to a folder, and `defaults.yaml` with the keys of all recipes.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write, which is created")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        default="gpt",
+        choices=recipes(),
+        help="%(choices)s (default: %(default)s)",
+    )
+    parser.set_defaults(command=lambda args: _init(parser, args.recipe, args.folder))
+
+
+def _init(parser: argparse.ArgumentParser, recipe: str, folder: Path) -> None:
+    with _reporting(parser):
+        files = copy_recipe(recipe, folder)
+    print("\n".join(map(str, files)))
+    print(f"Edit them, and train: lightning-ssd run {files[0]}")
 
 
 def _add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
@@ -103,11 +148,14 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
         parser.error(message)
 
 
-def _tracing_options() -> argparse.ArgumentParser:
+def _tracing_options() -> _Parser:
     """Returns the options of commands that trace a recipe. They may stand before or after it, among the overrides."""
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options = _Parser(add_help=False, allow_abbrev=False)
     options.add_argument(
-        "--machine", type=_file, metavar="FILE.json", help="measured profile of a machine (default: measure this one)"
+        "--machine",
+        type=_machine_file,
+        metavar="NAME",
+        help="a machine of the package, such as rtx-4090, or a measured one, FILE.json (default: measure this one)",
     )
     options.add_argument(
         "--batch",
@@ -123,11 +171,11 @@ def _parse_options(
     parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace
 ) -> list[str]:
     """Parses the options of a command that stand behind its recipe to `args`. Returns the overrides."""
-    options.prog, options.usage = parser.prog, parser.usage  # for its errors
+    options.prog = parser.prog  # for its errors
     return options.parse_known_args(args.overrides, namespace=args)[1]
 
 
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     from lightning_ssd.planning import PLANNERS
 
     options = _tracing_options()
@@ -181,7 +229,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "that bounds it, and the life of the SSDs. `plan show PLAN.yaml` shows a saved plan.",
         usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...] | show PLAN.yaml",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`; or `show`, to show a plan")
+    parser.add_argument("recipe", metavar="RECIPE", help="as for `run`; or `show`, to show a plan")
     _add_overrides(parser, "as for `run`")
     parser.set_defaults(command=lambda args: _plan(parser, options, args))
 
@@ -204,7 +252,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         measured = None if args.profile is None else ModelProfile.from_json(args.profile)
         parse_batch(args.batch)
         if args.machine is not None and args.measure is not None:
-            parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
+            parser.error("--machine and --measure DIR exclude each other: give one, or none for this machine")
         needs_config = args.profile is None or (args.machine is None and args.measure is None)
         needs_config |= args.replay and args.lifetimes is None
         config = read_recipe(args.recipe, overrides, run=False) if needs_config else None
@@ -295,7 +343,7 @@ def _share(throughput: float) -> str:
     return f"{throughput:.3f}" if throughput else "no room"
 
 
-def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_profile(commands: "argparse._SubParsersAction[_Parser]") -> None:
     options = _tracing_options()
     options.add_argument(
         "--out", type=Path, metavar="DIR", help="directory for lifetimes.json and three pictures (matplotlib)"
@@ -315,7 +363,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "the lifetimes, and draws active bytes, inactive periods and memory by class.",
         usage="%(prog)s [-h] (RECIPE | --profile FILE) [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...]",
     )
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, as for `run`")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="as for `run`")
     _add_overrides(parser, "as for `run`")
     parser.set_defaults(command=lambda args: _profile(parser, options, args))
 
@@ -357,7 +405,7 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
     return measure_machine(drive or (None if config is None else scratch_path(config)), attention=True)
 
 
-def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "export",
         help="write a checkpoint's weights as a folder of safetensors",
@@ -398,13 +446,17 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 @contextmanager
 def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Ends the command with a one-line message if an argument is wrong, or a file or drive can't be used."""
-    from lightning_ssd.storage import StorageError
-
     try:
         yield
     except OSError as error:
         parser.error(describe_os_error(error))
-    except (ValueError, ImportError, StorageError) as error:
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    except Exception as error:
+        from lightning_ssd.storage import StorageError  # imports torch, which commands without it need not
+
+        if not isinstance(error, StorageError):
+            raise
         parser.error(str(error))
 
 
@@ -422,6 +474,13 @@ def _existing(exists: Callable[[Path], bool], problem: str) -> Callable[[str], P
 _checkpoint = _existing(Path.exists, "there is no file {!r}")
 _file = _existing(Path.is_file, "there is no file {!r}")
 _directory = _existing(Path.is_dir, "{!r} is not a directory")
+
+
+def _machine_file(text: str) -> Path:
+    try:
+        return machine_file(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _new_file(text: str) -> Path:

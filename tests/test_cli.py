@@ -178,16 +178,60 @@ class TestRun:
             ([], "required: COMMAND"),
             (["run"], "required: RECIPE"),
             (["run", "none.yaml"], "there is no recipe file 'none.yaml'"),
+            (["run", "gtp"], "no recipe of the package has that name: bert, .* Did you mean 'gpt'?"),
             (["run", "recipe.yaml", "-c", "none.yaml"], "none.yaml"),
-            (["run", "recipe.yaml", "--trainer.max_stepz=3"], "trainer.max_stepz"),
-            (["run", "recipe.yaml", "--trainer.strategy.offlod=3"], "offlod"),
-            (["run", "wrong.yaml"], "max_stepz"),
+            (
+                ["run", "recipe.yaml", "--trainer.max_stepz=3"],
+                "no key 'trainer.max_stepz'. Did you mean 'trainer.max_steps'",
+            ),
+            (["run", "wrong.yaml"], "no key 'trainer.max_stepz'. Did you mean 'trainer.max_steps'"),
+            (
+                ["run", "recipe.yaml", "--trainer.strategy.offlod=3"],
+                "Strategy has no argument 'offlod'. Did you mean 'offload'",
+            ),
+            (["run", "recipe.yaml", "--trainer.strategy=ssd_ofload"], "no strategy .* Did you mean 'ssd_offload'"),
+            (["run", "recipe.yaml", "--trainer.max_steps=many"], "trainer.max_steps=many is not an integer"),
+            (
+                ["run", "recipe.yaml", "--trainer.strategy.states=gpuu"],
+                "strategy.states=gpuu is not 'auto', .* mean 'gpu'",
+            ),
+            (["run", "recipe.yaml", "--trainer.strategy.offload=many"], "`offload='many'` is not a number of bytes"),
+            (["run", "recipe.yaml", "--model=GTP"], "model=GTP: there is no class of that name"),
+            (["run", "recipe.yaml", "--model=nomod.X"], "model: nomod.X: No module named 'nomod'"),
+            (["init", "mine", "gtp"], "argument RECIPE: invalid choice: 'gtp'"),
+            (["init", "."], "gpt.yaml exists"),
         ],
     )
-    def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_refuses_in_one_line(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """Without types of Python, and without the options of a command."""
         Path("wrong.yaml").write_text(RECIPE.replace("max_steps", "max_stepz"))
+        Path("gpt.yaml").touch()
         assert _exit(argv) == 2
-        assert message in capsys.readouterr().err
+        shown = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set to")]
+        assert len(shown) == 1 and re.search(rf"lightning-ssd.*: error: .*{message}", shown[0]), shown
+
+    def test_a_recipe_of_the_package_is_found_by_name(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """And configurations; a file of that name comes first."""
+        assert _exit(["run", "gpt", "-c", "gpt-1.3b", "--config=laptop-cpu", "--print_config"]) == 0
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert printed["model"]["init_args"]["n_embd"] == 2048 and printed["trainer"]["logger"]
+        assert printed["trainer"]["strategy"]["init_args"]["states"] == "ssd"
+        Path("gpt").write_text(RECIPE)
+        assert _exit(["run", "gpt", "--print_config"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 2
+
+    def test_a_copied_recipe_is_the_packages(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["init", "new/mine", "bert"]) == 0
+        assert "lightning-ssd run new/mine/bert.yaml" in capsys.readouterr().out
+        assert sorted(file.name for file in Path("new/mine").iterdir()) == ["bert.yaml", "defaults.yaml"]
+        assert _exit(["run", "new/mine/bert.yaml", "--print_config"]) == 0
+        copied = capsys.readouterr().out
+        assert _exit(["run", "bert", "--print_config"]) == 0
+        assert capsys.readouterr().out == copied
+        Path("new/mine/bert.yaml").unlink()
+        assert _exit(["init", "new/mine", "bert"]) == 2  # nothing is overwritten, not even the defaults alone
+        assert "defaults.yaml exists" in capsys.readouterr().err
+        assert not Path("new/mine/bert.yaml").exists()
 
 
 @pytest.mark.parametrize("module", ["lightning_ssd", "lightning_ssd.cli"])
@@ -220,6 +264,8 @@ class TestLightning:
         assert sys.argv == ["lightning", "run", recipe, "--trainer.strategy=auto"]
         Path(recipe).rename("no_suffix")
         assert _lightning(["run", "no_suffix", "--trainer.strategy=auto"], monkeypatch) == 0
+        with pytest.raises(SystemExit, match="0"):
+            _lightning(["run", "gpt", "--print_config"], monkeypatch)
 
     @pytest.mark.usefixtures("sdk")
     @pytest.mark.parametrize("argv", [["run"], ["run", "--help"], ["run", "none.yml"]])
@@ -228,7 +274,7 @@ class TestLightning:
     ) -> None:
         with pytest.raises(SystemExit):
             _lightning(argv, monkeypatch)
-        assert "usage: lightning-ssd run" in "".join(capsys.readouterr())
+        assert "lightning-ssd run" in "".join(capsys.readouterr())
 
     @pytest.mark.usefixtures("sdk")
     @pytest.mark.parametrize("argv", [[], ["--help"], ["login"], ["run", "job", "--name", "x"], ["run", "mmt"]])
@@ -314,7 +360,8 @@ class TestPlan:
             (["plan", RECIPE, "--machine", MACHINE, "--measure", "."], "exclude each other"),
             (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
             (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "--planner: invalid choice: 'guess'"),
-            (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
+            (["plan", RECIPE, "--machine", RECIPE], "is YAML, and a machine file is JSON: .*--save-machine"),
+            (["plan", RECIPE, "--machine", "rtx-409"], "no machine of the package .* Did you mean 'rtx-4090'"),
             (["plan", RECIPE, "--machine", MACHINE, "--lifetimes", MACHINE], "--lifetimes is for --replay"),
             (["plan", RECIPE, "--machine", MACHINE, "--replay", "--lifetimes", MACHINE], "has no `version`"),
             (["plan", "binary", "--save", "no/such.yaml"], "argument --save: there is no folder 'no'"),
@@ -396,7 +443,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         (["plan"], "lightning-ssd plan: error: the following arguments are required: RECIPE\n"),
         (["plan", GPT, "--machine"], "lightning-ssd plan: error: argument --machine: expected one argument"),
         (["profile", GPT, "--out"], "lightning-ssd profile: error: argument --out: expected one argument"),
-        (["plan", GPT, "--machine", MACHINE, "--none"], "lightning-ssd run RECIPE --help\nerror: .*--none"),
+        (["plan", GPT, "--machine", MACHINE, "--none"], "lightning-ssd plan: error: .*no key 'none'"),
     ],
     ids=["run", "plan", "plan option", "profile option", "unknown key"],
 )
@@ -411,7 +458,7 @@ def test_errors_name_the_command_and_missing_arguments(
 @pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_inputs_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command prints its usage and the error without a traceback, and leaves no files."""
+    """Every command prints the error without usage and traceback, and leaves no files."""
     Path("folder").mkdir()
     Path("empty").touch()
     Path("binary").write_bytes(bytes(range(128, 256)) * 9)
@@ -425,6 +472,7 @@ def test_bad_inputs_are_one_line(name: str, tmp_path: Path, capsys: pytest.Captu
     assert _exit(argv) == 2
     error = capsys.readouterr().err
     assert re.search(f"(?s)error: .*{message}", error), error[-600:]
+    assert "usage:" not in error and "Union" not in error
     assert {path.name for path in tmp_path.iterdir()} - {"out"} == before
 
 

@@ -185,3 +185,5 @@ print(lightning_ssd.__path__[0], lightning_ssd.__version__)
         assert (files / name).read_text() == (ROOT / name).read_text()
     assert _check([python.parent / "lightning-ssd", "--version"]).strip() == version
     assert (python.parent / "lightning").is_file()
+    printed = _check([python.parent / "lightning", "run", "gpt", "-c", "gpt-tiny", "--print_config"])
+    assert "class_path: lightning_ssd.recipes.models.GPT" in printed

@@ -1,15 +1,26 @@
-"""Recipes: `recipe` reads their YAML files, `models` and `data` have their classes, each entered by its own `__init__`.
+"""Recipes: `files` finds their YAML files, `recipe` reads them, `refusals` words their errors; `models` and `data` have
+their classes, each entered by its own `__init__`.
 
 `models` needs the extra `recipes`. This `__init__` imports neither of them, so that commands start quickly.
 """
 
+from lightning_ssd.recipes.files import copy_recipe, machine_file, recipes
 from lightning_ssd.recipes.recipe import (
     check_recipe,
-    describe_os_error,
     read_recipe,
-    refused_input,
     scratch_path,
     strategy_argument,
 )
+from lightning_ssd.recipes.refusals import describe_os_error, refused_input
 
-__all__ = ["check_recipe", "describe_os_error", "read_recipe", "refused_input", "scratch_path", "strategy_argument"]
+__all__ = [
+    "check_recipe",
+    "copy_recipe",
+    "describe_os_error",
+    "machine_file",
+    "read_recipe",
+    "recipes",
+    "refused_input",
+    "scratch_path",
+    "strategy_argument",
+]

@@ -5,8 +5,6 @@ Torch and Lightning are imported inside the functions that need them, so that `l
 
 import argparse
 import json
-import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ from zipfile import is_zipfile
 from typing_extensions import override
 
 from lightning_ssd._autoload import STRATEGIES
+from lightning_ssd.recipes.files import DEFAULTS, config_file, did_you_mean, recipe_file
+from lightning_ssd.recipes.refusals import describe_parser_error
 from lightning_ssd.sizes import check_least
-
-_DEFAULTS = "defaults.yaml"
-"""Name of the optional file beside a recipe with default values of the recipe's keys."""
 
 
 def check_recipe(recipe: str, overrides: Sequence[str]) -> None:
@@ -31,15 +28,14 @@ def check_recipe(recipe: str, overrides: Sequence[str]) -> None:
     """
     import yaml
 
-    if not Path(recipe).is_file():
-        raise ValueError(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
+    path = recipe_file(recipe)
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("-c", "--config", action="append", default=[])
     try:
         known, _ = options.parse_known_args(overrides)
     except argparse.ArgumentError:  # the recipe's parser reports it
         known = argparse.Namespace(config=[])
-    for file in (recipe, *known.config):
+    for file in (str(path), *map(config_file, known.config)):
         if not Path(file).is_file():  # the recipe's parser reports it
             continue
         try:
@@ -54,13 +50,14 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
     """Returns the recipe, merged with `defaults.yaml` beside it, as LightningCLI parses it for `fit`.
 
     Args:
-        recipe: path of the YAML file.
-        overrides: options for keys of the recipe, such as `--trainer.max_steps=10`, and further files (`-c`).
+        recipe: path of the YAML file, or the name of a recipe of the package.
+        overrides: options for keys of the recipe, such as `--trainer.max_steps=10`, and further files (`-c`), by path
+            or name.
         run: whether the model of the recipe is also built and trained, before this function returns.
 
     Raises:
-        ValueError: a value is out of range that Lightning and torch would accept, or refuse only in the first step.
-        SystemExit: the parser has refused the recipe, and written the reason to stderr.
+        ValueError: there is no such recipe, its parser refuses it, or a value is out of range that Lightning and torch
+            would accept, or refuse only in the first step.
     """
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -80,16 +77,18 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
         def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
             # The base class warns when `sys.argv` is not empty. `sys.argv` must not be changed: Lightning's launcher
             # starts the other ranks with it.
-            self._parser("fit").prog = "lightning-ssd run RECIPE"  # for its errors: there is no command `fit`
+            self._parser("fit").prog = "lightning-ssd run RECIPE"  # for its help: there is no command `fit`
             try:
                 self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
-            except SystemExit as refused:
-                if refused.code and not Path(defaults).is_file():
-                    sys.stderr.write(
-                        f"note: there is no {defaults}. A copy of one of the package's recipes needs a copy of"
-                        f" recipes/{_DEFAULTS} beside it.\n"
+            except argparse.ArgumentError as error:
+                keys = (option.lstrip("-") for option in self._parser("fit")._option_string_actions)
+                sentence = describe_parser_error(str(error), keys)
+                if not Path(defaults).is_file():
+                    sentence += (
+                        f" There is no {defaults}: a copy of one of the package's recipes needs a copy of "
+                        f"recipes/{DEFAULTS} beside it, as `lightning-ssd init` makes."
                     )
-                raise
+                raise ValueError(sentence) from error
             _check_settings(self.config["fit"])
 
         @override
@@ -102,48 +101,19 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
             if run:
                 super()._run_subcommand(subcommand)
 
-    defaults = str(Path(recipe).absolute().with_name(_DEFAULTS))
+    path = recipe_file(recipe)
+    defaults = str(path.absolute().with_name(DEFAULTS))
     cli = RecipeCLI(
-        args=["fit", *_with_class_path(["--config", recipe, *overrides], _strategy_in(defaults))],
-        parser_kwargs={"fit": {"default_config_files": [defaults]}},
+        args=["fit", *_with_class_path(["--config", str(path), *overrides], _strategy_in(defaults))],
+        parser_kwargs={
+            "exit_on_error": False,
+            "fit": {"default_config_files": [defaults], "exit_on_error": False},
+        },
         seed_everything_default=0,
         # Without a logger the log directory is the working directory, which may have the last run's file.
         save_config_kwargs={"overwrite": True},
     )
     return cli.config["fit"]
-
-
-def refused_input(error: BaseException) -> str | None:
-    """Returns the message of an error that refuses a recipe's input, or None for every other error.
-
-    An error refuses input if no batch was trained yet, and the error was raised by this package or Lightning, or names
-    a file or a missing package. Errors of other code, such as the user's modules, are shown with their traceback.
-    """
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    from lightning_ssd.storage import StorageError
-
-    # jsonargparse wraps a constructor's error in errors about type hints. For a union it keeps the first type's error.
-    cause: BaseException | None = error
-    while cause is not None and _raised_by(cause).startswith("jsonargparse."):
-        cause = cause.__cause__
-    error = cause or error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(frame.f_code is _TrainingEpochLoop.advance.__code__ for frame in frames):
-        return None
-    if isinstance(error, ImportError | MisconfigurationException | StorageError):
-        return str(error)
-    if isinstance(error, OSError):
-        return describe_os_error(error)
-    package = _raised_by(error).partition(".")[0]
-    refuses = isinstance(error, ValueError) and package in ("lightning_ssd", "lightning", "jsonargparse")
-    refuses |= isinstance(error, TypeError) and package == "lightning_ssd"
-    return str(error) if refuses else None
-
-
-def describe_os_error(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 def strategy_argument(config: Any, name: str) -> Any:
@@ -169,11 +139,17 @@ def _check_settings(config: Any) -> None:
     """Checks values that Lightning and torch accept, or refuse only in the first step.
 
     Raises:
-        ValueError: A value is out of range, or `ckpt_path` is no checkpoint.
+        ValueError: A value is out of range, there is no such strategy, or `ckpt_path` is no checkpoint.
     """
+    from lightning.pytorch.strategies import StrategyRegistry
+
     trainer, checkpoint = config["trainer"], config["ckpt_path"]
     check_least("trainer.accumulate_grad_batches", trainer["accumulate_grad_batches"], 1)
     check_least("trainer.gradient_clip_val", trainer["gradient_clip_val"], 0)  # a negative norm would reverse gradients
+    strategy, known = trainer["strategy"], ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(strategy, str) and strategy.lower() not in known:
+        near = did_you_mean(strategy, [*known, "lightning_ssd.SSDOffloadStrategy"])
+        raise ValueError(f"trainer.strategy={strategy}: there is no strategy of that name.{near}")
     interval = trainer["val_check_interval"]
     if isinstance(interval, int | float) and not interval > 0:
         raise ValueError(f"trainer.val_check_interval={interval} is out of range: set it to 1 or more batches")
@@ -181,16 +157,11 @@ def _check_settings(config: Any) -> None:
         raise ValueError(f"ckpt_path={checkpoint} is no whole checkpoint: name a file that the Trainer has saved")
 
 
-def _raised_by(error: BaseException) -> str:
-    """Returns the name of the module that raised `error`."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals["__name__"])
-
-
 def _with_class_path(args: Sequence[str], name: object) -> list[str]:
-    """Returns `args` with the names of our strategies replaced by the class path if arguments of the class follow.
+    """Returns `args` with names replaced that LightningCLI does not accept.
 
-    LightningCLI accepts arguments of a strategy only beside a class path, not beside `--trainer.strategy=NAME`.
+    Names of configurations of the package are replaced by their files, and names of our strategies by the class path if
+    arguments of the class follow: LightningCLI accepts these only beside a class path.
 
     Args:
         args: The arguments, configuration files among them.
@@ -204,6 +175,8 @@ def _with_class_path(args: Sequence[str], name: object) -> list[str]:
             value = rest.pop(0)
             given.append(value)
         if option in ("--config", "-c"):
+            value = config_file(value)
+            given = [option, value] if value else given
             strategy = _strategy_in(value)
         elif option == key:
             strategy = value

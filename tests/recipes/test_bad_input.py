@@ -43,7 +43,7 @@ def refused(recipe: str, *options: str, capsys: pytest.CaptureFixture[str]) -> s
 MISTAKES = [
     ("gpt", "--data.path=missing.txt", "data.path=missing.txt does not exist"),
     ("gpt", "--data.path=field.jsonl", "field.jsonl:1 has no text under 'text' (it has 'txt'): set data.field"),
-    ("gpt", "--model.nokey=1", "Option 'nokey' is not accepted"),
+    ("gpt", "--model.nokey=1", "GPT has no argument 'nokey'"),
     ("gpt", "--model.n_head=3", "model.n_embd=128 is not a multiple of model.n_head=3"),
     ("gpt", "--model.pretrained=folder", "model.pretrained=folder holds no config.json"),
     ("gpt", "--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 is out of range"),
