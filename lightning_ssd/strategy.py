@@ -83,7 +83,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     `bf16-true`, all) compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, which loses changes
     of less than a 256th of a weight.)
 
-    When a training starts, one log line says which tensors are offloaded to which tier, and why others are not. The
+    When a training starts, four log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
     `callbacks=[OffloadMonitor(progress_bar=False)]`.
 
@@ -363,7 +363,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             run.loaded.clear()
         if fitting:
             run.make_offloader()
-            pl.utilities.rank_zero_info(f"{self.strategy_name}: {run.describe()}.")
+            pl.utilities.rank_zero_info("\n".join(f"{self.strategy_name}: {line}" for line in run.describe()))
 
     @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer) -> None:

@@ -1,22 +1,24 @@
-"""The log line at the start of a training: offloaded tensors, their tiers, and the reasons why others are kept."""
+"""The log lines at the start of a training: tiers of model states and activations, their bytes, and the reasons."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
 from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage import BlobStore
 
 _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}
+_DAY = 86_400
 
 
 def describe_activations(
     offloader: ActivationOffloader, config: OffloadConfig, *, decided_by: str | None = None
 ) -> str:
-    """Returns a clause that names the offloaded activations and their tiers.
+    """Returns the line that names the offloaded activations and their tiers.
 
     Args:
         offloader: activation offloader of the training.
@@ -26,21 +28,20 @@ def describe_activations(
     device = _name(offloader.device)
     if not offloader.tiers:
         if config.amount() == "none":
-            return f"activations are kept on the {device} (`offload='none'`)"
-        return f"activations are kept on the {device}, because model states use all of `host_memory`"
-    if decided_by is None and config.amount() == "auto" and offloader.device.type == "cpu":
-        return f"activations are kept on the {device}, whose memory is the host's (`offload='auto'`)"
+            return f"activations: on the {device} (`offload='none'`)"
+        return f"activations: on the {device}, because model states use all of `host_memory`"
+    if not _offloads(offloader, config, decided_by):
+        return f"activations: on the {device}, whose memory is the host's (`offload='auto'`)"
     tiers = [f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})" for name, tier in offloader.tiers.items()]
     words = {"auto": "as the memory of the first steps requires", "ssdtrain": "as many as the bandwidth allows"}
     amount = words.get(str(config.amount()), f"`offload={config.offload!r}`")
-    return (
-        f"activations of {format_bytes(offloader.min_bytes)} or more are offloaded to {', then to '.join(tiers)}: "
-        + (amount if decided_by is None else f"{decided_by} decides how many")
+    return f"activations: those of {format_bytes(offloader.min_bytes)} or more to {', then to '.join(tiers)}, " + (
+        amount if decided_by is None else f"{decided_by} decides how many"
     )
 
 
-def describe_states(states: ModelStates, locations: Sequence[TensorLocation], device: torch.device) -> str:
-    """Returns the bytes of weights and optimizer states in each tier."""
+def describe_states(states: ModelStates, locations: Sequence[TensorLocation], device: torch.device) -> list[str]:
+    """Returns the lines with the bytes of weights and of optimizer states in each tier."""
     weights: Counter[str] = Counter()
     opt_states: Counter[str] = Counter()
     for row in locations:
@@ -50,23 +51,24 @@ def describe_states(states: ModelStates, locations: Sequence[TensorLocation], de
     kept, _ = weights.pop("gpu", 0), opt_states.pop("gpu", 0)
     name = _name(device)
     if not weights:
-        return f"model states are kept on the {name}: no parameter of `min_bytes` or more can be offloaded"
-    parts = [f"weights are {_places(weights)}"]
-    if opt_states.total():
-        rounded = {store.layout.moments for store in states.stores.values() if store.layout.moments != "fp32"}
-        parts.append(
-            f"{'master weights and ' if masters else ''}optimizer states {_places(opt_states)}"
-            + (f", rounded to {', '.join(sorted(rounded))}" if rounded else "")
-        )
-    used = [f"{format_bytes(states.nbytes.host)} of host memory with gradients and staging"]
-    used += [f"{format_bytes(states.nbytes.ssd)} on SSD"] if states.nbytes.ssd else []
-    return f"{', '.join(parts)} ({', '.join(used)})" + (
-        f"; weights of {format_bytes(kept)} and their states are kept on the {name}" if kept else ""
-    )
+        return [
+            f"weights: on the {name}, because no parameter of `min_bytes` or more can be offloaded",
+            f"optimizer states: on the {name}",
+        ]
+    parts = [_places(opt_states) + (", with master weights" if masters else "")] if opt_states.total() else []
+    parts += _moments(states)
+    if in_host := sorted(_classes_in_host(states)):
+        parts.append(f"those of {', '.join(in_host)} in host memory")
+    if kept:
+        parts.append(f"those of weights on the {name} there")
+    return [
+        f"weights: {_places(weights)}" + (f", {format_bytes(kept)} on the {name}" if kept else ""),
+        f"optimizer states: {'; '.join(parts) or 'none'}",
+    ]
 
 
-def describe_resident(need: int, room: float | None, chosen: str | None, device: torch.device) -> str:
-    """Returns a clause that gives the reason why all model states are kept on the device.
+def describe_resident(need: int, room: float | None, chosen: str | None, device: torch.device) -> list[str]:
+    """Returns the lines with the reason why all model states are kept on the device.
 
     Args:
         need: estimated bytes of the model states.
@@ -75,28 +77,89 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
         device: device of the model's computation.
     """
     name = _name(device)
-    if chosen is not None:
-        return f"model states are kept on the {name} ({chosen})"
-    if room is None:
-        return f"model states are kept on the {name}, whose memory is the host's"
-    return f"model states are kept on the {name}: they need {format_bytes(need)}, and {format_bytes(room)} are allowed"
+    reason = f" ({chosen})"
+    if chosen is None and room is None:
+        reason = ", whose memory is the host's"
+    elif chosen is None and room is not None:
+        reason = f": model states need {format_bytes(need)} of {format_bytes(room)}"
+    return [f"weights: on the {name}{reason}", f"optimizer states: on the {name}"]
 
 
-def describe_drives(
-    offloader: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, default: str
+def describe_totals(
+    offloader: ActivationOffloader,
+    states: ModelStates | None,
+    config: OffloadConfig,
+    default: str,
+    *,
+    resident: int = 0,
+    decided_by: str | None = None,
 ) -> str | None:
-    """Returns a clause that names the directories of the scratch files and the backend, or None without files."""
-    store = None if states is None or states.staging is None else states.staging.store
-    if isinstance(tier := offloader.tiers.get("ssd"), SSDTierBase):
-        store = tier.blobs
-    if store is None:
-        return None
-    paths = ", ".join(str(path) for path in config.paths(default))
-    return f"SSD is {paths} (backend {store.backend_name})"
+    """Returns the line with the bytes of a run in each memory, and the most bytes that it can write to SSDs in a day.
+
+    Without model states and SSDs there is none, since the line of activations has the bytes of host memory.
+    Directories and backend of the SSDs are named if data may be written there. The time of a step is not known yet: the
+    bound is for drives that are always busy, and `OffloadMonitor` logs the measured number.
+
+    Args:
+        offloader: activation offloader of the training.
+        states: the offloaded model states, if there are any.
+        config: the user's arguments.
+        default: directory of scratch files if the user has named none.
+        resident: estimated bytes of model states that are on the device.
+        decided_by: see `describe_activations`.
+    """
+    name, parts = _name(offloader.device), []
+    if states is not None and offloader.device.type == "cuda":
+        parts.append(f"{name} {format_bytes(states.nbytes.device)} for streamed weights")
+    if resident:
+        parts.append(f"{name} {format_bytes(resident)} for model states")
+    if states is not None:
+        parts.append(f"host memory {format_bytes(states.nbytes.host)} with gradients and staging")
+        if states.nbytes.ssd:
+            parts.append(f"SSD {format_bytes(states.nbytes.ssd)} for model states")
+    store = _store(offloader, states, config, decided_by)
+    if store is not None:
+        paths = ", ".join(str(path) for path in config.paths(default))
+        # Written bytes are read once, so that a busy drive writes for a part of the time.
+        rate = 1 / (1 / store.write_bandwidth + 1 / store.read_bandwidth)
+        parts.append(f"at most {rate * _DAY / 1e12:.3g} TB written a day")
+        parts.append(f"SSD is {paths} (backend {store.backend_name})")
+    return f"totals: {', '.join(parts)}" if parts else None
+
+
+def _store(
+    offloader: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, decided_by: str | None
+) -> BlobStore | None:
+    """Returns the store to which data may be written, or None."""
+    if isinstance(tier := offloader.tiers.get("ssd"), SSDTierBase) and _offloads(offloader, config, decided_by):
+        return tier.blobs
+    return None if states is None or states.staging is None else states.staging.store
+
+
+def _offloads(offloader: ActivationOffloader, config: OffloadConfig, decided_by: str | None) -> bool:
+    """Returns whether activations may be offloaded: under "auto", those on a CPU are not, unless a planner decides."""
+    return decided_by is not None or config.amount() != "auto" or offloader.device.type != "cpu"
+
+
+def _moments(states: ModelStates) -> Iterator[str]:
+    """Yields the names of the optimizer states that have an element for each weight, by their format."""
+    formats: dict[str, dict[str, None]] = {}
+    for store in states.stores.values():
+        formats.setdefault(store.layout.moments, {}).update(dict.fromkeys(store.layout.state_names))
+    for moments, names in formats.items():
+        if names:
+            yield f"{', '.join(names)} " + ("in fp32" if moments == "fp32" else f"rounded to {moments}")
+
+
+def _classes_in_host(states: ModelStates) -> set[str]:
+    """Returns the names of the optimizer classes that keep states of offloaded weights in host memory themselves."""
+    offloaded = states.offloaded
+    flats = (flat for flat, optimizer in offloaded.flat_optimizers.items() if optimizer.keeps_states)
+    return {type(offloaded.groups[flat][0]).__name__ for flat in flats}
 
 
 def _places(tiers: Mapping[str, int]) -> str:
-    return " and ".join(f"{_IN[tier]} ({format_bytes(nbytes)})" for tier, nbytes in sorted(tiers.items()) if nbytes)
+    return " and ".join(f"{format_bytes(nbytes)} {_IN[tier]}" for tier, nbytes in sorted(tiers.items()) if nbytes)
 
 
 def _name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""The line at the start of a training that names offloaded tensors and their tiers."""
+"""The lines at the start of a training that name offloaded tensors and their tiers."""
 
 import logging
 import re
@@ -60,38 +60,39 @@ class WideModel(SmallModel):
 @pytest.mark.parametrize(
     ("arguments", "precision", "said"),
     [
-        ({}, "32-true", "model states are kept on the CPU, whose memory is the host's"),
-        ({"states": "gpu"}, "32-true", r"model states are kept on the CPU \(`states='gpu'`\)"),
+        ({}, "32-true", "weights: on the CPU, whose memory is the host's"),
+        ({"states": "gpu"}, "32-true", r"weights: on the CPU \(`states='gpu'`\)"),
         (
             {"gpu_memory": "1GiB"},
             "32-true",
-            r"are kept on the CPU: they need 13.5\d MiB, and 1.00 GiB are allowed",
+            r"weights: on the CPU: model states need 13.5\d MiB of 1.00 GiB",
         ),
         (
             {"states": "host"},
             "32-true",
-            rf"weights are in host memory \({MEGABYTES}\), optimizer states in host memory \({TWICE}\) "
-            r"\(12.04 MiB of host memory with gradients and staging\)",
+            rf"weights: {MEGABYTES} in host memory\n.*states: {TWICE} in host memory; exp_avg, exp_avg_sq in fp32\n"
+            r"(?s:.*)totals: host memory 12.0\d MiB with gradients and staging$",
         ),
         (
             {"states": "ssd", "checksum": False, "ssd_capacity": "64MiB"},
             "32-true",
-            rf"weights are on SSD \({MEGABYTES}\), optimizer states on SSD \({TWICE}\) \(.*, 9.0\d MiB on SSD\)",
+            rf"weights: {MEGABYTES} on SSD\n.*optimizer states: {TWICE} on SSD; (?s:.*)SSD 9.0\d MiB for model states, "
+            r"at most [\d.e+]+ TB written a day",
         ),
         (
             {"states": "host"},
             "bf16-true",
-            r"weights are in host memory \(1.50 MiB\), master weights and optimizer states in host memory \(9.02 MiB\)",
+            r"weights: 1.50 MiB in host memory\n.*optimizer states: 9.02 MiB in host memory, with master weights; ",
         ),
         (
             {"states": "host", "min_bytes": "16KiB"},
             "32-true",
-            r"weights are in host memory \(3.00 MiB\).*; weights of 6.00 KiB and their states are kept on the CPU",
+            r"weights: 3.00 MiB in host memory, 6.00 KiB on the CPU\n.*; those of weights on the CPU there",
         ),
         (
             {"states": "host", "min_bytes": "1GiB"},
             "32-true",
-            "are kept on the CPU: no parameter of `min_bytes` or more",
+            "weights: on the CPU, because no parameter of `min_bytes` or more",
         ),
     ],
 )
@@ -104,18 +105,37 @@ def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any
     assert ("SSD is" in line) == (arguments.get("states") == "ssd")
 
 
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Coupled"])
+def test_states_that_their_optimizer_keeps(tmp_path: Path, lines: list[str], kind: str) -> None:
+    class Matrices(WideModel):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            matrices = [parameter for parameter in self.parameters() if parameter.ndim == 2]
+            return (Coupled if kind == "Coupled" else getattr(torch.optim, kind))(matrices, lr=1e-3)
+
+    make_trainer(tmp_path, offloading(states="host", offload="none")).fit(Matrices(), batches(1))
+    (line,) = lines
+    assert f"those of {kind} in host memory" in line
+
+
+class Coupled(torch.optim.Adagrad):
+    """Not registered, because it overrides `step`."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said", "moves"),
     [
-        ({}, r"activations of 2.00 KiB or more are offloaded to SSD \(up to 2\d\d.* KiB\): `offload=1.0`", {"ssd"}),
-        ({"offload": "ssdtrain"}, "offloaded to SSD .*: as many as the bandwidth allows", {"ssd"}),
-        ({"offload": "auto"}, "activations are kept on the CPU, whose memory is the host's", {"ssd"}),
-        ({"offload": "none"}, r"activations are kept on the CPU \(`offload='none'`\)$|`offload='none'`\)\.", set()),
-        ({"tier": "host", "host_memory": "64MiB"}, r"offloaded to host memory \(up to 64.00 MiB\): ", {"host"}),
+        ({}, r"activations: those of 2.00 KiB or more to SSD \(up to 2\d\d.* KiB\), `offload=1.0`", {"ssd"}),
+        ({"offload": "ssdtrain"}, "or more to SSD .*, as many as the bandwidth allows", {"ssd"}),
+        ({"offload": "auto"}, "activations: on the CPU, whose memory is the host's", {"ssd"}),
+        ({"offload": "none"}, r"activations: on the CPU \(`offload='none'`\)\n", set()),
+        ({"tier": "host", "host_memory": "64MiB"}, r"or more to host memory \(up to 64.00 MiB\), ", {"host"}),
         ({"host_memory": "64MiB"}, r"to host memory \(up to 64.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
         (
             {"tier": "host", "states": "host", "host_memory": "1MiB"},
-            "activations are kept on the CPU, because model states use all of `host_memory`",
+            "activations: on the CPU, because model states use all of `host_memory`",
             set(),
         ),
     ],
@@ -127,7 +147,7 @@ def test_activations(tmp_path: Path, lines: list[str], arguments: dict[str, Any]
     assert re.search(said, line), line
     assert set(watch.bytes_out) == moves
     assert any(watch.bytes_out.values()) == (bool(moves) and arguments.get("offload") != "auto")
-    assert (f"SSD is {tmp_path} (backend posix)" in line) == ("ssd" in moves)
+    assert (f"SSD is {tmp_path} (backend posix)" in line) == ("ssd" in moves and arguments.get("offload") != "auto")
 
 
 def test_the_summary_is_logged_once_a_fit(tmp_path: Path, lines: list[str]) -> None:
@@ -146,7 +166,7 @@ def test_under_another_strategy(tmp_path: Path, lines: list[str]) -> None:
     offload = ActivationOffload(offload=1.0, min_bytes=MIN_BYTES, ssd_capacity="256KiB", staging_memory="16MiB")
     make_trainer(tmp_path, callbacks=[offload]).fit(SmallModel(), batches(1))
     (line,) = lines
-    assert re.match(r"ActivationOffload: activations of 2.00 KiB or more are offloaded to SSD .*; SSD is ", line)
+    assert re.match(r"ActivationOffload: activations: those of 2.00 KiB or more to SSD .*\n.*, SSD is ", line)
 
 
 def test_the_summary_names_the_planner_that_decides(tmp_path: Path, lines: list[str]) -> None:

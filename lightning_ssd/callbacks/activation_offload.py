@@ -15,7 +15,7 @@ from lightning_ssd.callbacks.defaults import (
     restore_offload_callbacks,
 )
 from lightning_ssd.storage import Backend
-from lightning_ssd.summary import describe_activations, describe_drives
+from lightning_ssd.summary import describe_activations, describe_totals
 from lightning_ssd.types import BackendName
 from lightning_ssd.versions import warn_of_untested
 
@@ -108,11 +108,11 @@ class ActivationOffload(pl.Callback):
             processes=trainer.num_devices,
         )
         self.offloader = offloader
-        parts = (
+        lines = (
             describe_activations(offloader, self.config),
-            describe_drives(offloader, None, self.config, trainer.default_root_dir),
+            describe_totals(offloader, None, self.config, trainer.default_root_dir),
         )
-        pl.utilities.rank_zero_info(f"ActivationOffload: {'; '.join(part for part in parts if part is not None)}.")
+        pl.utilities.rank_zero_info("\n".join(f"ActivationOffload: {line}" for line in lines if line is not None))
         training_step = strategy.training_step
 
         def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:

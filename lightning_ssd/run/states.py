@@ -48,7 +48,7 @@ from lightning_ssd.run.precision import autocast_dtype
 from lightning_ssd.run.setup import is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
+from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals
 from lightning_ssd.uncopied import Uncopied
 
 __all__ = ["RunStates"]
@@ -235,10 +235,11 @@ class RunStates(Uncopied, StatesOwner):
             # Nothing is offloaded: hooks would only add overhead.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
-    def describe(self) -> str:
-        """Returns a sentence with the tiers of model states and activations of a training, and the reasons."""
+    def describe(self) -> list[str]:
+        """Returns four lines: tiers of weights, optimizer states and activations with their reasons, and totals."""
         offloader, states, device = self.offloader, self.model_states, self._strategy.root_device
         assert offloader is not None
+        need = 0
         if states is not None:
             of_states = describe_states(states, present_locations(self._trainer), device)
         else:
@@ -248,9 +249,12 @@ class RunStates(Uncopied, StatesOwner):
             need = bytes_on_device(self._model, fitting=True)
             room = self._states_config.resident_budget(device, movable=self.can_offload_states())
             of_states = describe_resident(need, room, chosen, device)
-        of_activations = describe_activations(offloader, self._config, decided_by=self.planned_by)
-        drives = describe_drives(offloader, states, self._config, self._default_path)
-        return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
+        planned_by = self.planned_by
+        of_activations = describe_activations(offloader, self._config, decided_by=planned_by)
+        totals = describe_totals(
+            offloader, states, self._config, self._default_path, resident=need, decided_by=planned_by
+        )
+        return [*of_states, of_activations, *([] if totals is None else [totals])]
 
     # ---- steps ----
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,12 @@ class FlatOptimizer(ABC):
 
     Args:
         flat: the flat parameter.
+
+    Attributes:
+        keeps_states: whether the optimizer object keeps its states in host memory, and not among staged values.
     """
+
+    keeps_states: ClassVar[bool] = False
 
     def __init__(self, flat: FlatParameter) -> None:
         self.flat = flat
@@ -508,6 +513,8 @@ class GenericOptimizer(FlatOptimizer):
     Its states, of any kind, are kept in host memory, and a step can't be rolled back.
     """
 
+    keeps_states = True
+
     def __init__(self, flat: FlatParameter, optimizer: Optimizer) -> None:
         super().__init__(flat)
         self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.param_views]
@@ -563,6 +570,8 @@ class GenericOptimizer(FlatOptimizer):
 
 class WholeOptimizer(FlatOptimizer):
     """An optimizer that is stepped whole (see `WholeStep`): its states are in host memory, in `Optimizer.state`."""
+
+    keeps_states = True
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
