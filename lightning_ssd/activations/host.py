@@ -51,7 +51,7 @@ class HostTier(OffloadTier):
         try:
             self._copies.drain()
         finally:
-            self.pool.close()
+            self.pool.close(in_use=True)  # graphs that are still alive own buffers, which no copy uses any more
 
 
 class _HostCopy(StoredCopy):

@@ -82,6 +82,10 @@ _WITHOUT_HOOKS = (
 
 _NO_CONTEXT = contextlib.nullcontext()
 
+TRIM_EVERY = 8
+"""Micro-batches after which pinned memory that none of them needed is freed. Micro-batches that offload all of their
+saved tensors, as profiled ones and second attempts do, would otherwise determine it until training ends."""
+
 
 class BudgetError(RuntimeError):
     """The tiers have no room for the bytes that `offload` asks for."""
@@ -195,6 +199,9 @@ class ActivationOffloader(Uncopied):
         self._batch = MicroBatch(last, self._clock, placement.revision, window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
+        if self._stats.micro_batches % TRIM_EVERY == 0:
+            for tier in self.tiers.values():
+                tier.trim()
         self._rules.batch, self._rules.batch_number = self._batch, self._stats.micro_batches
 
     @contextlib.contextmanager

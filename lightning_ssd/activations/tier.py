@@ -103,7 +103,7 @@ class OffloadTier(ABC):
         return None
 
     def trim(self) -> None:
-        """Frees pinned memory that the present peak does not need, which may wait for the device."""
+        """Frees pinned memory that was not needed since the last call, which may wait for the device."""
         return None
 
     @abstractmethod

@@ -100,7 +100,7 @@ class PlanRunner:
     """Runs the steps of one training under plans for one profile.
 
     A new profile needs a new runner. All methods are called on the training thread, outside of forward and backward.
-    None waits for the device, but `begin_step` once under each plan, when pinned memory is freed.
+    None waits for the device.
 
     Args:
         training: the training.
@@ -147,7 +147,6 @@ class PlanRunner:
         self._mode: PlanMode | None = None
         self._slowdown = 1.0  # current forward time / recorded forward time
         self._warm_up = 0
-        self._trimmed = False  # whether pinned memory that the plan does not need was freed
         self._peak_bytes = 0  # peak of measured steps before the last validation, or other row
         self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
 
@@ -180,7 +179,6 @@ class PlanRunner:
         self.follow(self.main)
         self._training.set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
-        self._trimmed = False
         for tier in self._offloader.tiers.values():
             tier.reset_peak()
         self._timer.reset()
@@ -278,10 +276,6 @@ class PlanRunner:
                     self._stepped = self._states.steps.work()
             return
         self._timer.end()
-        if not self._trimmed and self.num_steps >= COMPARED_STEPS:  # calibration plans have fewer steps
-            for tier in self._offloader.tiers.values():
-                tier.trim()  # profiled steps may have offloaded more
-            self._trimmed = True
         self._timer.begin()
 
     def skip_step(self) -> None:

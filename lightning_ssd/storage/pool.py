@@ -66,6 +66,8 @@ class PinnedPool:
         self.slab_total = 0
         self.used_bytes = 0
         self.peak_bytes = 0
+        self._needed = 0
+        """Peak of `used_bytes` since the last `trim`."""
         self._refused = False
         self._closed = False
         if self._slab_bytes is None:
@@ -134,13 +136,14 @@ class PinnedPool:
             self.peak_bytes = self.used_bytes
 
     def trim(self) -> None:
-        """Frees empty slabs that the present peak does not need. A pool of one slab keeps it.
+        """Frees empty slabs that requests since the last call did not need. A pool of one slab keeps it.
 
         Freeing page-locked memory waits for the device.
         """
         with self._changed:
-            if self._slab_bytes is not None:
-                self._close_empty_slabs(self.peak_bytes)
+            needed, self._needed = self._needed, self.used_bytes
+            if self._slab_bytes is not None and self.slab_total > needed:
+                self._close_empty_slabs(needed)
 
     def refuse(self) -> None:
         """Makes waiting and later requests raise a StorageError. The memory belongs to its buffers until `close`."""
@@ -148,11 +151,22 @@ class PinnedPool:
             self._refused = True
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Closes the pool: waiting requests raise a StorageError, and each slab is freed with its last buffer."""
+    def close(self, *, in_use: bool = False) -> None:
+        """Closes the pool: waiting requests raise a StorageError, and each slab is freed with its last buffer.
+
+        Args:
+            in_use: whether slabs with buffers are unlocked now, too, because no transfer uses them any more: a buffer
+                that is never released would keep its slab page-locked until the process ends. The bytes stay mapped
+                until the last tensor on them is dropped.
+        """
         with self._changed:
             self._refused = self._closed = True
             self._close_empty_slabs()
+            if in_use:
+                slabs, self._slabs = self._slabs, []
+                for slab in slabs:
+                    slab.memory.close()
+                self.slab_total = 0
 
     def progress(self) -> tuple[int, ...]:
         """Returns the bytes in use, which change when a request is served or a buffer is released (`waits.Watched`)."""
@@ -210,6 +224,7 @@ class PinnedPool:
     def _hand_out(self, span: _Span, nbytes: int) -> PinnedBuffer:
         self.used_bytes += span.tensor.numel()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._needed = max(self._needed, self.used_bytes)
         return PinnedBuffer(self, span, nbytes)
 
     def _merge_idle(self) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.activations.placement import OffloadOnPressure
+from lightning_ssd.activations.offloader import TRIM_EVERY
+from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadOnPressure
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from lightning_ssd.waits import wait_for
@@ -1201,3 +1202,44 @@ def test_functions_that_refuse_hooks_name_a_remedy(offloader: ActivationOffloade
         function(torch.sin)(torch.tensor(1.0))
     assert "`offload='none'` and `states='gpu'`" in failure.value.__notes__[0]
     assert assert_same_gradients(offloader, lambda x: x.exp().sum(), randn(4, 4)) > 0
+
+
+def test_host_memory_of_earlier_micro_batches_is_freed(tmp_path: Path) -> None:
+    """Micro-batches that offload everything, such as a second attempt, do not determine it for the others."""
+    value = torch.randn(4096, requires_grad=True)
+    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=1024) as offloader:
+        pool, placements = offloader.tiers["host"].pool, {False: KeepAll(), True: OffloadAll(("host",))}  # type: ignore[attr-defined]
+
+        def run(*, offloads: bool) -> int:
+            change_policy(offloader, placement=placements[offloads], window_bytes=4 * value.nbytes)
+            offloader.begin_micro_batch()
+            with offloader.hooks():
+                result = value
+                for _ in range(20):
+                    result = result.sin()
+            result.sum().backward()
+            offloader.end_backward()
+            return pool.slab_total  # type: ignore[no-any-return]
+
+        for _ in range(2):
+            assert run(offloads=True) == 64 * MIB
+            for _ in range(2 * TRIM_EVERY):
+                run(offloads=False)
+            assert pool.slab_total == 0
+            assert run(offloads=True) == 64 * MIB
+
+
+def test_a_closed_offloader_has_no_host_memory(tmp_path: Path) -> None:
+    """Graphs that are alive, or were freed without a backward, own buffers, which nothing releases later."""
+    value = torch.randn(4096, requires_grad=True)
+    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=1024) as offloader:
+        change_policy(offloader, placement=OffloadAll(("host",)))
+        offloader.begin_micro_batch()
+        with offloader.hooks():
+            alive, freed = value.sin().sin().sum(), value.cos().cos().sum()
+        del freed
+        pool = offloader.tiers["host"].pool  # type: ignore[attr-defined]
+        assert pool.used_bytes
+        offloader.close()
+        assert pool.slab_total == 0
+        del alive

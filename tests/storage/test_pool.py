@@ -59,11 +59,11 @@ def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tu
 
 
 @given(st.integers(1, 8), st.integers(0, 8))
-def test_a_trimmed_pool_has_the_slabs_of_its_peak(before: int, after: int) -> None:
+def test_a_trimmed_pool_has_the_slabs_of_its_last_requests(before: int, after: int) -> None:
     """Slabs that later requests did not need are freed; those that they needed stay."""
     pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=2 * PAGE)
     for count in (before, after):
-        pool.reset_peak()
+        pool.trim()
         for buffer in [pool.acquire(2 * PAGE) for _ in range(count)]:
             buffer.release()
     assert pool.slab_total == 2 * PAGE * max(before, after)
