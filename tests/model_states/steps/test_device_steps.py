@@ -313,8 +313,8 @@ def test_pieces_have_all_elements_once(sizes: list[int], elements: int) -> None:
     assert [0, *(piece.end for piece in made)] == [*starts, flat.numel]
     assert all(start % CUT == 0 for start in starts)
     assert all(0 < piece.end - piece.start <= elements for piece in made)
-    assert all(piece.start <= start < start + numel <= piece.end for piece in made for start, numel in piece.spans)
-    stepped = [element for piece in made for start, numel in piece.spans for element in range(start, start + numel)]
+    assert all(piece.start <= start < start + numel <= piece.end for piece in made for start, numel, *_ in piece.spans)
+    stepped = [element for piece in made for start, numel, *_ in piece.spans for element in range(start, start + numel)]
     assert stepped == [view.start + index for view in flat.param_views for index in range(view.numel)]
 
 
