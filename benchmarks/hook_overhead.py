@@ -5,6 +5,9 @@
 A small GPT is run forward and backward with and without the offloader, and the difference of times is divided by the
 number of saved tensors, including weights and small ones. The GPU and the link have so little work that the host's time
 is the step's.
+
+The last lines have the host's time of a forward under plans that keep all saved tensors of all blocks: the dispatch
+mode intercepts the operators of all blocks, or of none.
 """
 
 import argparse
@@ -17,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2LMHeadModel
 
-from lightning_ssd.activations import OffloadConfig, make_offloader, mark_weights
+from lightning_ssd.activations import OffloadConfig, PlanMode, make_offloader, make_schedule, mark_weights
+from lightning_ssd.profiling import TraceMode
 from lightning_ssd.recipes.models.gpt import GPT
 
 LARGE = 2**16
@@ -94,6 +99,47 @@ def main() -> None:
                 f"| {name} | {stored / 2**20:.1f} MiB | {middle / len(counted):.1f} ({low / len(counted):.1f} to "
                 f"{high / len(counted):.1f}) |"
             )
+    print_modes(model, ids, arguments.rounds)
+
+
+def print_modes(model: Any, ids: Tensor, rounds: int) -> None:
+    """Prints the CPU time of the training thread in a forward whose blocks are intercepted by a mode, or are not."""
+    units = [[block] for block in model.transformer.h]
+    with tempfile.TemporaryDirectory() as directory:
+        offloader = make_offloader(OffloadConfig(min_bytes=LARGE), ids.device, default_path=Path(directory))
+
+        def step() -> float:
+            """Returns the CPU seconds of the forward."""
+            offloader.begin_micro_batch()
+            begin = time.thread_time()
+            with offloader.hooks():
+                loss = model(input_ids=ids, labels=ids).loss
+            seconds = time.thread_time() - begin
+            loss.backward()
+            offloader.end_backward()
+            return seconds
+
+        recorder = TraceMode(units, ids.device)
+        offloader.run(replace(offloader.policy, mode=recorder, on_saved=recorder.on_saved))
+        step()
+        recorder.finish()
+        recorder.close()
+        saved = recorder.graph.saved(LARGE)
+        for plain_calls in (False, True):
+            mode = PlanMode(units, offloader)
+            mode.schedule = make_schedule(
+                recorder.graph,
+                saved,
+                {item.buffer: "keep" for item in saved},
+                plain_calls=plain_calls,
+                save_weights=True,
+            )
+            offloader.run(replace(offloader.policy, mode=mode, on_saved=None))
+            low, middle, high = (1e3 * value for value in statistics.quantiles([step() for _ in range(rounds)], n=4))
+            intercepted = len(units) - len(mode.schedule.plain_calls)
+            print(f"{intercepted} blocks in a mode: {middle:.2f} ms ({low:.2f} to {high:.2f}) a forward")
+            mode.close()
+        offloader.close()
 
 
 if __name__ == "__main__":

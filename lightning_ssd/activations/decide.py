@@ -98,7 +98,7 @@ class ChoicesOfCall:
 
 
 def decide(tensor: Tensor, rules: Rules) -> Decision:
-    """Returns the treatment of `tensor`, which autograd saves. It runs for each saved tensor, without modes.
+    """Returns the treatment of a tensor that autograd saves. Runs for each one, without modes.
 
     The bytes of a storage are counted in the micro-batch the first time that one of its tensors is saved.
     """

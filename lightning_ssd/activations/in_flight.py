@@ -1,4 +1,4 @@
-"""The storages that are being offloaded, which are evicted from the device when their copies should be done."""
+"""Storages between the issue of their copy to a tier and their eviction from the device."""
 
 import weakref
 from collections import deque
@@ -18,7 +18,7 @@ OUT, IN = 0, 1
 
 
 class InFlight:
-    """Storages whose copies to a tier have been issued, in that order, and which are still on the device.
+    """Owns the device memory of storages whose copies to a tier were issued, in that order, until it evicts them.
 
     The host is far ahead of the device, so the end of a copy is predicted instead of queried. An early prediction costs
     the compute stream a short wait, a late one costs memory.

@@ -102,7 +102,7 @@ class MicroBatch:
         self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # prefetched, not yet unpacked
         self._bytes_ahead = 0
         self._kept_early: dict[int, int] = {}
-        """Bytes of early storages, which are kept, by index; until backward has unpacked them."""
+        """Bytes of the kept early storages by index, until backward unpacks them."""
         self._early_bytes = 0  # sum of `_kept_early`
         self._expected_until = 0  # number of storages that `_expected` covers
         self._clock = clock
@@ -134,7 +134,7 @@ class MicroBatch:
 
     @property
     def ended(self) -> bool:
-        """True if the micro-batch had a backward, which has ended."""
+        """True after the backward. False without a backward."""
         return self.in_backward and self._ended is not None
 
     def add(self, record: SavedStorage) -> None:
@@ -255,7 +255,7 @@ class MicroBatch:
             self._bytes_ahead -= nbytes
 
     def _predict_order(self) -> None:
-        """Predicts the order in which backward will unpack the storages that were saved so far."""
+        """Predicts the order of unpacking of the storages saved so far."""
         self._expected_until = len(self.sizes)
         known = () if self._pattern is None else self._pattern.order
         # Without a matching pattern, the reverse order of saving is the best guess.

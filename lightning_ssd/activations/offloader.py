@@ -238,7 +238,7 @@ class ActivationOffloader(Uncopied):
             self._collect()
 
     def free_discarded(self) -> None:
-        """Waits for loads of tensors that were freed without a backward, and frees the memory that they write to."""
+        """Waits for the running loads of tensors without a backward, and frees their memory."""
         with self._lock:
             self._collect(wait=True)
 
@@ -294,7 +294,7 @@ class ActivationOffloader(Uncopied):
         self._rules.of_call = None if choices is None else ChoicesOfCall(choices, strided)
 
     def limit_window(self, limit: Callable[[int, Callable[[int], int]], int] | None = None) -> None:
-        """Reduces the window of the present micro-batch, which has saved nothing yet, to one that has room.
+        """Reduces the window of the present micro-batch to the available memory. Nothing was saved yet.
 
         Args:
             limit: returns that window, as `PlacementPolicy.use_window` does; `None`: the placement's method.
@@ -587,7 +587,7 @@ class ActivationOffloader(Uncopied):
             start = stall.now()
             add_stall(self.policy, stall, start, record.wait())
             self._stats.loaded += record.nbytes
-            # It has left the window. The next call may be that of the next region, which needs its storages at once.
+            # The record has left the window. The next call may be for the next compiled region, and all its storages.
             self._prefetch(record.batch)
 
     def _prefetch(self, batch: UnpackOrder) -> None:
@@ -600,7 +600,7 @@ class ActivationOffloader(Uncopied):
     # ---- freed records, and ended micro-batches ----
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Frees the copies of freed records, after their running loads, which write to device memory, have ended.
+        """Frees the copies of freed records. Running loads write to device memory, and end before.
 
         Args:
             wait: wait for loads that are not issued yet; else their copies are freed later.

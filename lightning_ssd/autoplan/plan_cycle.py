@@ -5,11 +5,11 @@ A training has these phases, in the order of the methods. All of them are called
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps.
 2. calibrate: steps under the calibration plan correct the profile (`_calibrate`).
 3. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
-4. correct: measured steps correct the profile once, which may give another plan, and that one is replaced by the first
-   one if its steps are slower (`_compare`). Then the plan is final.
+4. correct: measured steps correct the profile once (`_compare`). If the corrected profile has a better plan, it is
+   applied. If its steps are slower, the first plan is applied again. Then the plan is final.
 
-A micro-batch follows the row of the plan for its size (`_follow`). One that may need more memory than all before, as
-its batch is larger, or as it trains other parameters, offloads all saved tensors.
+A micro-batch follows the row of the plan for its size (`_follow`). It offloads all saved tensors if it may need more
+memory than all before: its batch is larger, or it trains other parameters.
 """
 
 import logging
@@ -146,7 +146,7 @@ class PlanCycle(Uncopied):
         self.profiled = ProfiledSteps(training, "SwapPlanner", options.warm_up, options.steps, budget, calibration)
         offload_all(training.offloader)
         self._states_moved = False
-        """Whether model states were moved in this training, which happens at most once."""
+        """Whether model states were moved in this training. They are moved once at most."""
         self._at_boundary = True
         """Whether the next micro-batch is the first of a step."""
         self._recorded = RecordedBatch(training.module.parameters())
@@ -447,7 +447,7 @@ class PlanCycle(Uncopied):
             self._replaced, self.stage = comparison, "confirm"
 
     def _confirm(self, runner: PlanRunner, comparison: Comparison) -> None:
-        """Applies the replaced plan again if steps under its successor are slower, which profiles don't explain."""
+        """Applies the replaced plan again if steps under its successor are slower, against the prediction."""
         replaced, self._replaced = self._replaced, None
         self.stage = "final"
         assert replaced is not None
@@ -496,7 +496,7 @@ class PlanCycle(Uncopied):
             runner.skip_step()
 
     def _row(self, runner: PlanRunner, number: int) -> PlanRow | None:
-        """Returns a row of the plan in force, which is made with the first micro-batch of its size.
+        """Returns a row of the plan in force. The first micro-batch of its size makes it.
 
         `None`: no plan for larger micro-batches than the recorded one has room, so that they offload all.
         """
@@ -531,6 +531,6 @@ class PlanCycle(Uncopied):
         self.profiled.begin(1)
 
     def _plan_again(self, runner: PlanRunner) -> None:
-        """Applies a plan for changed profiles or sizes, which is final."""
+        """Applies the final plan, for changed profiles or sizes."""
         self.stage, self._replaced = "final", None
         self._apply(runner, self._maker.make(runner))

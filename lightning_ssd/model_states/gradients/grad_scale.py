@@ -40,7 +40,7 @@ class Clipping:
 
     @property
     def scale(self) -> Tensor | None:
-        """Factor of the gradients, which precedes `limit`; None: there is none."""
+        """Factor of the gradients, applied before `limit`; None: there is none."""
         if self.unscale is None or self.coefficient is None:
             return self.coefficient if self.unscale is None else self.unscale
         return self.coefficient * self.unscale
@@ -254,7 +254,7 @@ class GradScaleDecision:
         return data, mark
 
     def fail(self) -> None:
-        """Fails jobs that wait for a scale which was not decided: training ended between backward and step."""
+        """Fails jobs that wait for an undecided scale: training ended between backward and step."""
         if not self._decided:
             self._decided = True
             self.scale.set_exception(RuntimeError("training ended before this optimizer step was made"))

@@ -177,7 +177,7 @@ class Gradient:
             self._use(*self._pool.allocate(self._flat.nbytes, under_way))
 
     def accumulated(self) -> Tensor:
-        """Returns `accum`, which is allocated if it is missing. The caller has waited for `consumed`."""
+        """Returns `accum`, allocated if it is missing. The caller has waited for `consumed`."""
         if self.accum is None:
             with torch.inference_mode(False):
                 self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
@@ -201,11 +201,11 @@ class Gradient:
     # ---- a backward ----
 
     def announce(self, index: int) -> None:
-        """Backward has a gradient of parameter `index`, which is registered by `arrive` once there is memory for it."""
+        """Announces a gradient of parameter `index`. `arrive` registers it once there is memory."""
         self.is_sum |= self.accumulating or bool(self.assigned) or self.arrived[index]
 
     def arrive(self, index: int) -> None:
-        """Backward has a gradient of parameter `index`, which is in `host_grad`, or `on_device`, from now on."""
+        """Registers a gradient of parameter `index`: from now on it is in `host_grad` or `on_device`."""
         self.states[index] = GradientState.PRESENT
         self.arrived[index] = True
         self.num_arrived += 1
@@ -241,7 +241,7 @@ class Gradient:
         return arrived
 
     def resume(self, index: int) -> None:
-        """A gradient that the last step has used, and kept, is one that no step has used again."""
+        """Makes a gradient that the last step has used and kept an unused one."""
         wait_for(self.consumed, "gradients")
         self.used()
         self.set_accumulated(index)
@@ -301,7 +301,7 @@ class Gradient:
         return present
 
     def submit_step(self, done: "Future[None]") -> None:
-        """A submitted step, which ends with `done`, owns the gradients."""
+        """Passes the gradients to a submitted step. It owns them until `done`."""
         self.accumulating = False
         self.set_consumed(done)
 
@@ -365,7 +365,7 @@ class Gradient:
 
     @property
     def kept(self) -> bool:
-        """Whether there are gradients of earlier micro-batches, or of user code, which no step has used."""
+        """Whether unused gradients of earlier micro-batches or of user code exist."""
         return self.accumulating or bool(self.assigned)
 
     @property
@@ -440,7 +440,7 @@ class Gradient:
         self.host_grad = memory.view(self._flat.dtype)
 
     def _release(self) -> None:
-        """Releases `host_grad`, if it has memory, which no job uses."""
+        """Releases the memory of `host_grad`, if it has any. No job uses it."""
         release, self._release_memory = self._release_memory, None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(self._flat.dtype)

@@ -108,7 +108,7 @@ class GradientOffloader:
         return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
 
     def delay_steps(self) -> None:
-        """Begins a backward whose gradients are stepped after its end, so that they can be dropped if it fails.
+        """Begins a backward without steps: they are submitted after its end, and gradients can be dropped if it fails.
 
         The steps overlap with the next forward only. With a shared pool steps are not delayed: other gradients need the
         memory that they free.

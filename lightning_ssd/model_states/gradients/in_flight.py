@@ -8,7 +8,7 @@ from lightning_ssd.device import CopyEngine, Mark
 
 
 class CopiesInFlight:
-    """Keeps device bytes alive until the compute stream is ordered after their copies, which end in order.
+    """Keeps device bytes alive until the compute stream is ordered after their copies. Copies end in order.
 
     Threads: the training thread, or autograd's while that waits.
 
@@ -25,7 +25,7 @@ class CopiesInFlight:
         self._nbytes = 0
 
     def add(self, data: Tensor, mark: Mark) -> None:
-        """Keeps device bytes alive until the mark of their copy is reached."""
+        """Owns device bytes until the compute stream waits for `mark`, the mark of their copy."""
         self._in_flight.append((data, mark))
         self._nbytes += data.numel()
 

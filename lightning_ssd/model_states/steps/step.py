@@ -23,7 +23,7 @@ from lightning_ssd.spans import OPTIMIZER, span
 log = logging.getLogger(__name__)
 
 Jobs = Generator[StepWork, None, None]
-"""A job of the worker, which ends a step after the work that it yields."""
+"""A job of the worker: it yields the arithmetic of a step, then ends the step."""
 
 Submitted = tuple["Future[None]", "Future[None]"]
 """Futures of a step: done when the compute weights have their new values, and when the step is committed or skipped."""

@@ -197,7 +197,7 @@ class StepScheduler:
             )
 
     def check_may_drop(self, optimizer: Optimizer) -> None:
-        """Raises RuntimeError if a step of `optimizer` that has not ended uses gradients, which can't be dropped."""
+        """Raises RuntimeError if gradients of `optimizer` can't be dropped, because a running step uses them."""
         begun = [flat.name for flat in self._submitted if self._groups[flat][0] is optimizer]
         if self._running.optimizer is optimizer and begun:
             raise RuntimeError(
@@ -211,7 +211,7 @@ class StepScheduler:
         Raises:
             RuntimeError: its step before was not recorded, and a record can't name both.
         """
-        self._staged.unstage()  # the step reads what user code has written
+        self._staged.unstage()  # the step reads values of user code
         self._prefetcher.retire_for_step(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
         self._gradients.resume_stepped(flat)
@@ -350,7 +350,7 @@ class StepScheduler:
         self._begin_outer()
 
     def _begin_outer(self) -> None:
-        """Begins the step again whose closure has made the step that has ended."""
+        """Resumes the outer step, if the ended step was made by its closure."""
         if (outer := self._running.pop_outer()) is not None:
             self.begin(outer)
 
@@ -375,7 +375,7 @@ class StepScheduler:
                 self._gradients.norms.reset(flat)
 
     def _submit_remaining(self, optimizer: Optimizer) -> None:
-        """Submits the steps of `optimizer` that could not begin in backward, and those of gradients that are kept."""
+        """Submits the steps of `optimizer` that backward has not submitted, and those of kept gradients."""
         for flat, gradient in self._gradients.of(optimizer):
             if self._is_submitted(flat):
                 continue
