@@ -448,7 +448,12 @@ def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--shard", type=_size("--shard"), default="4GiB", help="most bytes of a file (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype to cast the weights to")
-    parser.add_argument("--like", type=_directory, help="folder from which to copy configuration and tokenizer")
+    parser.add_argument(
+        "--like",
+        type=_directory,
+        help="folder from which to copy configuration and tokenizer (default: the one that the model was loaded from, "
+        "if the checkpoint names it)",
+    )
     parser.add_argument(
         "--trust", action="store_true", help="also load objects that are not tensors, which may run code of the file"
     )
@@ -465,6 +470,12 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     with _reporting(parser):
         files = export(args.checkpoint, args.folder, **how)
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
+    if not (args.folder / "config.json").is_file():
+        print(
+            f"transformers can't load {args.folder} yet: it needs a config.json, and a tokenizer for texts. Copy them "
+            "there, or export with --like FOLDER, where the model was loaded from. Names of weights must be the "
+            "model's: --prefix model. removes the `model.` of a module's `self.model`."
+        )
 
 
 @contextmanager
