@@ -197,11 +197,13 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     options.add_argument(
         "--planner",
         choices=list(PLANNERS),
-        default="holistic",
         metavar="PLANNER",
-        help=f"{', '.join(PLANNERS)} (default: %(default)s)",
+        help=f"predict the plan of SwapPlanner: {', '.join(PLANNERS)} (default: the training without a SwapPlanner)",
     )
-    options.add_argument("--save", type=_new_file, metavar="PLAN.yaml", help="file to write the plan to")
+    options.add_argument("--save", type=_new_file, metavar="PLAN.yaml", help="file to write the plan of SwapPlanner to")
+    options.add_argument(
+        "--verbose", action="store_true", help="also print the machine, the plan of SwapPlanner, and its bytes by tier"
+    )
     options.add_argument("--tbw", type=_positive, metavar="TB", help="rated endurance of all drives together, TB")
     options.add_argument(
         "--ssd-per-day",
@@ -239,8 +241,16 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     if args.recipe == "show":
         _show_plan(parser, overrides)
         return
-    from lightning_ssd.dry_run import fixed_states, parse_batch, profile_recipe
-    from lightning_ssd.planning import ModelProfile, make_plan, make_report, render_report
+    from lightning_ssd.dry_run import fixed_states, parse_batch, plan_as_configured, profile_recipe
+    from lightning_ssd.planning import (
+        HardwareProfile,
+        ModelProfile,
+        Plan,
+        make_plan,
+        make_report,
+        render_answer,
+        render_report,
+    )
     from lightning_ssd.planning import large_write_endurance as large_writes
     from lightning_ssd.replay import LifetimeProfile
 
@@ -265,21 +275,35 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         if lifetimes is not None:
             lifetimes.check(model)
         fixed = fixed_states(config, model, hardware) if measured is None else None
-        plan = make_plan(model, hardware, args.planner, fixed)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
-        report = make_report(model, hardware, plan, fixed=fixed, endurance=endurance)
+        by_planner = config is None or args.planner is not None or args.save is not None
+
+        def plan_on(machine: HardwareProfile) -> Plan:
+            if by_planner:
+                return make_plan(model, machine, args.planner or "holistic", fixed)
+            return plan_as_configured(config, model, machine)
+
+        plan = plan_on(hardware)
+        on_ssd = any(part.states == "ssd" for part in plan.placements)
+        more_host = plan_on(replace(hardware, host_bytes=2 * hardware.host_bytes)) if on_ssd else plan
+        answer = render_answer(model, hardware, plan, more_host=more_host, endurance=endurance)
         if args.save is not None:
             plan.save(args.save)
-    print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
-    print(f"{plan.describe()}\n\n{render_report(report)}")
+    how = "by a plan of SwapPlanner" if by_planner else "as configured, without SwapPlanner"
+    print(f"{model.name}, {format_count(model.parameters)} parameters, {how}, on {hardware.name}:\n\n{answer}")
     if fixed is not None:
         print(
             "\nModel states stay on the GPU. bf16 weights there have no master weights, as in plain Lightning: with "
             "`--trainer.strategy.states=host` they are offloaded, and have them. fp16 and fp64 weights are never "
             "offloaded."
         )
-    if config is not None:
-        _print_application(config, model, hardware, measured=args.profile is not None)
+    if args.verbose or args.replay:
+        plan = plan if by_planner else make_plan(model, hardware, "holistic", fixed)
+    if args.verbose:
+        report = make_report(model, hardware, plan, fixed=fixed, endurance=endurance)
+        print(f"\n{hardware.describe()}\n\nThe plan of SwapPlanner:\n{plan.describe()}\n\n{render_report(report)}")
+        if config is not None:
+            _print_application(config, model, hardware, measured=args.profile is not None)
     if args.replay:
         if lifetimes is None:
             from lightning_ssd.dry_run import profile_lifetimes
@@ -424,7 +448,12 @@ def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--shard", type=_size("--shard"), default="4GiB", help="most bytes of a file (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype to cast the weights to")
-    parser.add_argument("--like", type=_directory, help="folder from which to copy configuration and tokenizer")
+    parser.add_argument(
+        "--like",
+        type=_directory,
+        help="folder from which to copy configuration and tokenizer (default: the one that the model was loaded from, "
+        "if the checkpoint names it)",
+    )
     parser.add_argument(
         "--trust", action="store_true", help="also load objects that are not tensors, which may run code of the file"
     )
@@ -441,6 +470,12 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     with _reporting(parser):
         files = export(args.checkpoint, args.folder, **how)
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
+    if not (args.folder / "config.json").is_file():
+        print(
+            f"transformers can't load {args.folder} yet: it needs a config.json, and a tokenizer for texts. Copy them "
+            "there, or export with --like FOLDER, where the model was loaded from. Names of weights must be the "
+            "model's: --prefix model. removes the `model.` of a module's `self.model`."
+        )
 
 
 @contextmanager

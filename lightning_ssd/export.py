@@ -38,7 +38,8 @@ def export(
             model as `self.model`.
         shard_bytes: most bytes of a file, unless a single weight is larger.
         dtype: dtype to which floating-point weights are cast; None: they are not cast.
-        like: folder from which configuration and tokenizer are copied.
+        like: folder from which configuration and tokenizer are copied. None: the folder from which a recipe's model was
+            loaded, if the checkpoint names one that still exists; else none are copied.
         trust: also load objects that are not tensors, which may run code of the file.
 
     Returns:
@@ -83,12 +84,13 @@ def export(
     if not chosen:
         starts = sorted({name.split(".")[0] + "." for name in weights})
         raise ValueError(f"no weight in {checkpoint} begins with {prefix!r}. They begin with {', '.join(starts)}.")
+    like = _pretrained_folder(loaded) if like is None else like
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if like is not None:
             for file in (file for pattern in _COPIED for file in like.glob(pattern) if file.is_file()):
-                shutil.copy(file, folder)
+                shutil.copyfile(file, folder / file.name)
         return _write(chosen, folder, shard_bytes, dtype)
     except BaseException:
         for written in folder.iterdir():  # else the next try would find that the folder is not empty
@@ -96,6 +98,13 @@ def export(
         if made:
             folder.rmdir()
         raise
+
+
+def _pretrained_folder(loaded: object) -> Path | None:
+    """Returns the folder with a configuration that the hyperparameters of a checkpoint name as `pretrained`, if any."""
+    settings = loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
+    given = settings.get("pretrained") if isinstance(settings, dict) else None
+    return Path(given) if isinstance(given, str) and (Path(given) / "config.json").is_file() else None
 
 
 def _find_weights(loaded: object) -> dict[str, Tensor]:
@@ -126,7 +135,10 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
         name = "model" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}"
         files.append(folder / f"{name}.safetensors")
         shard = {key: weights[key].to(of(weights[key]), copy=True).contiguous() for key in names}
+        files[-1].touch()
+        mode = files[-1].stat().st_mode  # that of the umask, which `save_file` ignores
         save_file(shard, files[-1], metadata={"format": "pt"})
+        files[-1].chmod(mode)
         where |= dict.fromkeys(names, files[-1].name)
     if len(shards) > 1:
         index_of = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}

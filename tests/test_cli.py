@@ -333,7 +333,7 @@ class TestPlan:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE, "--save", "plan.yaml"]
-        assert cli.main([*argv, "--tbw", "600", "--trainer.accumulate_grad_batches", "4"]) == 0
+        assert cli.main([*argv, "--verbose", "--tbw", "600", "--trainer.accumulate_grad_batches", "4"]) == 0
         printed = capsys.readouterr().out
         for said in (
             "6.07B parameters",
@@ -346,11 +346,24 @@ class TestPlan:
         assert cli.main(["plan", "show", "plan.yaml"]) == 0
         assert capsys.readouterr().out.strip() in printed
 
+    def test_the_answer_is_of_the_training_as_configured(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Model states that exceed `gpu_memory` are in host memory, and details are printed on demand only."""
+        command = ["plan", "gpt", "--machine", "h100", "--trainer.strategy=ssd_offload"]
+        assert cli.main(command) == 0
+        kept = capsys.readouterr().out
+        assert cli.main([*command, "--trainer.strategy.gpu_memory=2MiB"]) == 0
+        offloaded = capsys.readouterr().out
+        assert "RAM 0 B of" in kept and "RAM 0 B of" not in offloaded
+        for printed in (kept, offloaded):
+            for said in ("It fits.", "tokens/s", "SSD writes  none", "bound by", "would help", "without SwapPlanner"):
+                assert said in printed
+            assert "swap coefficient" not in printed and len(printed.splitlines()) < 12
+
     def test_measures_this_machine(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["plan", "--save-machine", "here.json", self.RECIPE]) == 0
         assert cli.main(["plan", "--machine", "here.json", self.RECIPE, "--planner", "lohan"]) == 0
         printed = capsys.readouterr().out
-        assert printed.count("It fits.") == 2 and " in attention, " in printed
+        assert printed.count("It fits.") == 2 and "by a plan of SwapPlanner" in printed
         assert {path.name for path in tmp_path.iterdir()} == {"here.json", "recipe.yaml"}
 
     @pytest.mark.parametrize(

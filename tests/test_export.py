@@ -1,6 +1,7 @@
 """`lightning-ssd export`: from checkpoints to folders that transformers loads."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def test_transformers_loads_the_folder(trained: tuple[Path, GPT], tmp_path: Path
 
 def test_dtype(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(trained[0]), str(tmp_path / "folder"), "--dtype=bfloat16"]) == 0
-    assert "1 file in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 file in" in printed and "needs a config.json" in printed and "--like FOLDER" in printed
     loaded = load_file(tmp_path / "folder" / "model.safetensors")
     assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
     assert all(name.startswith("model.") for name in loaded)
@@ -76,6 +78,29 @@ def test_mistakes(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.Capt
         assert message in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "odd.ckpt"), str(tmp_path / "out"), "--trust"]) == 0
     assert json.dumps(sorted(load_file(tmp_path / "out" / "model.safetensors"))) == '["a"]'
+
+
+def test_configuration_of_the_folder_that_a_recipe_has_loaded(
+    trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder can be loaded without `--like`, and its files have the mode of the umask."""
+    model = trained[1].model
+    assert isinstance(model, GPT2LMHeadModel)
+    model.config.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").chmod(0o600)
+    content = {"state_dict": model.state_dict(), "hyper_parameters": {"pretrained": str(tmp_path / "base")}}
+    torch.save(content, tmp_path / "a.ckpt")
+    before = os.umask(0o027)
+    try:
+        assert cli.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "folder")]) == 0
+    finally:
+        os.umask(before)
+    assert "needs a config.json" not in capsys.readouterr().out
+    assert {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "folder").iterdir()} == {
+        name: 0o640 for name in ("config.json", "model.safetensors")
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", local_files_only=True)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_strides_views_and_entries_that_are_no_tensors(tmp_path: Path) -> None:

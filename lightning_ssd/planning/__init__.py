@@ -39,6 +39,7 @@ from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
     make_report,
+    render_answer,
     render_report,
     render_summary,
     swap_coefficient,
@@ -110,6 +111,7 @@ __all__ = [
     "plan_in_longer_step",
     "plan_with_coefficient",
     "read_text",
+    "render_answer",
     "render_report",
     "render_summary",
     "resident_bytes",

@@ -165,6 +165,61 @@ def render_report(report: Report) -> str:
     return "\n".join(lines)
 
 
+def render_answer(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, *, more_host: Plan, endurance: float | None = None
+) -> str:
+    """Returns what a plan means for its user as text: fit, speed, wear, the bound, and the best improvement.
+
+    Args:
+        model: the profile.
+        hardware: the machine.
+        plan: a plan for the model.
+        more_host: the plan for the machine with twice its host memory.
+        endurance: as in `make_report`.
+    """
+    prediction = simulate(model, hardware, plan)
+    seconds, excess = prediction.step_seconds, prediction.excess_bytes(hardware)
+    over = " is written to SSDs in a step for the daily limit" if prediction.excess_written(hardware) else ""
+    counted = "samples" if model.tokens == model.samples else "tokens"
+    written = bytes_per_day(prediction.ssd_written_bytes, seconds)
+    lines = [
+        "It fits." if not excess else f"It does not fit: {format_bytes(excess)} too much{over}.",
+        f"memory      GPU {format_bytes(prediction.gpu_peak_bytes)} of {format_bytes(hardware.gpu_bytes)}, RAM "
+        f"{format_bytes(prediction.host_peak_bytes)} of {format_bytes(hardware.host_bytes)}, SSD "
+        f"{format_bytes(prediction.ssd_peak_bytes)}",
+        f"step        {format_seconds(seconds)}, {_throughput(model, prediction):.0f} {counted}/s",
+        f"SSD writes  {written / 1e12:.1f} TB a day of training" if written else "SSD writes  none",
+        f"bound by    {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)} of a step",
+        f"would help  {_best_improvement(model, hardware, plan, more_host)}",
+    ]
+    if endurance is not None and written:
+        years = lifetime_seconds(endurance, prediction.ssd_written_bytes, seconds) / YEAR
+        lines.insert(4, f"SSD life    {years:.2f} years of training without a pause")
+    return "\n".join(lines)
+
+
+def _best_improvement(model: ModelProfile, hardware: HardwareProfile, plan: Plan, more_host: Plan) -> str:
+    """Returns the doubled resource with which a step is shortest, and its time; none if it saves less than 5 %."""
+    memory = hardware.host_memory_bandwidth
+    faster = replace(
+        hardware,
+        cpu_step_rate=2 * hardware.cpu_step_rate,
+        host_memory_bandwidth=None if memory is None else 2 * memory,
+    )
+    larger = replace(hardware, host_bytes=2 * hardware.host_bytes)
+    steps = {
+        "SSDs of twice the bandwidth": simulate(model, hardware.with_ssds(2), plan),
+        "a link to the GPU of twice the bandwidth": simulate(model, hardware.with_link(2), plan),
+        "a CPU and RAM of twice the speed": simulate(model, faster, plan),
+        "twice the RAM": simulate(model, larger, more_host),
+    }
+    best = min(steps, key=lambda name: steps[name].step_seconds)
+    least, now = steps[best].step_seconds, simulate(model, hardware, plan).step_seconds
+    if least > 0.95 * now:
+        return "a faster GPU: no other doubled resource makes the step 5 % shorter"
+    return f"{best}: {format_seconds(least)} a step"
+
+
 def render_summary(model: ModelProfile, hardware: HardwareProfile, plan: Plan, prediction: Prediction) -> str:
     """Returns a plan and its prediction in two lines. Unlike a report it takes little time: no other plans are made."""
     placed, coefficient = _bytes_by_tier(model, plan)

@@ -8,6 +8,7 @@ from lightning_ssd.planning import (
     FixedPlacement,
     make_plan,
     make_report,
+    render_answer,
     render_report,
     render_summary,
     simulate,
@@ -86,6 +87,18 @@ def test_largest_samples_with_states_that_stay() -> None:
     most = largest_samples(GPT, machine, fixed)
     assert 0 < most < largest_samples(GPT, machine)
     assert make_report(GPT, machine, make_plan(GPT, machine, fixed=fixed), fixed=fixed).largest_samples == most
+
+
+def test_an_answer_names_wear_and_the_best_improvement() -> None:
+    """The drive bounds the step, and twice its bandwidth, or twice the RAM, shortens it most."""
+    slow = replace(SMALL.with_ssds(0.1), host_bytes=8 * GIB)
+    plan, more_host = min_memory_plan(GPT), make_plan(GPT, replace(slow, host_bytes=16 * GIB))
+    prediction = simulate(GPT, slow, plan)
+    text = render_answer(GPT, slow, plan, more_host=plan, endurance=1e15)
+    written = prediction.ssd_written_bytes / prediction.step_seconds * 86400 / 1e12
+    assert f"SSD writes  {written:.1f} TB a day" in text and "years" in text and "bound by    ssd" in text
+    assert "would help  SSDs of twice the bandwidth" in text
+    assert "would help  twice the RAM" in render_answer(GPT, slow, plan, more_host=more_host)
 
 
 def test_rendered() -> None:

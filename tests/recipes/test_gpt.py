@@ -29,8 +29,8 @@ def test_recipe_trains_without_this_packages_strategy(tmp_path: Path) -> None:
 
 
 def test_the_readmes_first_command_keeps_everything_on_ssd(caplog: pytest.LogCaptureFixture) -> None:
-    command = next(line for line in (ROOT / "README.md").read_text().splitlines() if "lightning run" in line)
-    assert command.endswith("lightning run recipes/gpt.yaml -c configs/machines/laptop-cpu.yaml")
+    command = next(line for line in (ROOT / "README.md").read_text().splitlines() if "ssd run gpt" in line)
+    assert command.endswith(" && lightning-ssd run gpt -c laptop-cpu")
     quick = ("--model.n_layer=1", "--data.block_size=64", "--data.max_bytes=100000", "--trainer.max_steps=2")
     with caplog.at_level("INFO", logger="lightning_ssd"):
         read("gpt", ROOT / "configs/machines/laptop-cpu.yaml", options=quick, run=True)
