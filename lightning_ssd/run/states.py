@@ -19,6 +19,7 @@ from lightning_ssd.activations import (
     mark_weights,
 )
 from lightning_ssd.autoplan import MicroBatchPlanner, StatesOwner
+from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
 from lightning_ssd.model_states import (
@@ -250,7 +251,9 @@ class RunStates(Uncopied, StatesOwner):
             of_states = describe_resident(need, room, chosen, device)
         of_activations = describe_activations(offloader, self._config, decided_by=self.planned_by)
         drives = describe_drives(offloader, states, self._config, self._default_path)
-        return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
+        memory = host_memory_of(states, offloader)
+        of_memory = memory.describe() if memory.limit else None
+        return "; ".join(part for part in (of_states, of_activations, of_memory, drives) if part is not None)
 
     # ---- steps ----
 
