@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
+from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import BlobStore
@@ -114,7 +115,10 @@ def describe_totals(
     if resident:
         parts.append(f"{name} {format_bytes(resident)} for model states")
     if states is not None:
-        parts.append(f"host memory {format_bytes(states.nbytes.host)} with gradients and staging")
+        memory = host_memory_of(states, offloader)
+        parts.append(
+            f"host memory {format_bytes(memory.total)} with gradients and staging, at most {format_bytes(memory.limit)}"
+        )
         if states.nbytes.ssd:
             parts.append(f"SSD {format_bytes(states.nbytes.ssd)} for model states")
     store = _store(offloader, states, config, decided_by)

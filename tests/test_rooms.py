@@ -36,10 +36,12 @@ ROOMS["replay"] = LEAVES | {"planning", "timeline"}
 ROOMS["profiling"] = ROOMS["model_states"] | {"planning", "replay", "model_states"}
 ROOMS["autoplan"] = ROOMS["profiling"] | {"profiling"}
 # Beside the strategy.
-ROOMS |= dict.fromkeys(("locations", "summary"), _STATES)
+ROOMS |= dict.fromkeys(("host_memory", "locations"), _STATES)
+ROOMS["summary"] = _STATES | {"host_memory"}
 ROOMS["versions"] = {"_lightning"}
 ROOMS["callbacks"] = _STATES | {"planning", "profiling", "autoplan", "timeline", "summary", "versions"}
-ROOMS["run"] = _STATES | {"planning", "autoplan", "callbacks", "retry", "recover", "locations", "summary"}
+ROOMS["run"] = _STATES | {"planning", "autoplan", "callbacks", "retry", "recover"}
+ROOMS["run"] |= {"host_memory", "locations", "summary"}
 ROOMS["strategy"] = _STATES | {"autoplan", "callbacks", "retry", "run", "locations", "versions"}
 # Commands, and what only they and users' own programs import.
 ROOMS["export"] = _STATES

@@ -71,7 +71,7 @@ class WideModel(SmallModel):
             {"states": "host"},
             "32-true",
             rf"weights: {MEGABYTES} in host memory\n.*states: {TWICE} in host memory; exp_avg, exp_avg_sq in fp32\n"
-            r"(?s:.*)totals: host memory 12.0\d MiB with gradients and staging$",
+            r"(?s:.*)totals: host memory 12.0\d MiB with gradients and staging, at most 12.0\d MiB$",
         ),
         (
             {"states": "ssd", "checksum": False, "ssd_capacity": "64MiB"},

@@ -35,6 +35,14 @@ class HostTier(OffloadTier):
         self.bytes_out += nbytes
         return _HostCopy(self, buffer, copied)
 
+    @property
+    def host_bytes(self) -> int:
+        return self.pool.slab_total
+
+    @property
+    def host_limit(self) -> int:
+        return self.pool.budget
+
     def peak_pinned_bytes(self) -> int:
         return self.pool.peak_bytes
 

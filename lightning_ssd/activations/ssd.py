@@ -61,6 +61,14 @@ class SSDTier(SSDTierBase):
         self.bytes_out += data.numel()
         return copy
 
+    @property
+    def host_bytes(self) -> int:
+        return self.staging.slab_total
+
+    @property
+    def host_limit(self) -> int:
+        return self.staging.budget
+
     def peak_pinned_bytes(self) -> int:
         return self.staging.peak_bytes
 

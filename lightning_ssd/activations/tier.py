@@ -94,6 +94,16 @@ class OffloadTier(ABC):
         """Returns the statistics of the tier's I/O engine, or `None` if it has none."""
         return None
 
+    @property
+    def host_bytes(self) -> int:
+        """Allocated bytes of host memory, in use or not."""
+        return 0
+
+    @property
+    def host_limit(self) -> int:
+        """Most bytes of host memory."""
+        return 0
+
     def peak_pinned_bytes(self) -> int:
         """Returns the peak of pinned memory in use since the last `reset_peak`, in bytes."""
         return 0

@@ -1,0 +1,48 @@
+"""The host memory that a training takes: one sum over all of the package that allocates it."""
+
+from dataclasses import dataclass
+
+from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.model_states import ModelStates
+
+__all__ = ["HostMemory", "host_memory_of"]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of a training in bytes, beside that of plain Lightning.
+
+    Not counted: copies of a micro-batch's state for a second attempt (at most 64 MiB, see `retry.step_state`), and what
+    a checkpoint holds while it is written. Memory that is not page-locked is committed when it is first written.
+
+    Attributes:
+        states: values of offloaded weights and optimizer states, second versions included, gradients and their sums,
+            and the memory that stages them from and to SSDs.
+        activations: memory of saved tensors, also that which profiled steps have needed and which is not freed yet,
+            and the memory that stages them from and to SSDs.
+        limit: most bytes that may be allocated.
+    """
+
+    states: int
+    activations: int
+    limit: int
+
+    @property
+    def total(self) -> int:
+        """Allocated bytes in all."""
+        return self.states + self.activations
+
+
+def host_memory_of(states: ModelStates | None, offloader: ActivationOffloader) -> HostMemory:
+    """Returns the host memory of a training at present.
+
+    Args:
+        states: offloaded model states; None: all are on the device.
+        offloader: activation offloader of the training.
+    """
+    tiers = offloader.tiers.values()
+    return HostMemory(
+        states=0 if states is None else states.nbytes.host,
+        activations=sum(tier.host_bytes for tier in tiers),
+        limit=(0 if states is None else states.nbytes.host_limit) + sum(tier.host_limit for tier in tiers),
+    )
