@@ -4,13 +4,15 @@
 `serial`.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
@@ -60,6 +62,8 @@ class OptimizerStep:
         priority: priority of the jobs and their reads; the lowest goes first.
         opt_state_priority: priority of the second job of a step in two halves.
         waiting: the gradient on the device, for `on_device`; None: it is in host memory.
+        autocast: dtype of matrix products of the optimizer, if `optimizer.step` is called within autocast, as in manual
+            optimization; None: it is not.
     """
 
     store: StateStore
@@ -74,6 +78,7 @@ class OptimizerStep:
     priority: int
     opt_state_priority: int = 0
     waiting: WaitingGradient | None = None
+    autocast: torch.dtype | None = None
 
     def speculative(self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> Submitted:
         """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
@@ -312,7 +317,7 @@ class OptimizerStep:
             if self.limit is not None:
                 clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
                 given = replace(given, gradient=clamped, scale=1.0)
-            with span(OPTIMIZER + self.store.flat.name):
+            with span(OPTIMIZER + self.store.flat.name), _autocast(self.autocast):
                 calls = self.flat_optimizer.begin_step(given, staged, half)
             work = StepWork(self.store.flat.name, calls, perf_counter() - begun)
             if calls:
@@ -340,3 +345,22 @@ class OptimizerStep:
             self.flat_optimizer.commit(self._has_grad(), self.options)
             self.store.commit()
         self.gradient.end_step()
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Casts matrix products on the CPU to `dtype` on the calling thread, within the context; None: does not.
+
+    Not `torch.autocast`: its end clears the cache of cast weights, which the forward on the training thread may use.
+    """
+    if dtype is None:
+        yield
+        return
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", before)

@@ -232,6 +232,7 @@ class StepScheduler:
         # Values that a step may be rolled back to are not overwritten.
         ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
         self._records.check_recorded(flat)
+        device_type = flat.device.type
         step = OptimizerStep(
             store,
             self._offloaded.flat_optimizers[flat],
@@ -246,6 +247,7 @@ class StepScheduler:
             # The second part is made when all weights are, and first of the unit whose gradients arrive first.
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
             waiting=waiting,
+            autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
         self.history.submit(flat)
         weights, done = self._begin_step(flat, step, stepper, on_host, ready)

@@ -82,11 +82,11 @@ class Odd(pl.LightningModule):
         return self.make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-2}])
 
 
-def train(path: Path, strategy: Any, model: Odd, clip: float | None) -> tuple[Odd, Any]:
+def train(path: Path, strategy: Any, model: Odd, clip: float | None, **arguments: Any) -> tuple[Odd, Any]:
     """Trains a copy of `model`; returns it and the state dict of its optimizer at the end."""
     model = copy.deepcopy(model)
     batches = torch.linspace(-1, 1, STEPS)
-    trainer = make_trainer(path, strategy, gradient_clip_val=clip)
+    trainer = make_trainer(path, strategy, gradient_clip_val=clip, **arguments)
     ends: list[Any] = []
 
     class End(pl.Callback):
@@ -162,3 +162,25 @@ class Sparse(Odd):
 def test_sparse_adam(tmp_path: Path) -> None:
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, offload="none")
     assert differences(train(tmp_path, strategy, Sparse(), None), train(tmp_path, "auto", Sparse(), None)) == {}
+
+
+class Manual(Odd):
+    """Steps within autocast, which casts matrix products of the optimizer, too."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_matrix_products_of_an_optimizer_in_manual_optimization(tmp_path: Path, precision: str) -> None:
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, offload="none")
+    model = Manual(KINDS["Adafactor"], columns=True)
+    found, expected = (train(tmp_path, kind, model, None, precision=precision) for kind in (strategy, "auto"))
+    assert differences(found, expected) == {}
