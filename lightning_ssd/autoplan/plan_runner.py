@@ -345,6 +345,7 @@ class PlanRunner:
         if corrected is not None:
             self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
             self.profile, self.hardware = corrected
+        self.rows.clear()  # they may need more memory than the corrected profiles leave
         before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
         self.row = self.main if self.row is before else self.row
         return corrected is not None or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
@@ -375,8 +376,10 @@ class PlanRunner:
         return self._memory.allocated() > max(prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
 
     def _gpu_peak(self) -> int:
-        """Returns the peak of allocated GPU memory in measured steps, without validations (CUDA; else 0)."""
-        return 0 if self._memory is None else max(self._peak_bytes, self._memory.peak())
+        """Returns the peak of allocated GPU memory in steps of the main row, without validations (CUDA; else 0)."""
+        if self._memory is None or self.row is not self.main:
+            return self._peak_bytes
+        return max(self._peak_bytes, self._memory.peak())
 
     def _reset_peak(self) -> None:
         if self._memory is not None:

@@ -350,7 +350,7 @@ class TraceMode(UnitDispatchMode):
                 self._stalls = None
                 internals.push_dispatch_mode(self._backward)
                 for storage in _read(results):
-                    self.graph.transients.alloc(storage, self._add(storage, Buffer(storage.nbytes())))
+                    self._alloc(storage)
 
         node.register_prehook(begin)
         node.register_hook(end)

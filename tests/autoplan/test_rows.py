@@ -22,7 +22,7 @@ from lightning_ssd.planning import Plan
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
-from tests.support.plans import BOTH, quiet_trainer
+from tests.support.plans import BOTH, planner, quiet_trainer
 from tests.support.slow_records import record_slowly
 
 pytestmark = pytest.mark.timeout(180)
@@ -114,6 +114,51 @@ def test_larger_batches_have_a_row_once_they_recur(monkeypatch: pytest.MonkeyPat
 def test_larger_batches_for_which_no_plan_has_room_offload_all(monkeypatch: pytest.MonkeyPatch) -> None:
     see = fit_short([*[SMALL] * 20, *([LARGE, SMALL] * 8)], monkeypatch, most=1e4)
     assert see.rows[-2] is None and see.rows[-1] is not None
+
+
+class PeakMeter(Meter):
+    """Its peak is set by a test, until it is reset."""
+
+    def __init__(self) -> None:
+        super().__init__(1e9, 0)
+
+    def reset_peak(self) -> None:
+        self.highest = 0
+
+
+def test_rows_have_the_memory_that_measured_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps need more memory than predicted. The plan is not made anew, as it takes the predicted time."""
+    swaps, meter, rows = planner(tolerance=1e9, gpu_memory="200000B"), PeakMeter(), []
+
+    class Look(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            cycle = swaps.cycle
+            if cycle.stage in ("correct", "final"):
+                assert cycle.prediction is not None and cycle.runner is not None and cycle.runner.row is not None
+                meter.highest = cycle.prediction.gpu_peak_bytes + (cycle.stage == "correct") * 60_000
+                if cycle.runner.row is not cycle.runner.main:
+                    rows.append(cycle.runner.row.plan)
+
+    monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: meter)
+    fit(SSDOffloadStrategy(**BOTH), [*[(16, 32)] * 10, *[(16, 32), (16, 16)] * 12], [swaps, Look()])
+    assert swaps.cycle.stage == "final"
+    assert offloaded(rows[0]) < offloaded(rows[-1])
+
+
+def test_peaks_of_other_rows_are_not_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    swaps, meter = planner(tolerance=1e9, gpu_memory="120000B"), PeakMeter()
+
+    class Look(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            runner = swaps.cycle.runner
+            meter.highest = max(meter.highest, 100 if runner is None or runner.row is runner.main else 1000)
+
+    monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: meter)
+    fit(SSDOffloadStrategy(**BOTH), [*[(16, 32)] * 18, (16, 16)], [swaps, Look()])
+    runner = swaps.cycle.runner
+    assert runner is not None and runner.row is not runner.main
+    comparison = runner.measured(1)
+    assert comparison is not None and comparison.gpu_peak_bytes == 100
 
 
 def fit_and_freeze(frozen: Callable[[AutoPlanner, int], bool], monkeypatch: pytest.MonkeyPatch) -> See:

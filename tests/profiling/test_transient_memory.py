@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.profiling import TraceMode
+from tests.support.compiled import fresh_dynamo  # noqa: F401
 from tests.support.offloader import CPU, change_policy, open_offloader
 
 MIB = 2**20
@@ -55,3 +56,39 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     assert round(backward[unit_call, saved["tanh"].buffer] / MIB) >= 4
     assert round(wanted[saved["exp"].buffer] / MIB) <= 6
     assert round(backward[unit_call, saved["exp"].buffer] / MIB) >= 4
+
+
+class Shift(nn.Module):
+    """Its backward returns the gradient that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def test_a_gradient_that_compiled_units_pass_on_is_counted_once(tmp_path: Path) -> None:
+    units = [Shift() for _ in range(4)]
+    for unit in units:
+        unit.compile(backend="aot_eager")
+    x = torch.randn(MIB // 4, requires_grad=True)
+    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=MIB) as offloader:
+        recorder = TraceMode([[unit] for unit in units], CPU)
+        change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
+        offloader.begin_micro_batch()
+        with offloader.hooks():
+            hidden = x * 2
+            for unit in units:
+                hidden = unit(hidden)
+            loss = hidden.exp().sum()
+        recorder.begin_backward()
+        loss.backward()
+        recorder.end_backward()
+        offloader.end_backward()
+        change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
+        recorder.finish()
+        recorder.close()
+    _, _, backward = recorder.graph.transients.measure()
+    assert round(max(backward.values()) / MIB) == 1  # `x.grad`, which stays, is not transient
