@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | plan | profile | export` and `lightning run`.
+"""The commands `lightning-ssd run | plan | profile | export | doctor` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
 arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     _add_profile(commands)
     _add_export(commands)
+    _add_doctor(commands)
     args = parser.parse_args(argv)
     args.command(args)
     return 0
@@ -393,6 +394,35 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     with _reporting(parser):
         files = export(args.checkpoint, args.folder, **how)
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="examine this machine: GPU, memory, drives, versions",
+        description="Says of each part of this machine that trainings use whether it is good, slow or wrong, with the "
+        "remedy. The exit code is 1 if one is wrong.",
+    )
+    parser.add_argument(
+        "paths",
+        metavar="DIR",
+        nargs="*",
+        type=_directory,
+        default=[Path()],
+        help="directories for scratch files, one for each drive to examine (default: the working directory)",
+    )
+    parser.set_defaults(command=lambda args: _doctor(args.paths))
+
+
+def _doctor(paths: Sequence[Path]) -> None:
+    from lightning_ssd.doctor import examine
+
+    verdicts = set()
+    for finding in examine(paths):
+        print(finding, flush=True)
+        verdicts.add(finding.verdict)
+    if "wrong" in verdicts:
+        sys.exit(1)
 
 
 @contextmanager
