@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | init | plan | profile | export` and `lightning run`.
+"""The commands `lightning-ssd run | init | plan | profile | export | doctor` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
 arguments, checks and printed text of each command, and no other work; the folder `recipes` reads recipes.
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     _add_profile(commands)
     _add_export(commands)
+    _add_doctor(commands)
     args = parser.parse_args(argv)
     args.command(args)
     return 0
@@ -476,6 +477,35 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             "there, or export with --like FOLDER, where the model was loaded from. Names of weights must be the "
             "model's: --prefix model. removes the `model.` of a module's `self.model`."
         )
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="examine this machine: GPU, memory, drives, versions",
+        description="Says of each part of this machine that trainings use whether it is good, slow or wrong, with the "
+        "remedy. The exit code is 1 if one is wrong.",
+    )
+    parser.add_argument(
+        "paths",
+        metavar="DIR",
+        nargs="*",
+        type=_directory,
+        default=[Path()],
+        help="directories for scratch files, one for each drive to examine (default: the working directory)",
+    )
+    parser.set_defaults(command=lambda args: _doctor(args.paths))
+
+
+def _doctor(paths: Sequence[Path]) -> None:
+    from lightning_ssd.doctor import examine
+
+    verdicts = set()
+    for finding in examine(paths):
+        print(finding, flush=True)
+        verdicts.add(finding.verdict)
+    if "wrong" in verdicts:
+        sys.exit(1)
 
 
 @contextmanager

@@ -10,12 +10,22 @@ TESTED = {"Python": ("3.11", "3.13"), "torch": ("2.8", "2.14"), "Lightning": ("2
 """The oldest and the newest version, without bug-fix releases; `.ci/versions` tests both."""
 
 
+def installed_versions() -> dict[str, str]:
+    """Returns the installed versions, by the names of `TESTED`."""
+    return {"Python": platform.python_version(), "torch": str(torch.__version__), "Lightning": str(pl.__version__)}
+
+
+def is_tested(name: str, version: str) -> bool:
+    """Returns whether a version is between the oldest and the newest tested one."""
+    oldest, newest = TESTED[name]
+    return _release(oldest) <= _release(version) <= _release(newest)
+
+
 def warn_of_untested() -> None:
     """Warns of installed versions that are newer than the tested ones."""
-    installed = {"Python": platform.python_version(), "torch": str(torch.__version__), "Lightning": str(pl.__version__)}
     newer = [
         f"{name} {version} (tested: {' to '.join(dict.fromkeys(TESTED[name]))})"
-        for name, version in installed.items()
+        for name, version in installed_versions().items()
         if _release(version) > _release(TESTED[name][1])
     ]
     if newer:

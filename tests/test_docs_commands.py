@@ -11,7 +11,7 @@ import pytest
 from lightning_ssd import cli
 from tests.support.pages import PAGES, ROOT
 
-NAMES = r"(?:python -m benchmarks\.|lightning-ssd (?:plan|profile|export) )"
+NAMES = r"(?:python -m benchmarks\.|lightning-ssd (?:plan|profile|export|doctor) )"
 # A command of a code block ends with its line. One within a sentence ends with its backtick, and may be wrapped.
 COMMAND = re.compile(rf"^({NAMES}.+)$|`({NAMES}[^`]+)`", re.M)
 TEXTS = {page: page.read_text().replace("\\\n", " ") for page in PAGES}

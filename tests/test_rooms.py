@@ -47,6 +47,7 @@ ROOMS["strategy"] = _STATES | {"autoplan", "callbacks", "retry", "run", "locatio
 ROOMS["export"] = _STATES
 ROOMS["recipes"] = _STATES | {"_autoload", "callbacks", "strategy"}
 ROOMS["dry_run"] = _STATES | {"planning", "profiling", "replay", "recipes", "strategy"}
+ROOMS["doctor"] = _STATES | {"profiling", "versions"}
 ROOMS["cli"] = set(ROOMS)
 ROOMS["__main__"] = {"cli"}
 ROOMS["__init__"] = {"_autoload", "callbacks", "locations", "model_states", "strategy"}

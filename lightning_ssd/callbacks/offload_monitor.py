@@ -1,8 +1,9 @@
 """`OffloadMonitor` shows offloaded bytes, bandwidths and stalls in the user's loggers and progress bar."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,9 +14,18 @@ from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.callbacks.offloader import find_model_states, find_offloader, offload_config
 from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
-from lightning_ssd.planning import YEAR, bytes_per_day, lifetime_seconds
+from lightning_ssd.planning import DAY, YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import LEAST_BUDGET, check_flag, parse_bytes
-from lightning_ssd.storage import read_wear
+from lightning_ssd.storage import DriveWear, read_wear
+
+UNTIMED_STEPS = 10
+"""First optimizer steps, which may be slower than later ones: their writes are not counted for the line about wear."""
+
+TIMED_STEPS = 10
+"""Following steps, whose writes and seconds are."""
+
+ASSUMED_ENDURANCE = 600e12
+"""Rated endurance of a drive whose rating is not known, bytes: that of many consumer drives of 1 TB."""
 
 WEAR_INTERVAL = 600.0
 """Least seconds between two reads of the drives' wear."""
@@ -43,6 +53,9 @@ class OffloadMonitor(pl.Callback):
       of the rated endurance of the most worn drive, as the drives report them (SMART). They are read at most every ten
       minutes, where `smartctl` is installed and permitted.
 
+    If a training writes to SSDs, one log line has the bytes a day, the drives' own counters and the years that they
+    last, after 20 steps or at the training's end. It is a warning if they are worn out within a year.
+
     The monitor that a strategy adds automatically writes to no logger, so loggers get the same metrics as from plain
     Lightning unless the user adds `OffloadMonitor()`. No monitor changes the Trainer's metrics (`callback_metrics` and
     others). Without an offloading strategy or callback a monitor does nothing.
@@ -52,7 +65,7 @@ class OffloadMonitor(pl.Callback):
             progress bar, once one of them is not 0, and `ssd_years` if it is logged.
         endurance: rated endurance of the drives of `path` together, bytes ("600TB"; data sheets call it TBW). Ratings
             are for small random writes. Large sequential writes cause less wear (SSDTrain III-D).
-            `None`: `ssd_years` is not logged.
+            `None`: `ssd_years` is not logged, and the line about wear assumes 600 TB for each drive.
         loggers: log to the Trainer's loggers.
 
     Raises:
@@ -74,6 +87,7 @@ class OffloadMonitor(pl.Callback):
         self._last: dict[str, float] = {}
         self._begun = 0.0
         self._wear_read_at = float("-inf")
+        self._wear_line = _WearLine(self._endurance)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -81,6 +95,7 @@ class OffloadMonitor(pl.Callback):
         self._last = {}
         self._begun = perf_counter()
         self._wear_read_at = float("-inf")
+        self._wear_line = _WearLine(self._endurance)
         self._shown = {}
         if self._progress_bar and find_offloader(trainer) is not None:
             self._show_in(trainer.progress_bar_callback)
@@ -111,10 +126,14 @@ class OffloadMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         offloader = find_offloader(trainer)
-        if offloader is None or not trainer._logger_connector.should_update_logs:
+        if offloader is None:
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return  # like Lightning's own metrics: at the end of a step
+        if self._wear_line.is_due():
+            self._log_wear(trainer, offloader, ended=False)
+        if not trainer._logger_connector.should_update_logs:
+            return
         metrics = self._metrics(offloader, find_model_states(trainer))
         metrics |= self._drives(trainer, offloader)
         for logger in trainer.loggers if self._loggers else ():
@@ -129,6 +148,19 @@ class OffloadMonitor(pl.Callback):
                 self._shown |= {"out_gb": out / 1e9, "stall_s": stall}
             if "ssd_years" in metrics:
                 self._shown["ssd_years"] = metrics["ssd_years"]
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        offloader = find_offloader(trainer)
+        if offloader is not None and not self._wear_line.logged:
+            self._log_wear(trainer, offloader, ended=True)
+
+    def _log_wear(self, trainer: pl.Trainer, offloader: ActivationOffloader, *, ended: bool) -> None:
+        """Logs the line about wear, once the steps that it is about have ended."""
+        written = _written_bytes(self._count(offloader, find_model_states(trainer)))
+        paths = offload_config(trainer).paths(trainer.default_root_dir)
+        # Each process of this machine writes about the same.
+        self._wear_line.log(written * trainer.num_devices, paths, ended=ended)
 
     def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
         """Returns the drives' own wear counters; empty: they were read less than `WEAR_INTERVAL` ago, or can't be."""
@@ -150,12 +182,7 @@ class OffloadMonitor(pl.Callback):
 
     def _metrics(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
         """Returns the metrics since the last call, without those of `_drives`."""
-        totals = self._offloaders.add(offloader, _totals(offloader))
-        if states is not None and states.staging is not None:
-            io = states.staging.store.stats()
-            of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
-            self._stores.add(states.staging.store, of_states)
-        totals |= self._stores.totals
+        totals = self._count(offloader, states)
         delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
         self._last = totals
         metrics = {name: value for name, value in delta.items() if not name.endswith("_busy_s")}
@@ -165,9 +192,18 @@ class OffloadMonitor(pl.Callback):
                 metrics[f"{direction}_bytes_per_s"] = moved / seconds
         return metrics | _peaks(offloader) | self._written(totals)
 
+    def _count(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
+        """Returns the counters of this training so far."""
+        totals = self._offloaders.add(offloader, _totals(offloader))
+        if states is not None and states.staging is not None:
+            io = states.staging.store.stats()
+            of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
+            self._stores.add(states.staging.store, of_states)
+        return totals | self._stores.totals
+
     def _written(self, totals: dict[str, float]) -> dict[str, float]:
         """Returns the bytes written to SSDs since training started, and the life of the drives at this rate."""
-        written = totals.get("ssd_write_busy_bytes", 0.0) + totals.get("states_ssd_bytes_written", 0.0)
+        written = _written_bytes(totals)
         if not written:
             return {}
         seconds = perf_counter() - self._begun
@@ -175,6 +211,77 @@ class OffloadMonitor(pl.Callback):
         if self._endurance is not None:
             metrics["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR
         return metrics
+
+
+class _WearLine:
+    """Times some steps of a training, and logs one line about the wear that their writes cause.
+
+    Args:
+        endurance: rated endurance of the drives together, bytes; None: `ASSUMED_ENDURANCE` a drive.
+
+    Attributes:
+        logged: whether the line was logged.
+    """
+
+    def __init__(self, endurance: int | None) -> None:
+        self.logged = False
+        self._endurance = endurance
+        self._steps = 0
+        self._before = (perf_counter(), 0.0)
+        """When the timed steps began, and bytes written until then."""
+
+    def is_due(self) -> bool:
+        """Counts a step. Returns whether `log` is to be called: before the timed steps, and after them."""
+        self._steps += 1
+        return self._steps in (UNTIMED_STEPS, UNTIMED_STEPS + TIMED_STEPS)
+
+    def log(self, written: float, paths: Sequence[Path], *, ended: bool) -> None:
+        """Logs the line if the timed steps or the training have ended, and bytes were written.
+
+        Args:
+            written: bytes written so far.
+            paths: directories of the scratch files.
+            ended: whether the training has ended.
+        """
+        seconds, nbytes = perf_counter() - self._before[0], written - self._before[1]
+        if self._steps == UNTIMED_STEPS and not ended:
+            self._before = perf_counter(), written
+            return
+        if not nbytes or seconds <= 0:
+            return
+        self.logged = True
+        drives = [wear for path in paths if (wear := read_wear(path)) is not None]
+        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, len(paths), self._endurance)
+        if years >= 1 or ended:  # a training of a few steps wears nothing out
+            pl.utilities.rank_zero_info(line)
+        else:
+            pl.utilities.rank_zero_warn(
+                f'{line}. Less is written with more `host_memory`, or nothing with strategy="cpu_offload".'
+            )
+
+
+def describe_wear(
+    per_day: float, drives: Sequence[DriveWear], count: int, endurance: float | None
+) -> tuple[str, float]:
+    """Returns the line about the wear of drives, and the years that they last.
+
+    Args:
+        per_day: bytes that are written a day.
+        drives: counters of the drives that have some.
+        count: number of drives.
+        endurance: as of `_WearLine`.
+    """
+    parts = [f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day"]
+    for drive in dict.fromkeys(drives):
+        counts = [] if drive.bytes_written is None else [f"{drive.bytes_written / 1e12:.3g} TB in its life"]
+        counts += [] if drive.endurance_used is None else [f"{drive.endurance_used:.0%} of its rated endurance"]
+        parts.append(f"{drive.device} counts {' and '.join(counts)}")
+    used = sum(drive.bytes_written or 0 for drive in dict.fromkeys(drives))
+    rated = ASSUMED_ENDURANCE * count if endurance is None else endurance
+    years = lifetime_seconds(max(0.0, rated - used), per_day, DAY) / YEAR
+    assumed = " (give yours by `OffloadMonitor(endurance=)`)" if endurance is None else ""
+    parts.append(f"at this rate, drives rated for {rated / 1e12:.3g} TB{assumed} last {years:.2g} years")
+    return "; ".join(parts), years
 
 
 class _ShownMetrics:
@@ -232,6 +339,11 @@ class _Counts:
             self._of, self._before = weakref.ref(of), self.totals
         self.totals = self._before | {name: count + self._before.get(name, 0.0) for name, count in counts.items()}
         return dict(self.totals)
+
+
+def _written_bytes(totals: Mapping[str, float]) -> float:
+    """Returns the bytes of activations and model states that were written to SSDs."""
+    return totals.get("ssd_write_busy_bytes", 0.0) + totals.get("states_ssd_bytes_written", 0.0)
 
 
 def _totals(offloader: ActivationOffloader) -> dict[str, float]:

@@ -5,6 +5,7 @@
 from which bytes are copied to the device.
 """
 
+from lightning_ssd.device.cgroups import CGROUPS, PROC
 from lightning_ssd.device.clock import Clock, HostClock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
 from lightning_ssd.device.cores import available_cores, kernel_threads
@@ -24,6 +25,8 @@ from lightning_ssd.device.staging import StagedReader, h2d_and_release
 from lightning_ssd.device.worker import Worker
 
 __all__ = [
+    "CGROUPS",
+    "PROC",
     "CPUCopyEngine",
     "CUDACopyEngine",
     "CUDAMemory",

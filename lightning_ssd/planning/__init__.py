@@ -11,7 +11,7 @@ The modules, by subject, in the order in which they are best read:
 """
 
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
-from lightning_ssd.planning.endurance import YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
+from lightning_ssd.planning.endurance import DAY, YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.holistic import exceeds_no_more
@@ -66,6 +66,7 @@ __all__ = [
     "Bytes",
     "COPY_IN",
     "COPY_OUT",
+    "DAY",
     "MigrationPeriod",
     "Direction",
     "FixedPlacement",

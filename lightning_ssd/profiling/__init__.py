@@ -9,7 +9,7 @@ from lightning_ssd.profiling.limits import (
     measure_training_machine,
     with_measured_step_rate,
 )
-from lightning_ssd.profiling.machine import adam_step, measure_machine
+from lightning_ssd.profiling.machine import adam_step, copy_bandwidths, measure_machine, memory_bandwidth
 from lightning_ssd.profiling.profiler import Profiler, count_samples
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_bytes, trace
@@ -22,6 +22,7 @@ __all__ = [
     "TracingError",
     "add_unseen_memory",
     "adam_step",
+    "copy_bandwidths",
     "count_samples",
     "current_placement",
     "fake_tensors",
@@ -29,6 +30,7 @@ __all__ = [
     "measure_host_overhead",
     "measure_machine",
     "measure_training_machine",
+    "memory_bandwidth",
     "moved_bytes",
     "with_measured_step_rate",
     "trace",

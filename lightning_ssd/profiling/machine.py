@@ -51,7 +51,7 @@ def measure_machine(path: Path | None, *, attention: bool = False) -> HardwarePr
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    copy_in, copy_out, both = _copies(device)
+    copy_in, copy_out, both = copy_bandwidths(device)
     write = read = 1.0
     ssd_bytes = 0
     if path is not None:
@@ -75,7 +75,7 @@ def measure_machine(path: Path | None, *, attention: bool = False) -> HardwarePr
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         gpu_flops=flops,
-        gpu_memory_bandwidth=_bandwidth(device),
+        gpu_memory_bandwidth=memory_bandwidth(device),
         copy_out=copy_out,
         copy_in=copy_in,
         copy_out_both=min(copy_out, both),
@@ -140,7 +140,7 @@ def _attention(device: torch.device) -> float:
     return flops / _seconds(device, run)
 
 
-def _bandwidth(device: torch.device) -> float:
+def memory_bandwidth(device: torch.device) -> float:
     """Returns the bandwidth of the device's memory, bytes read and written per second."""
     values = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     other = torch.empty_like(values)
@@ -178,7 +178,7 @@ def _copy_both_ways(hosts: Sequence[Tensor], others: Sequence[Tensor], streams: 
             target.copy_(source, non_blocking=True)
 
 
-def _copies(device: torch.device) -> tuple[float, float, float]:
+def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
     """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use."""
     pin = device.type == "cuda"
     slabs = [Slab(COPY_BYTES, pin=pin) for _ in range(2)]

@@ -64,6 +64,7 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
     # LightningCLI knows a class by its short name only if the class is imported.
     import lightning_ssd.callbacks
     import lightning_ssd.strategy  # noqa: F401
+    from lightning_ssd.recipes.terminal import describe_files, with_terminal_lines
 
     class RecipeCLI(LightningCLI):
         """LightningCLI with `fit` alone: building the parsers of the other subcommands takes seconds."""
@@ -95,6 +96,15 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
         def instantiate_classes(self) -> None:
             if run:
                 super().instantiate_classes()
+
+        @override
+        def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Any:
+            config["callbacks"] = config["callbacks"] or []
+            return super()._instantiate_trainer(with_terminal_lines(config), callbacks)
+
+        def after_fit(self) -> None:
+            if self.trainer.is_global_zero:
+                print("\n".join(describe_files(self.trainer, recipe)))
 
         @override
         def _run_subcommand(self, subcommand: str) -> None:

@@ -8,7 +8,7 @@ from lightning_ssd.storage.blob import Blob, FileRange, Piece
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError, from_os_error
-from lightning_ssd.storage.kvikio_backend import KvikioBackend
+from lightning_ssd.storage.kvikio_backend import KvikioBackend, why_no_gds
 from lightning_ssd.storage.manifest import read_manifest
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
@@ -17,7 +17,7 @@ from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, striped_free_bytes
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
-from lightning_ssd.storage.smart import read_wear
+from lightning_ssd.storage.smart import DriveWear, read_wear
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.timed_transfers import Calibration
 from lightning_ssd.storage.urgency import Urgency
@@ -32,6 +32,7 @@ __all__ = [
     "Calibration",
     "ChecksumError",
     "DetachedBlobs",
+    "DriveWear",
     "FileRange",
     "IOStats",
     "KvikioBackend",
@@ -56,4 +57,5 @@ __all__ = [
     "read_manifest",
     "read_wear",
     "striped_free_bytes",
+    "why_no_gds",
 ]

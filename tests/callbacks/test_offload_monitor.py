@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import pickle
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,38 @@ def test_wear_of_the_drives_by_states_and_activations(tmp_path: Path) -> None:
     assert last["ssd_bytes_written"] == pytest.approx(by_states + by_activations, rel=0.2)  # one waits to be written
     years = 600e12 / last["ssd_bytes_written_per_day"] / 365
     assert last["ssd_years"] == pytest.approx(years)
+
+
+WORN = {"nvme_smart_health_information_log": {"data_units_written": 2_000_000, "percentage_used": 7}}
+COUNTED = (
+    r"SSDs get \S+ TB a day; /dev/nvme7n1 counts 1.02 TB in its life and 7% of its rated endurance; at this rate, "
+)
+
+
+def _train_on_ssd(tmp_path: Path, steps: int, *callbacks: pl.Callback, **arguments: Any) -> None:
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=MIN_BYTES, **{"states": "ssd", "offload": 1.0} | arguments)
+    make_trainer(tmp_path, strategy, callbacks=list(callbacks), max_epochs=1).fit(small_model(), batches(steps))
+
+
+def test_wear_is_said_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
+    answer(tmp_path, monkeypatch, json.dumps(WORN))
+    caplog.set_level("INFO")
+    _train_on_ssd(tmp_path, 3)
+    assert re.search(f"{COUNTED}drives rated for 600 TB .* last .* years$", caplog.text, re.M)
+    caplog.clear()
+    _train_on_ssd(tmp_path, 24, OffloadMonitor(endurance=4 * 10**18))
+    assert caplog.text.count("SSDs get") == len(re.findall(COUNTED, caplog.text)) == 1
+    with pytest.warns(UserWarning, match=f"{COUNTED}drives rated for 1 TB last 0 years. Less is written"):
+        _train_on_ssd(tmp_path, 24, OffloadMonitor(endurance="1TB"))
+
+
+def test_nothing_is_said_of_wear_without_ssds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    _train_on_ssd(tmp_path, 24, states="host", offload="none")
+    assert "SSDs get" not in caplog.text
 
 
 def test_endurance_is_a_number_of_bytes() -> None:
