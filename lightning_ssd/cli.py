@@ -479,7 +479,7 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         )
 
 
-def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "doctor",
         help="examine this machine: GPU, memory, drives, versions",
