@@ -75,7 +75,8 @@ class ProgressLine(pl.callbacks.ProgressBar):
         self._batches.append((perf_counter(), _seen(trainer, pl_module)))
         rewrites = sys.stdout.isatty()
         ends = trainer.global_step == trainer.max_steps
-        if not self._enabled or not (rewrites or ends or trainer.global_step % trainer.log_every_n_steps == 0):
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not self._enabled or not (rewrites or ends or trainer.global_step % interval == 0):
             return  # metrics of a GPU are not read
         if not rewrites and trainer.fit_loop._should_accumulate():
             return
