@@ -35,11 +35,12 @@ _LAST_BUCKET = 127 << 7
 @functools.cache
 def code_magnitudes(*, signed: bool) -> Tensor:
     """Returns the numbers of the code from 0 to 1, fp32: 129 of the signed code, 256 of the unsigned one."""
-    numbers = [torch.zeros(1, dtype=torch.float64)]
+    numbers = [torch.zeros(1, dtype=torch.float64, device="cpu")]
     for decade in range(7):
-        bounds = torch.linspace(0.1, 1.0, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float64)
+        count = 2 ** (decade if signed else decade + 1)
+        bounds = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64, device="cpu")
         numbers.append(10.0 ** (decade - 6) * (bounds[:-1] + bounds[1:]) / 2)
-    return torch.cat([*numbers, torch.ones(1, dtype=torch.float64)]).float()
+    return torch.cat([*numbers, torch.ones(1, dtype=torch.float64, device="cpu")]).float()
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def nearest_table(*, signed: bool) -> Tensor:
     its upper 16 bits, and in its lower ones the largest lower bits that are rounded to the same magnitude.
     """
     thresholds = _thresholds(signed=signed)
-    buckets = torch.arange(FIRST_BUCKET, _LAST_BUCKET + 1, dtype=torch.int32)
+    buckets = torch.arange(FIRST_BUCKET, _LAST_BUCKET + 1, dtype=torch.int32, device="cpu")
     low, high = ((buckets << _BUCKET_BITS) + offset for offset in (0, 0xFFFF))
     first, last = (torch.bucketize(bits.view(torch.float32), thresholds) for bits in (low, high))
     last[-1] = first[-1]  # of this bucket, 1 is the only number
@@ -98,7 +99,7 @@ def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _encode_chunk(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
-    blocks = torch.zeros(len(scales) * BLOCK, dtype=torch.float32)
+    blocks = torch.zeros(len(scales) * BLOCK, dtype=torch.float32, device="cpu")
     blocks[: len(values)] = values
     blocks = blocks.view(-1, BLOCK)
     largest = blocks.abs().amax(1)

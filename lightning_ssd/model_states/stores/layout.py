@@ -123,7 +123,7 @@ class StagedState:
         if self.moments != "8bit":
             item.of(self.states[name]).copy_(value)
             return
-        values = torch.empty_strided(item.shape, item.stride, dtype=torch.float32).copy_(value)
+        values = torch.empty_strided(item.shape, item.stride, dtype=torch.float32, device="cpu").copy_(value)
         self.elements(item.start, item.start + item.numel).encode(name, item.flatten(values))
 
     def masters(self) -> Tensor:

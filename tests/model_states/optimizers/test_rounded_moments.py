@@ -311,3 +311,15 @@ def test_second_moments_do_not_become_zero() -> None:
     decoded = dynamic_code.decode(*coded(values, signed=False), signed=False)
     assert decoded[1] == 0 and bool((decoded[2:] > 0).all())
     assert not bool(dynamic_code.decode(*coded(torch.zeros(256), signed=False), signed=False).any())
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_tables_of_the_code_are_on_the_cpu_whatever_the_default_device(signed: bool) -> None:
+    """`adam.c` gets their addresses."""
+    tables = dynamic_code.code_numbers, dynamic_code.nearest_table
+    expected = [table(signed=signed) for table in tables]
+    for cached in (dynamic_code.code_magnitudes, dynamic_code._thresholds, *tables):
+        cached.cache_clear()
+    with torch.device("meta"):
+        made = [table(signed=signed) for table in tables]
+    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
