@@ -26,6 +26,7 @@ from lightning_ssd.autoplan.plan_report import (
     log_metrics,
     recommend_move,
     report_comparison,
+    report_large_transient,
     report_last_plan,
     report_move,
 )
@@ -377,13 +378,15 @@ class PlanCycle(Uncopied):
         runner.apply(plan)
         for number in self._seen_rows:
             self._row(runner, number)
-        self._last = runner, plan
+        first, self._last = self._last is None, (runner, plan)
         if self._options.save is not None:
             plan.save(self._options.save)
         log.info("plan:\n%s", plan.describe())
         assert runner.prediction is not None
         summary = render_summary(runner.profile, runner.hardware, plan, runner.prediction)
         self.training.inform(f"SwapPlanner: {summary}")
+        if first:
+            report_large_transient(self.training, runner)
 
     def _move_states(self, runner: PlanRunner, plan: Plan) -> bool:
         """Moves model states to their tiers in `plan` and restarts profiling; returns False if that is not allowed."""

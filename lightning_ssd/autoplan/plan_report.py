@@ -7,6 +7,7 @@ from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import (
     Plan,
+    largest_transient,
     make_report,
     render_report,
     simulate,
@@ -16,6 +17,21 @@ from lightning_ssd.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
+LARGE_TRANSIENT = 0.1
+"""Share of the device's memory from which on temporary tensors of one unit are reported."""
+
+
+def report_large_transient(training: Training, runner: PlanRunner) -> None:
+    """Logs the largest temporary tensors, and what would reduce them, if the plan in force saves memory."""
+    unit, nbytes = largest_transient(runner.profile)
+    if runner.plan is None or runner.plan.keeps_all or nbytes < LARGE_TRANSIENT * runner.hardware.gpu_bytes:
+        return
+    training.inform(
+        f"SwapPlanner: temporary tensors of `{unit}` need {format_bytes(nbytes)} of the device at once, which no plan "
+        "reduces. A smaller micro-batch does; if they are logits, so does a loss in chunks of tokens "
+        "(`torch.nn.functional.linear_cross_entropy`, or `chunked_loss` of the recipes' models)."
+    )
+
 
 def report_comparison(training: Training, comparison: Comparison) -> None:
     """Logs the first comparison of a plan's prediction with measured steps."""
@@ -24,7 +40,8 @@ def report_comparison(training: Training, comparison: Comparison) -> None:
     if comparison.gpu_peak_bytes:
         peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
     seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
-    training.inform(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
+    host = f"predicted {format_bytes(predicted.host_peak_bytes)}, {format_bytes(comparison.host_peak_bytes)} measured"
+    training.inform(f"SwapPlanner: {seconds}. Peak of the device: {peak}; of host memory: {host}.")
 
 
 def log_metrics(training: Training, runner: PlanRunner, comparison: Comparison) -> None:

@@ -9,7 +9,7 @@ from lightning_ssd.planning.endurance import (
 )
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import min_memory_plan
-from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.model import ModelProfile, UnitProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import FixedPlacement
@@ -133,6 +133,17 @@ def largest_samples(model: ModelProfile, hardware: HardwareProfile, fixed: Fixed
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def largest_transient(model: ModelProfile) -> tuple[str, int]:
+    """Returns the unit whose temporary tensors take the most GPU memory at once, and their bytes."""
+
+    def transient_bytes(unit: UnitProfile) -> int:
+        of_operators = (max(one.forward_bytes, one.first_use_bytes, one.backward_bytes) for one in unit.operators)
+        return max(unit.forward_bytes, unit.backward_bytes, *of_operators)
+
+    unit = max(model.units, key=transient_bytes)
+    return unit.name, transient_bytes(unit)
 
 
 def render_report(report: Report) -> str:

@@ -22,6 +22,9 @@ __all__ = ["NamedOperators", "explain_out_of_memory"]
 FRAGMENTED = 0.1
 """Reserved and unallocated share of the allowed memory, from which on the note advises on fragmentation."""
 
+LOSSES = ("log_softmax", "nll_loss", "cross_entropy")
+"""Parts of names of operators, and of lines of code, that compute a loss of logits."""
+
 
 def explain_out_of_memory(
     error: BaseException,
@@ -58,11 +61,19 @@ def explain_out_of_memory(
     helps = [_help_for_activations(config, planned)]
     helps.insert(1 if activations > total else 0, _help_for_states(total, model_states))
     helps += ["gradient checkpointing of the model", "a smaller batch"]
+    failure = _describe_failure(error, module)
+    code = [failure, *(frame.line or "" for frame in traceback.extract_tb(error.__traceback__))]
+    if any(name in text for name in LOSSES for text in code):
+        helps.insert(
+            0,
+            "a loss in chunks of tokens, as logits of all tokens need several times their bytes "
+            "(`torch.nn.functional.linear_cross_entropy`, or `chunked_loss` of the recipes' models)",
+        )
     allowed, fragmented = _describe_device(device, error)
     if fragmented:
         helps.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments of reserved memory")
     return (
-        f"lightning_ssd: memory ran out{_describe_failure(error, module)}; {allowed} "
+        f"lightning_ssd: memory ran out{failure}; {allowed} "
         f"Known uses: {used}; the rest is temporary tensors, and tensors of no known class. "
         f"What would help: {'; '.join(helps)}."
     )

@@ -14,7 +14,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.holistic import min_memory_plan
-from lightning_ssd.planning.report import largest_samples
+from lightning_ssd.planning.report import largest_samples, largest_transient
 from lightning_ssd.types import Tier
 from tests.support.profiles import GB, GIB, H100
 from tests.support.transformer import transformer_profile
@@ -113,3 +113,10 @@ def test_rendered() -> None:
         "years",
     ):
         assert words in text
+
+
+def test_the_largest_temporary_tensors_have_the_name_of_their_unit() -> None:
+    unit = GPT.units[2]
+    operators = (*unit.operators[:-1], replace(unit.operators[-1], first_use_bytes=3 * GIB, backward_bytes=5 * GIB))
+    units = (*GPT.units[:2], replace(unit, operators=operators), *GPT.units[3:])
+    assert largest_transient(replace(GPT, units=units)) == (unit.name, 5 * GIB)

@@ -118,6 +118,25 @@ def test_the_error_names_the_module_that_ran(states: Any, tmp_path: Path) -> Non
     assert "memory ran out in the module `layers.gate` (Fails), at `raise torch.OutOfMemoryError(MESSAGE)`" in note
 
 
+class FailsInItsLoss(Large):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.layers(batch)
+        with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of replaced kernels
+            library.impl("_log_softmax", _fail, "CPU")
+            return nn.functional.cross_entropy(logits, batch.argmax(1))
+
+
+def test_the_error_in_a_loss_of_logits_names_losses_in_chunks(tmp_path: Path) -> None:
+    notes = []
+    for module in (FailsInItsLoss(), Large()):
+        strategy = SSDOffloadStrategy(tmp_path, states="gpu", min_bytes=1, offload=0.5)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(module)
+        notes += caught.value.__notes__
+    assert ["linear_cross_entropy" in note for note in notes] == [True, False]
+
+
 @pytest.fixture
 def relu_backward_fails() -> Iterator[None]:
     """Has the operator of relu's backward run out of memory, which autograd calls without Python code."""
