@@ -94,7 +94,7 @@ def test_a_plan_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(path, 1, 1)], precision="bf16-mixed")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: {}\n")
-    assert cli.main(["plan", str(recipe), "--profile", str(path), "--machine", MACHINE]) == 0
+    assert cli.main(["plan", str(recipe), "--profile", str(path), "--machine", MACHINE, "--verbose"]) == 0
     printed = capsys.readouterr().out
     assert "blocks.0 .. blocks.3" in printed and "It fits." in printed
 
