@@ -250,8 +250,8 @@ def test_the_summary_has_the_bytes_of_the_table(
     strategy = ssds(tmp_path, 2, states="auto", gpu_memory="40kB", host_memory="128kB", state_format="split")
     train(tmp_path, strategy, Blocks(), rows(1, 16), callbacks=[found], precision="bf16-true")
     (line,) = {message for message in caplog.messages if message.startswith("ssd_offload:")}
-    for kinds, before in ((["weight"], "weights are"), (["master weight", "optimizer state"], "optimizer states")):
+    for kinds, before in ((["weight"], "weights"), (["master weight", "optimizer state"], "optimizer states")):
         for tier, where in (("host", "in host memory"), ("ssd", "on SSD")):
             nbytes = sum(row.nbytes for row in found.tables[0] if row.kind in kinds and row.tier == tier)
-            said = re.search(rf"{before}[^,]*?{where} \((.*?)\)", line)
+            said = re.search(rf"^ssd_offload: {before}: [^;\n]*?(\S+ \S+) {where}", line, re.M)
             assert (said is not None and said[1] == format_bytes(nbytes)) if nbytes else said is None, line
