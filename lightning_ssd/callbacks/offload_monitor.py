@@ -86,8 +86,14 @@ class OffloadMonitor(pl.Callback):
         self._stores = _Counts()
         self._last: dict[str, float] = {}
         self._begun = 0.0
+        self._begun_in = Path()
+        """The working directory when the run began, to which relative paths belong."""
         self._wear_read_at = float("-inf")
         self._wear_line = _WearLine(self._endurance)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._begun_in = Path.cwd()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -158,9 +164,14 @@ class OffloadMonitor(pl.Callback):
     def _log_wear(self, trainer: pl.Trainer, offloader: ActivationOffloader, *, ended: bool) -> None:
         """Logs the line about wear, once the steps that it is about have ended."""
         written = _written_bytes(self._count(offloader, find_model_states(trainer)))
-        paths = offload_config(trainer).paths(trainer.default_root_dir)
         # Each process of this machine writes about the same.
-        self._wear_line.log(written * trainer.num_devices, paths, ended=ended)
+        self._wear_line.log(written * trainer.num_devices, lambda: self._directories(trainer), ended=ended)
+
+    def _directories(self, trainer: pl.Trainer) -> list[Path]:
+        """Returns the directories of the scratch files, whatever the working directory is now."""
+        root = trainer.default_root_dir
+        paths = offload_config(trainer).paths(root if "://" in root else self._begun_in / root)
+        return [self._begun_in / path for path in paths]
 
     def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
         """Returns the drives' own wear counters; empty: they were read less than `WEAR_INTERVAL` ago, or can't be."""
@@ -169,7 +180,7 @@ class OffloadMonitor(pl.Callback):
         if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
             return {}
         self._wear_read_at = perf_counter()
-        found = (read_wear(path) for path in offload_config(trainer).paths(trainer.default_root_dir))
+        found = (read_wear(path) for path in self._directories(trainer))
         wear = list({drive.device: drive for drive in found if drive is not None}.values())
         written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
         used = [drive.endurance_used for drive in wear if drive.endurance_used is not None]
@@ -235,12 +246,12 @@ class _WearLine:
         self._steps += 1
         return self._steps in (UNTIMED_STEPS, UNTIMED_STEPS + TIMED_STEPS)
 
-    def log(self, written: float, paths: Sequence[Path], *, ended: bool) -> None:
+    def log(self, written: float, paths: Callable[[], Sequence[Path]], *, ended: bool) -> None:
         """Logs the line if the timed steps or the training have ended, and bytes were written.
 
         Args:
             written: bytes written so far.
-            paths: directories of the scratch files.
+            paths: returns the directories of the scratch files; called if there are any.
             ended: whether the training has ended.
         """
         seconds, nbytes = perf_counter() - self._before[0], written - self._before[1]
@@ -250,8 +261,9 @@ class _WearLine:
         if not nbytes or seconds <= 0:
             return
         self.logged = True
-        drives = [wear for path in paths if (wear := read_wear(path)) is not None]
-        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, len(paths), self._endurance)
+        directories = paths()
+        drives = [wear for path in directories if (wear := read_wear(path)) is not None]
+        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, len(directories), self._endurance)
         if years >= 1 or ended:  # a training of a few steps wears nothing out
             pl.utilities.rank_zero_info(line)
         else:
