@@ -115,6 +115,12 @@ class TestChoosingIt:
             trainer.fit(small_model(), batches())
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_remote_default_root_dir_suffices_where_nothing_goes_to_ssds(self, tmp_path: Path) -> None:
+        strategy = SSDOffloadStrategy(tier="host", min_bytes=1, states="host", offload=1.0)
+        trainer = make_trainer(tmp_path, strategy, default_root_dir="memory://runs")
+        trainer.fit(small_model(), batches())
+        assert trainer.global_step
+
 
 class OtherCluster(LightningEnvironment):
     """A user's cluster environment, as for MPI, in which this process is the second of two."""
