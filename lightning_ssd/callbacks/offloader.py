@@ -39,5 +39,7 @@ def offload_config(trainer: pl.Trainer) -> OffloadConfig:
 
 def _owner(trainer: pl.Trainer) -> Any:
     """Returns the strategy or callback that has an activation offloader, or None."""
-    owners = (trainer.strategy, *trainer_callbacks(trainer))
-    return next((owner for owner in owners if isinstance(getattr(owner, "offloader", None), ActivationOffloader)), None)
+    for owner in (trainer.strategy, *trainer_callbacks(trainer)):
+        if isinstance(getattr(owner, "offloader", None), ActivationOffloader):
+            return owner
+    return None
