@@ -33,7 +33,7 @@ from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
 from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
 from lightning_ssd.model_states.optimizers.rounding import random_bits, round_stochastically, step_keys
 from lightning_ssd.model_states.optimizers.user_optimizers import registered_class
-from lightning_ssd.model_states.stores import StagedState, join, split
+from lightning_ssd.model_states.stores import StagedState
 from lightning_ssd.model_states.units import FlatParameter
 
 Options = Mapping[str, Any]
@@ -291,20 +291,14 @@ class ElementwiseOptimizer(FlatOptimizer):
                     piece = piece * scale
                 elif options["foreach"] and piece.data_ptr() == gradient[chunk].data_ptr():
                     piece = piece.clone()  # foreach changes its gradients, and a step may be made again
-                old, new = (version.elements(chunk.start, chunk.stop) for version in (staged, out))
+                old = new = staged.elements(chunk.start, chunk.stop)
+                master = old.masters()
                 if out is not staged:
+                    new = out.elements(chunk.start, chunk.stop)
                     new.copy_states(old)
-                if old.low is not None and new.low is not None:
-                    master = join(old.weights, old.low)
-                    self._torchs_step(options, master, piece, new, steps, part)
-                    split(master, new.weights, new.low)
-                else:
-                    assert old.master is not None and new.master is not None
-                    master = new.master
-                    if out is not staged:
-                        master.copy_(old.master)
-                    self._torchs_step(options, master, piece, new, steps, part)
-                    new.round()
+                    master = master if new.master is None else new.master.copy_(master)
+                self._torchs_step(options, master, piece, new, steps, part)
+                new.set_masters(master)
         return ()
 
     @abstractmethod
