@@ -40,7 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.activation_offload import quiet_trainer
 from benchmarks.default import find_planners, in_force
-from benchmarks.processes import cap_gpu_memory, run_alone
+from benchmarks.processes import cap_gpu_memory, process_ram, run_alone
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import make_clock
@@ -269,15 +269,9 @@ class RamWatch:
 
     def _watch(self) -> None:
         while True:
-            self.most = max(self.most, self.now())
+            self.most = max(self.most, process_ram())
             if self._ended.wait(1.0):
                 return
-
-    @staticmethod
-    def now() -> int:
-        """Returns the proportional set size of this process, in bytes."""
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
     def end(self) -> None:
         """Ends the thread."""
@@ -302,7 +296,7 @@ class Probe(pl.Callback):
         self.ram_at_end = 0
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.ram_at_end = RamWatch.now()
+        self.ram_at_end = process_ram()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = make_clock(pl_module.device)

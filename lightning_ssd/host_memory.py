@@ -16,21 +16,14 @@ class HostMemory:
     a checkpoint holds while it is written. Memory that is not page-locked is committed when it is first written.
 
     Attributes:
-        states: values of offloaded weights and optimizer states, second versions included, gradients and their sums,
-            and the memory that stages them from and to SSDs.
-        activations: memory of saved tensors, also that which profiled steps have needed and which is not freed yet,
-            and the memory that stages them from and to SSDs.
+        total: allocated bytes: of offloaded weights and optimizer states, second versions included, of gradients and
+            their sums, of saved tensors, also of profiled steps until it is freed, and of the memory that stages all of
+            these from and to SSDs.
         limit: most bytes that may be allocated.
     """
 
-    states: int
-    activations: int
+    total: int
     limit: int
-
-    @property
-    def total(self) -> int:
-        """Allocated bytes in all."""
-        return self.states + self.activations
 
 
 def host_memory_of(states: ModelStates | None, offloader: ActivationOffloader) -> HostMemory:
@@ -42,7 +35,6 @@ def host_memory_of(states: ModelStates | None, offloader: ActivationOffloader) -
     """
     tiers = offloader.tiers.values()
     return HostMemory(
-        states=0 if states is None else states.nbytes.host,
-        activations=sum(tier.host_bytes for tier in tiers),
+        total=(0 if states is None else states.nbytes.host) + sum(tier.host_bytes for tier in tiers),
         limit=(0 if states is None else states.nbytes.host_limit) + sum(tier.host_limit for tier in tiers),
     )

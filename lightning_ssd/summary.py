@@ -8,12 +8,12 @@ import torch
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
 from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.model_states import ModelStates, TensorLocation
+from lightning_ssd.planning import DAY
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import BlobStore
 
 _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}
-_DAY = 86_400
 
 
 def describe_activations(
@@ -126,7 +126,7 @@ def describe_totals(
         paths = ", ".join(str(path) for path in config.paths(default))
         # Written bytes are read once, so that a busy drive writes for a part of the time.
         rate = 1 / (1 / store.write_bandwidth + 1 / store.read_bandwidth)
-        parts.append(f"at most {rate * _DAY / 1e12:.3g} TB written a day")
+        parts.append(f"at most {rate * DAY / 1e12:.3g} TB written a day")
         parts.append(f"SSD is {paths} (backend {store.backend_name})")
     return f"totals: {', '.join(parts)}" if parts else None
 

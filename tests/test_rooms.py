@@ -37,7 +37,7 @@ ROOMS["profiling"] = ROOMS["model_states"] | {"planning", "replay", "model_state
 ROOMS["autoplan"] = ROOMS["profiling"] | {"profiling"}
 # Beside the strategy.
 ROOMS |= dict.fromkeys(("host_memory", "locations"), _STATES)
-ROOMS["summary"] = _STATES | {"host_memory"}
+ROOMS["summary"] = _STATES | {"host_memory", "planning"}
 ROOMS["versions"] = {"_lightning"}
 ROOMS["callbacks"] = _STATES | {"planning", "profiling", "autoplan", "timeline", "summary", "versions"}
 ROOMS["run"] = _STATES | {"planning", "autoplan", "callbacks", "retry", "recover"}

@@ -16,7 +16,7 @@ from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import DAY, YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import LEAST_BUDGET, check_flag, parse_bytes
-from lightning_ssd.storage import DriveWear, read_wear
+from lightning_ssd.storage import DriveWear, read_wears
 
 UNTIMED_STEPS = 10
 """First optimizer steps, which may be slower than later ones: their writes are not counted for the line about wear."""
@@ -180,8 +180,7 @@ class OffloadMonitor(pl.Callback):
         if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
             return {}
         self._wear_read_at = perf_counter()
-        found = (read_wear(path) for path in self._directories(trainer))
-        wear = list({drive.device: drive for drive in found if drive is not None}.values())
+        wear = read_wears(self._directories(trainer))
         written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
         used = [drive.endurance_used for drive in wear if drive.endurance_used is not None]
         metrics: dict[str, float] = {}
@@ -251,7 +250,7 @@ class _WearLine:
 
         Args:
             written: bytes written so far.
-            paths: returns the directories of the scratch files; called if there are any.
+            paths: returns the directories of the scratch files; called only if bytes were written.
             ended: whether the training has ended.
         """
         seconds, nbytes = perf_counter() - self._before[0], written - self._before[1]
@@ -262,7 +261,7 @@ class _WearLine:
             return
         self.logged = True
         directories = paths()
-        drives = [wear for path in directories if (wear := read_wear(path)) is not None]
+        drives = read_wears(directories)
         line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, len(directories), self._endurance)
         if years >= 1 or ended:  # a training of a few steps wears nothing out
             pl.utilities.rank_zero_info(line)
@@ -279,16 +278,16 @@ def describe_wear(
 
     Args:
         per_day: bytes that are written a day.
-        drives: counters of the drives that have some.
+        drives: counters of those drives that have some, each once.
         count: number of drives.
         endurance: as of `_WearLine`.
     """
     parts = [f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day"]
-    for drive in dict.fromkeys(drives):
+    for drive in drives:
         counts = [] if drive.bytes_written is None else [f"{drive.bytes_written / 1e12:.3g} TB in its life"]
         counts += [] if drive.endurance_used is None else [f"{drive.endurance_used:.0%} of its rated endurance"]
         parts.append(f"{drive.device} counts {' and '.join(counts)}")
-    used = sum(drive.bytes_written or 0 for drive in dict.fromkeys(drives))
+    used = sum(drive.bytes_written or 0 for drive in drives)
     rated = ASSUMED_ENDURANCE * count if endurance is None else endurance
     years = lifetime_seconds(max(0.0, rated - used), per_day, DAY) / YEAR
     assumed = " (give yours by `OffloadMonitor(endurance=)`)" if endurance is None else ""

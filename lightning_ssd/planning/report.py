@@ -201,7 +201,7 @@ def render_answer(
         f"step        {format_seconds(seconds)}, {_throughput(model, prediction):.0f} {counted}/s",
         f"SSD writes  {written / 1e12:.1f} TB a day of training" if written else "SSD writes  none",
         f"bound by    {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)} of a step",
-        f"would help  {_best_improvement(model, hardware, plan, more_host)}",
+        f"would help  {_best_improvement(model, hardware, plan, more_host, seconds)}",
     ]
     if endurance is not None and written:
         years = lifetime_seconds(endurance, prediction.ssd_written_bytes, seconds) / YEAR
@@ -209,8 +209,11 @@ def render_answer(
     return "\n".join(lines)
 
 
-def _best_improvement(model: ModelProfile, hardware: HardwareProfile, plan: Plan, more_host: Plan) -> str:
-    """Returns the doubled resource with which a step is shortest, and its time; none if it saves less than 5 %."""
+def _best_improvement(model: ModelProfile, hardware: HardwareProfile, plan: Plan, more_host: Plan, now: float) -> str:
+    """Returns the doubled resource with which a step is shortest, and its time; none if it saves less than 5 %.
+
+    `now` is the step in seconds; the other arguments are those of `render_answer`.
+    """
     memory = hardware.host_memory_bandwidth
     faster = replace(
         hardware,
@@ -225,7 +228,7 @@ def _best_improvement(model: ModelProfile, hardware: HardwareProfile, plan: Plan
         "twice the RAM": simulate(model, larger, more_host),
     }
     best = min(steps, key=lambda name: steps[name].step_seconds)
-    least, now = steps[best].step_seconds, simulate(model, hardware, plan).step_seconds
+    least = steps[best].step_seconds
     if least > 0.95 * now:
         return "a faster GPU: no other doubled resource makes the step 5 % shorter"
     return f"{best}: {format_seconds(least)} a step"

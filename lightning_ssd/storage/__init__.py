@@ -17,7 +17,7 @@ from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, striped_free_bytes
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
-from lightning_ssd.storage.smart import DriveWear, read_wear
+from lightning_ssd.storage.smart import DriveWear, read_wear, read_wears
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.timed_transfers import Calibration
 from lightning_ssd.storage.urgency import Urgency
@@ -56,6 +56,7 @@ __all__ = [
     "from_os_error",
     "read_manifest",
     "read_wear",
+    "read_wears",
     "striped_free_bytes",
     "why_no_gds",
 ]

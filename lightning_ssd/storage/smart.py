@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ class DriveWear:
     device: str
     bytes_written: int | None
     endurance_used: float | None
+
+
+def read_wears(paths: Iterable[Path]) -> list[DriveWear]:
+    """Returns the wear of each drive that holds one of the directories `paths`, if it can be read."""
+    found = (read_wear(path) for path in paths)
+    return list({drive.device: drive for drive in found if drive is not None}.values())
 
 
 def read_wear(path: Path) -> DriveWear | None:

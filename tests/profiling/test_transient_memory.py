@@ -1,10 +1,12 @@
 """Transient memory, which is neither weights nor saved tensors: its bytes over time."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.activations.graph import ForwardGraph
 from lightning_ssd.profiling import TraceMode
 from tests.support.compiled import fresh_dynamo  # noqa: F401
 from tests.support.offloader import CPU, change_policy, open_offloader
@@ -27,15 +29,15 @@ class Unit(nn.Module):
         return third.tanh().sum() * self.scale  # 4 MiB, saved
 
 
-def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
-    unit = Unit()
+def record(path: Path, units: Sequence[nn.Module], forward: Callable[[Tensor], Tensor]) -> ForwardGraph:
+    """Returns the recorded graph of a micro-batch of 1 MiB."""
     x = torch.randn(MIB // 4, requires_grad=True)
-    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=MIB) as offloader:
-        recorder = TraceMode([[unit]], CPU)
+    with open_offloader(path, host_memory="64MiB", min_bytes=MIB) as offloader:
+        recorder = TraceMode([[unit] for unit in units], CPU)
         change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
         offloader.begin_micro_batch()
         with offloader.hooks():
-            loss = unit(x)
+            loss = forward(x)
         recorder.begin_backward()
         loss.backward()
         recorder.end_backward()
@@ -43,7 +45,12 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
         change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
         recorder.finish()
         recorder.close()
-    graph = recorder.graph
+    return recorder.graph
+
+
+def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
+    unit = Unit()
+    graph = record(tmp_path, [unit], unit)
     saved = {item.name: item for item in graph.saved(MIB)}
     assert sorted(saved) == ["exp", "tanh"]
     unit_call = saved["exp"].unit_call
@@ -73,22 +80,12 @@ def test_a_gradient_that_compiled_units_pass_on_is_counted_once(tmp_path: Path) 
     units = [Shift() for _ in range(4)]
     for unit in units:
         unit.compile(backend="aot_eager")
-    x = torch.randn(MIB // 4, requires_grad=True)
-    with open_offloader(tmp_path, host_memory="64MiB", min_bytes=MIB) as offloader:
-        recorder = TraceMode([[unit] for unit in units], CPU)
-        change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
-        offloader.begin_micro_batch()
-        with offloader.hooks():
-            hidden = x * 2
-            for unit in units:
-                hidden = unit(hidden)
-            loss = hidden.exp().sum()
-        recorder.begin_backward()
-        loss.backward()
-        recorder.end_backward()
-        offloader.end_backward()
-        change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
-        recorder.finish()
-        recorder.close()
-    _, _, backward = recorder.graph.transients.measure()
+
+    def forward(x: Tensor) -> Tensor:
+        hidden = x * 2
+        for unit in units:
+            hidden = unit(hidden)
+        return hidden.exp().sum()
+
+    _, _, backward = record(tmp_path, units, forward).transients.measure()
     assert round(max(backward.values()) / MIB) == 1  # `x.grad`, which stays, is not transient

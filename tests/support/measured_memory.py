@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.processes import process_ram
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.host_memory import host_memory_of
 from tests.support.trainings import quiet
@@ -60,10 +61,9 @@ class Memory(pl.Callback):
 
 
 def proportional_set_size() -> int:
-    """Returns the bytes of RAM of this process; pages that processes share are divided between them."""
+    """Returns the bytes of RAM of this process without objects that nothing references."""
     gc.collect()
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return process_ram()
 
 
 def fit(strategy: Any, depth: int, steps: int, **arguments: Any) -> None:
