@@ -37,8 +37,8 @@ FORMATS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16": (18, {"split": True, "moments": "bf16"}),
     "8bit": (14, {"split": True, "moments": "8bit"}),
 }
-"""Of each `state_format`, bytes of a parameter that a step reads and writes, and arguments of `adam_step`. Whole master
-weights are read and written, and the compute weights are written."""
+"""By `state_format`: the bytes that a step reads and writes for each parameter, and the arguments of `adam_step`. A
+step reads and writes whole master weights, and writes the compute weights."""
 
 
 def bandwidth(numel: int) -> float:

@@ -42,7 +42,7 @@ class Finding:
     Attributes:
         subject: the examined part of the machine.
         verdict: "slow": trainings work, and are slower or smaller than they could be; "wrong": they may fail.
-        found: what was found, with units.
+        found: result of the examination, with units.
         remedy: what to do; empty if nothing.
     """
 
