@@ -12,6 +12,8 @@ _SIGINT = int(signal.SIGINT)
 """For the functions of `_signal`. Those of `signal` convert its arguments to enums, which takes longer than most calls
 that are protected."""
 
+_MAIN_THREAD = threading.main_thread().ident
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != _MAIN_THREAD:
             return function(*args, **kwargs)
         handler = _signal.getsignal(_SIGINT)
         if not callable(handler) or isinstance(handler, _Deferring):

@@ -46,12 +46,13 @@ from lightning_ssd.run import (
     averaging_callbacks,
     compile_blocks,
     copy_mapped_states,
+    end_retry,
     is_fitting,
     prepare_retry,
     present_path,
     read_checkpoint,
+    retry_backward,
     run_before_step,
-    scale,
     scales_only,
 )
 from lightning_ssd.shutdown import Shutdown
@@ -419,26 +420,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        retry, self._retry = self._retry, None
-        plugin, module = self.precision_plugin, self.lightning_module
-        if retry is None or not scales_only(plugin):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert module is not None
-        # Lightning's `backward`, except that the plugin's may run several times, between hooks that run once.
-        self.pre_backward(closure_loss)
-        scaled = plugin.pre_backward(closure_loss, module)
-        retry.backward(
-            (closure_loss, scaled),
-            lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
-            lambda loss: scale(plugin, loss),
-        )
-        # The plugin is another one if states were offloaded for a third attempt.
-        detached = self.precision_plugin.post_backward(scaled, module)
-        self.post_backward(detached)
-        return detached
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._retry is not None and scales_only(self.precision_plugin):
+            retry_backward(self.precision_plugin, self._retry, closure_loss)
+        self._retry = None
 
     @override
     def optimizer_step(
@@ -562,6 +548,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @uninterrupted
     def teardown(self) -> None:
         shutdown, run, undo = Shutdown(self._failure), self._run, self._undo
+        end_retry(self.precision_plugin)
         self._ever_offloaded = self._has_lazy_tensors
         self._begin_run()  # also if a step of the shutdown fails
         run.close(shutdown)

@@ -4,7 +4,6 @@ import errno
 import gc
 import weakref
 from collections.abc import Container, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadC
 from lightning_ssd.activations.offloader import TRIM_EVERY
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadOnPressure
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from lightning_ssd.waits import wait_for
 from tests.support.faults import FaultyBackend, GatedBackend

@@ -1,5 +1,6 @@
 """A micro-batch that runs out of memory is run again with less, and no number and no hook shows it."""
 
+import copy
 import random
 import weakref
 from collections import ChainMap, Counter, deque
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -195,6 +197,27 @@ def test_numbers_logs_and_hooks_are_those_of_a_training_with_enough_memory(
     run = train_by_default(meter, LimitedMemory(fails_at=failures), **how)
     assert run.failures == len(failures)
     assert_equal(train("auto", **how), run)
+
+
+def test_code_that_wraps_lightnings_backward_sees_each_micro_batch_once() -> None:
+    lightnings = pl.strategies.Strategy.backward
+    with mock.patch.object(pl.strategies.Strategy, "backward", autospec=True, side_effect=lightnings) as seen:
+        run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 35)]), batches=2)
+    assert run.failures == 1 and seen.call_count == 4
+
+
+class FailsBeforeBackward(Stateful):
+    def on_before_backward(self, loss: Tensor) -> None:
+        copied = copy.deepcopy(self.trainer.precision_plugin)
+        assert copied.backward.__self__ is copied  # type: ignore[attr-defined]
+        raise KeyError
+
+
+def test_the_precision_plugin_is_as_before_if_a_hook_before_backward_fails() -> None:
+    plugin = pl.plugins.Precision()
+    with pytest.raises(KeyError):
+        train_by_default(AMPLE, LimitedMemory(), module=FailsBeforeBackward, plugins=[plugin])
+    assert not vars(plugin)
 
 
 @dataclass(slots=True)

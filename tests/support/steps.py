@@ -1,12 +1,12 @@
 """The optimizer step of one flat parameter, outside of any training."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 
 import pytest
 import torch
 
 from lightning_ssd.device import Worker
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.optimizers.optimizers import make_flat_optimizer
 from lightning_ssd.model_states.optimizers.step_work import do_together

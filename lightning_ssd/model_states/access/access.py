@@ -238,7 +238,8 @@ class Access:
         if parameter.flat.summoned:
             return parameter.grad
         self.prefetcher.check_caller()
-        _check_not_compiled(parameter)
+        if internals.compile_context() is not None:
+            raise _in_compiled_code(parameter)
         weights = parameter.source
         assert isinstance(weights, Weights)
         return self._grads.get(weights.flat, weights.index)
@@ -255,7 +256,8 @@ class Access:
                 self._check_graph(args[0] if args else kwargs.get("outputs"))
             return func(*args, **kwargs)
         self.prefetcher.check_caller()
-        _check_not_compiled(next(iter(found.values())))
+        if internals.compile_context() is not None:
+            raise _in_compiled_code(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._differentiate(func, args, kwargs, found.values())
         first = args[0] if args else None
@@ -637,15 +639,14 @@ def _changed_by_compiled(name: str) -> RuntimeError:
     )
 
 
-def _check_not_compiled(tensor: OffloadedTensor) -> None:
-    """Raises RuntimeError if Dynamo compiles a function that is given `tensor`."""
-    if internals.compile_context() is not None:
-        raise RuntimeError(
-            f"{tensor.source.name}, which is offloaded, is given to a compiled function, or to `torch.cond` or another "
-            "operator that compiles its functions. Compile the module whose forward calls it (`module.compile()`), in "
-            "`setup` at the latest, or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled "
-            "functions and without compiled autograd. Or set `states='gpu'`."
-        )
+def _in_compiled_code(tensor: OffloadedTensor) -> RuntimeError:
+    """Returns the error of a function that Dynamo compiles and that is given `tensor`."""
+    return RuntimeError(
+        f"{tensor.source.name}, which is offloaded, is given to a compiled function, or to `torch.cond` or another "
+        "operator that compiles its functions. Compile the module whose forward calls it (`module.compile()`), in "
+        "`setup` at the latest, or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled "
+        "functions and without compiled autograd. Or set `states='gpu'`."
+    )
 
 
 _KEEPING = {Tensor.cpu: torch.device("cpu"), Tensor.float: torch.float32}

@@ -667,17 +667,15 @@ def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[l
     code would run in another order. So those behind another leaf have a node that does nothing.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    leaves = [name for name, value in given.items() if _is_leaf(value)]
+    leaves = [
+        name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    ]
     for name in reversed(leaves[1:]):
         parameter = given[name]
         if type(parameter) is OffloadedParameter and parameter.flat.mixed:
             with internals.without_dispatch():  # no operator of plain training, which modes would report
                 given[name] = parameter.view_as(parameter)
     return [given.pop(index) for index in range(len(args))], given
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def not_followed(name: str) -> RuntimeError:

@@ -15,7 +15,7 @@ Only methods of `Gradient` change states and flags:
 
 | event | method | moves a gradient |
 |---|---|---|
-| backward has accumulated it | `announce`, `arrive` | to `host_grad`, or `on_device` |
+| backward has accumulated it | `arrive` | to `host_grad`, or `on_device` |
 | it leaves the device after all | `GradientOffloader.offload_kept` | from `on_device` to `host_grad` |
 | a job adds it to those of earlier micro-batches | `accumulate`, and `add` in the job | from `host_grad` to `accum` |
 | a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
@@ -28,13 +28,13 @@ Only methods of `Gradient` change states and flags:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import Mark, ended, finished, then
+from lightning_ssd.device import Mark
+from lightning_ssd.futures import Future, ended, finished, then
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import PinnedPool, Slab
 from lightning_ssd.types import Tier
@@ -200,12 +200,14 @@ class Gradient:
 
     # ---- a backward ----
 
-    def announce(self, index: int) -> None:
-        """Announces a gradient of parameter `index`. `arrive` registers it once there is memory."""
-        self.is_sum |= self.accumulating or bool(self.assigned) or self.arrived[index]
+    def arrive(self, index: int, *, is_sum: bool) -> None:
+        """Registers a gradient of parameter `index`: from now on it is in `host_grad` or `on_device`.
 
-    def arrive(self, index: int) -> None:
-        """Registers a gradient of parameter `index`: from now on it is in `host_grad` or `on_device`."""
+        Args:
+            index: the parameter.
+            is_sum: whether it is added to one that no step has used.
+        """
+        self.is_sum |= is_sum
         self.states[index] = GradientState.PRESENT
         self.arrived[index] = True
         self.num_arrived += 1

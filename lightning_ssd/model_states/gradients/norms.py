@@ -53,7 +53,7 @@ class GradientNorms:
         if check_finite and self._decision.loss_scaled:
             self._decision.check(grad)
         if self._decision.needs_norm and not self._gradients[flat].accumulating:
-            self._norms[flat][parameter] = _norm(grad.float())
+            self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
 
     def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:
         """Returns the mapping that a job which sums gradients of `flat` measures into; None: norms are not needed."""

@@ -113,7 +113,8 @@ class GradientArrivals:
         if ignored and parameter in ignored:
             return
         self._steps.check_not_submitted(flat, index)
-        self._grads.note_graph(flat, index, grad)
+        if grad.requires_grad:
+            self._grads.note_graph(flat, index)
         self._clipping.apply(self._offloaded.groups[flat][0])
         if grad.dtype != flat.dtype:  # summed in fp32
             gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)

@@ -7,7 +7,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
+from lightning_ssd.device import Worker
+from lightning_ssd.futures import Future, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.gradients import Gradient, WaitingGradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput, StepWork, do_together
 from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper

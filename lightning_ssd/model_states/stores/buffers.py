@@ -4,7 +4,6 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import StagedReader, all_of, failed, finished
+from lightning_ssd.device import StagedReader
+from lightning_ssd.futures import Future, all_of, failed, finished
 from lightning_ssd.storage import (
     PAGE,
     Blob,

@@ -7,13 +7,13 @@ futures here. `layout` has the arrays, `buffers` the memory of each tier, and `v
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, all_of, failed, finished, h2d_and_release, then
+from lightning_ssd.device import CopyEngine, Mark, h2d_and_release
+from lightning_ssd.futures import Future, all_of, failed, finished, then
 from lightning_ssd.model_states.stores.buffers import SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 from torch import Tensor
 
-from lightning_ssd.device import all_of, ended, finished
+from lightning_ssd.futures import Future, all_of, ended, finished
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer
 from lightning_ssd.model_states.stores.layout import Layout, StagedState, StoredArray
 from lightning_ssd.storage import Blob, FileRange, StorageError
@@ -119,7 +118,7 @@ class VersionedBuffers:
     @property
     def has_second(self) -> bool:
         """Whether the second version is allocated."""
-        return all(buffer.has_second for buffer in self._buffers)
+        return self._buffers[0].has_second and self._buffers[-1].has_second
 
     def add_second(self) -> bool:
         """Allocates the second version of values in host memory, unless it is allocated; no step is staged.

@@ -9,7 +9,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
+from lightning_ssd.device import CPUCopyEngine, Worker
+from lightning_ssd.futures import Future, ended, finished
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient

@@ -2,7 +2,6 @@
 
 import contextlib
 import weakref
-from concurrent.futures import Future
 from errno import EIO
 from itertools import product
 from operator import is_
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.placement.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.stores import buffers
 from lightning_ssd.model_states.stores.buffers import SpareMemory, SSDBuffer, StateStaging
