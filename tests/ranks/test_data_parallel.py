@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", [*CASES, "refusals", "offloaded"])
+@pytest.mark.parametrize("name", [*CASES, "planned", "refusals", "offloaded"])
 def test_two_processes(results: Path, name: str) -> None:
     for rank in (0, 1):
         file = results / f"{name}.{rank}"

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_ssd import SSDOffloadStrategy
 from tests.support.compare import assert_same
-from tests.support.models import Block
+from tests.support.models import Block, BlocksModel
+from tests.support.plans import BOTH, draw, pinned, planner
+from tests.support.plans import Watch as PlanWatch
 from tests.support.trainings import (
     ROWS,
     WIDTH,
@@ -28,6 +30,7 @@ from tests.support.trainings import (
     batches,
     make_trainer,
     offloading,
+    rows,
     scratch_directories,
     small_arguments,
 )
@@ -218,6 +221,26 @@ def evaluation(root: Path, strategy: Any) -> Outcome:
     return [*seen, strategy.all_gather(torch.tensor([rank, 5]))]
 
 
+def planned(root: Path) -> None:
+    """Each process profiles and plans; then each follows another plan, with the same numbers."""
+
+    def train(strategy: Any, *callbacks: pl.Callback) -> Any:
+        torch.manual_seed(0)
+        module = BlocksModel(depth=4)
+        module.blocks.append(nn.BatchNorm1d(8))
+        trainer(root, strategy, *callbacks, max_epochs=4).fit(module, rows(6))
+        return module
+
+    plain, first = train("ddp"), planner(save=root / "plan.yaml")
+    assert_same(train(SSDOffloadStrategy(**BOTH), first), plain)
+    assert first.cycle is not None and first.cycle.plan is not None and (root / "plan.yaml").exists()
+    for seed in (0, 2):
+        watch = PlanWatch()
+        drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed + int(os.environ["LOCAL_RANK"]), recompute=0.7)
+        assert_same(train(SSDOffloadStrategy(**BOTH), pinned(drawn), watch), plain)
+        assert watch.stats.recomputed
+
+
 def refusals(root: Path) -> None:
     """States that are offloaded, before anything is trained."""
     for arguments in ({"states": "host"}, {"states": "ssd"}, {"recover": True}, {"gpu_memory": "24KiB"}):
@@ -265,7 +288,7 @@ def compare(name: str, root: Path) -> None:
 
 def main(root: Path) -> None:
     torch.set_num_threads(1)
-    others = {"refusals": refusals, "offloaded": offloaded}
+    others = {"planned": planned, "refusals": refusals, "offloaded": offloaded}
     for name in [*CASES, *others]:
         failed = ""
         try:
