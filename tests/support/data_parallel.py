@@ -1,7 +1,8 @@
 """Trainings of two processes on the CPU, each with Lightning's `ddp` and with this package; a program for both ranks.
 
 `python -m tests.support.data_parallel ROOT` launches the second process, as users' scripts do. Each process writes a
-file for each case: `NAME.RANK`, with an error's text if the case has failed.
+file for each case: `NAME.RANK`, with an error's text if the case has failed. Devices, hosts and names of cases may
+follow ROOT, for other launchers.
 """
 
 import os
@@ -38,6 +39,9 @@ from tests.support.trainings import (
 Outcome = list[Any]
 Case = Callable[[Path, Any], Outcome]
 """Trains in a directory with a strategy, and returns what must be equal for both strategies."""
+
+WORLD = {"devices": 2, "num_nodes": 1}
+"""The Trainer's arguments for two processes."""
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {}
 """The cases, and their arguments of `DDPStrategy`."""
@@ -112,7 +116,7 @@ def model(kind: type[SmallModel]) -> Any:
 
 
 def trainer(root: Path, strategy: Any, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
-    return make_trainer(root, strategy, **{"devices": 2, "max_epochs": 2, "callbacks": list(callbacks)} | arguments)
+    return make_trainer(root, strategy, **WORLD | {"max_epochs": 2, "callbacks": list(callbacks)} | arguments)
 
 
 def shuffled(count: int) -> DataLoader:
@@ -236,7 +240,7 @@ def planned(root: Path) -> None:
     assert first.cycle is not None and first.cycle.plan is not None and (root / "plan.yaml").exists()
     for seed in (0, 2):
         watch = PlanWatch()
-        drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed + int(os.environ["LOCAL_RANK"]), recompute=0.7)
+        drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed + torch.distributed.get_rank(), recompute=0.7)
         assert_same(train(SSDOffloadStrategy(**BOTH), pinned(drawn), watch), plain)
         assert watch.stats.recomputed
 
@@ -286,19 +290,23 @@ def compare(name: str, root: Path) -> None:
     assert_same(run(root / name / "offloaded", offloading(ddp=ddp)), expected)
 
 
-def main(root: Path) -> None:
+OTHERS = {"planned": planned, "refusals": refusals, "offloaded": offloaded}
+"""Further cases, which make their own comparisons."""
+
+
+def main(root: Path, devices: str = "2", num_nodes: str = "1", *names: str) -> None:
     torch.set_num_threads(1)
-    others = {"planned": planned, "refusals": refusals, "offloaded": offloaded}
-    for name in [*CASES, *others]:
+    WORLD.update(devices=int(devices), num_nodes=int(num_nodes))
+    for name in names or (*CASES, *OTHERS):
         failed = ""
         try:
-            others[name](root / name) if name in others else compare(name, root)
+            OTHERS[name](root / name) if name in OTHERS else compare(name, root)
         except Exception:
             failed = traceback.format_exc()
-        (root / f"{name}.{os.environ['LOCAL_RANK']}").write_text(failed)
+        (root / f"{name}.{torch.distributed.get_rank()}").write_text(failed)
         if failed:
             print(failed, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
