@@ -442,8 +442,8 @@ def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to write")
     parser.add_argument(
         "--prefix",
-        default="",
-        help="prefix of the names of weights to write, which is removed: `model.` for `self.model` of a module",
+        help="prefix of the names of weights to write, which is removed: `model.` for `self.model` of a module "
+        "(default: that of a recipe's model, none for other checkpoints)",
     )
     parser.add_argument(
         "--shard", type=_size("--shard"), default="4GiB", help="most bytes of a file (default: %(default)s)"
