@@ -18,10 +18,10 @@ def process_ram() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def cap_gpu_memory(gib: float) -> None:
-    """Limits the memory of this process on the first GPU to `gib` GiB, or to all of the GPU's."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+def cap_gpu_memory(gib: float, index: int = 0) -> None:
+    """Limits the memory of this process on GPU number `index` to `gib` GiB, or to all of the GPU's."""
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
 
 
 def run_alone(command: Sequence[str], limit: float | None = None) -> dict[str, Any]:
