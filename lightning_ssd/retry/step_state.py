@@ -147,7 +147,7 @@ class StepState:
     def obstacle(self) -> str | None:
         """Returns why the state can't be restored; `None`: it can."""
         with internals.without_torch_function():
-            changed = any(internals.version_of(tensor) != version for tensor, version in self._compared)
+            changed = any([internals.version_of(tensor) != version for tensor, version in self._compared])
         if changed:
             return "`training_step` has changed a parameter, its batch, or a large tensor in place"
         return None if self._opaque is None else f"`training_step` may have read or written a {self._opaque.__name__}"
@@ -199,12 +199,12 @@ class StepState:
         if issubclass(kind, _FUNCTIONS):
             return self._record_code(value)
         referred: list[object] = []
-        if (base := next((base for base in _CONTAINERS if issubclass(kind, base)), None)) is not None:
+        if (base := _base_of(kind, _CONTAINERS)) is not None:
             before = _copy(base, value)
             self._containers.append((base, value, before))
             if len(before) <= FEW:
                 referred += [*before, *before.values()] if isinstance(before, dict) else before
-        elif (base := next((base for base in _CONSTANT if issubclass(kind, base)), None)) is not None:
+        elif (base := _base_of(kind, _CONSTANT)) is not None:
             referred += base.__iter__(value) if base.__len__(value) <= FEW else ()
         if not _has_attributes(kind):
             return referred
@@ -318,6 +318,13 @@ def _is_special(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
+def _base_of(kind: type, bases: tuple[Any, ...]) -> Any:
+    """Returns the first of some classes that a class is, or is a subclass of; None: there is none."""
+    found = [base for base in bases if issubclass(kind, base)]
+    return found[0] if found else None
+
+
+@functools.lru_cache(maxsize=1024)
 def _has_attributes(kind: type) -> bool:
     """Returns whether attributes of objects of a class are recorded.
 
@@ -342,7 +349,7 @@ def _package(module: object) -> str:
 def _acts_before_backward(callback: pl.Callback) -> bool:
     """Returns whether a callback has hooks that run between forward and backward."""
     own, kind = vars(callback), type(callback)
-    return any(hook in own or getattr(kind, hook) is not getattr(pl.Callback, hook) for hook in _BEFORE_BACKWARD)
+    return any([hook in own or getattr(kind, hook) is not getattr(pl.Callback, hook) for hook in _BEFORE_BACKWARD])
 
 
 def _copy(base: Any, container: Any) -> Any:
