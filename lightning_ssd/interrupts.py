@@ -1,4 +1,8 @@
-"""Protects code that must not end halfway from Ctrl-C, which Python raises between any two bytecodes."""
+"""Protects code that must not end halfway from Ctrl-C, which Python raises between any two bytecodes.
+
+Code that runs in each micro-batch leaves no generator before its end, as `any` does at the first true value: Python
+loses a KeyboardInterrupt that a signal handler raises while such a generator is closed. It makes lists.
+"""
 
 import _signal  # type: ignore[import-not-found]
 import functools

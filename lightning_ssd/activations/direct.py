@@ -86,7 +86,7 @@ class _DirectLoad(Load):
     def issued(self) -> bool:
         if not self._requests.done():
             return False
-        return self._requests.exception() is not None or all(request.done() for request in self._requests.result())
+        return self._requests.exception() is not None or all([request.done() for request in self._requests.result()])
 
     def wait(self) -> Mark:
         if not self.issued:

@@ -358,7 +358,7 @@ class ModelStates(Uncopied):
     def gradients_are_hooked(self) -> bool:
         """Whether user code has registered hooks of gradients of offloaded parameters, beside the one of this class."""
         with internals.without_torch_function():
-            return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
+            return any([one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of])
 
     @uninterrupted
     def end_backward(self) -> None:
@@ -472,7 +472,7 @@ class ModelStates(Uncopied):
             device = self._copies.device
             measured = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
             large = [parameter for parameter, norm in zip(norms, measured, strict=True) if not math.isfinite(norm)]
-            infinite = any(not self._is_finite(parameter) for parameter in large)
+            infinite = any([not self._is_finite(parameter) for parameter in large])
             add_check(found, torch.full((), float(infinite), device=device))
         self._clipping.unscale(optimizer, scaler, found)
 
@@ -493,14 +493,15 @@ class ModelStates(Uncopied):
         """
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
+        if optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
+            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            with self._grads.hidden():
+                self._clipping.clip(optimizer, algorithm, limit)
+            return
         parameters = (parameter for parameter in parameters_of(optimizer))  # torch warns of an empty generator
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters, limit)
-        elif optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
-            with self._grads.hidden():
-                self._clipping.clip(optimizer, algorithm, limit)
         else:
             self.steps.check_not_begun(optimizer)
             with self.full_grads(optimizer):
@@ -615,7 +616,7 @@ class ModelStates(Uncopied):
         Raises:
             Exception: the error of a step.
         """
-        if any(isinstance(one, GenericOptimizer) for one in self.offloaded.flat_optimizers.values()):
+        if any([isinstance(one, GenericOptimizer) for one in self.offloaded.flat_optimizers.values()]):
             self.drain()
 
     def finish(self) -> None:

@@ -139,7 +139,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def _choose_offloads(self) -> bool:
         if self._fitting and (plan := self._placing_plan()) is not None:
-            return any(part.states != "gpu" for part in plan.placements)
+            return any([part.states != "gpu" for part in plan.placements])
         movable = self._fitting and self.can_offload_states()
         device = self._strategy.root_device
         return self._states_config.offloads(self._model, device, fitting=self._fitting, movable=movable)
@@ -347,11 +347,11 @@ class RunStates(Uncopied, StatesOwner):
             return False
         if type(self._strategy.precision_plugin) not in _FP32_PRECISIONS:
             return False
-        if any(steps_whole(optimizer) for optimizer in self._strategy.optimizers):
+        if any([steps_whole(optimizer) for optimizer in self._strategy.optimizers]):
             return False
         offloaded = self.find_offloadable(fitting=True)
         # A 16-bit weight would get a master weight, and other numbers than before.
-        return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
+        return bool(offloaded) and all([parameter.dtype == torch.float32 for parameter in offloaded])
 
     @override
     def states_need_most_memory(self) -> bool:

@@ -26,6 +26,7 @@ from tests.support.compiled_blocks import (
     train,
 )
 from tests.support.meter import Meter, use, use_slow_transfers
+from tests.support.models import ManualSteps
 from tests.support.plans import BOTH, draw, planner
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
@@ -338,20 +339,8 @@ def test_swap_planner_plans_compiled_units(tmp_path: Path, monkeypatch: pytest.M
     assert swaps.cycle.plan is not None and "compiled" in swaps.cycle.plan.units["blocks.0"].operators
 
 
-class Manual(Blocks):
+class Manual(ManualSteps, Blocks):
     """Manual optimization: weights may change between a forward and its backward, so that no forward runs again."""
-
-    def __init__(self, backend: str) -> None:
-        super().__init__(backend)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
 
 
 def test_with_manual_optimization_no_unit_is_checkpointed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

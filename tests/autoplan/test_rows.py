@@ -97,12 +97,16 @@ def test_shapes_of_which_none_is_within_the_other_follow_one_plan(monkeypatch: p
 
 
 def test_smaller_batches_offload_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths are drawn anew for each batch. All follow the rows of one plan, which is made for the longest ones."""
+    """Lengths are drawn anew for each batch. All follow the rows of one plan, which is made for the longest ones.
+
+    Measured times decide which operators are offloaded: a smaller batch may offload more of them, of fewer bytes.
+    """
     lengths = [32, 32, 32, *(random.Random(0).choices([8, 16, 24, 31, 32], k=40))]
     see = fit_short([(16, length) for length in lengths], monkeypatch, most=120_000)
     assert see.modes.count("TraceMode") == 1
     rows = dict(zip(lengths[20:], see.rows[20:], strict=True))
-    assert offloaded(rows[8]) < offloaded(rows[24]) <= offloaded(rows[32]) == offloaded(rows[31])
+    assert offloaded(rows[8]) < min(offloaded(rows[24]), offloaded(rows[32]))
+    assert rows[31] is rows[32]
 
 
 def test_larger_batches_have_a_row_once_they_recur(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,27 +220,21 @@ def test_the_precision_plugin_is_as_before_if_a_hook_before_backward_fails() -> 
     assert not vars(plugin)
 
 
-@dataclass(slots=True)
-class Slots:
-    calls: int = 0
-
-
 class OtherState(Stateful):
-    """State in slots, in a namespace and in a scheduler, a read-only array, and a trained tensor, no parameter."""
+    """State in a namespace and in a scheduler, a read-only array, and a trained tensor, no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots, self.names, self.tokens = Slots(), SimpleNamespace(calls=0), np.ones(4)
+        self.names, self.tokens = SimpleNamespace(calls=0), np.ones(4)
         self.tokens.flags.writeable = False
         self.prompt = torch.ones(WIDTH, requires_grad=True)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.slots.calls += 1
         self.names.calls += 1
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         output = super().training_step(batch, batch_idx)
         output["loss"] = output["loss"] + (self.prompt * batch).square().mean()
-        self.seen += [self.slots.calls, self.names.calls, *self.prompt.tolist()]
+        self.seen += [self.names.calls, *self.prompt.tolist()]
         return output
 
     def configure_optimizers(self) -> Any:
@@ -249,17 +243,13 @@ class OtherState(Stateful):
 
 
 class CodeState(Stateful):
-    """State that code reaches: variables of functions and hooks, objects of methods, attributes of the class.
+    """State that code reaches: variables of functions and hooks, objects of methods.
 
     Its forward also changes hooks, the grad mode and `requires_grad`, and changes them back if it does not fail.
     """
 
-    classwide: list[int] = []  # noqa: RUF012
-    steps = 0
-
     def __init__(self) -> None:
         super().__init__()
-        type(self).classwide, type(self).steps = [], 0
         calls, number, counts = [], 0, Counts()
 
         def count() -> int:
@@ -278,15 +268,11 @@ class CodeState(Stateful):
         self.scripted = torch.jit.script(nn.BatchNorm1d(WIDTH))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.classwide.append(1)
-        type(self).steps += 1
         self.objects[0].append(1)
         self.own_hooks[0].append(1)
         self.seen += [
             len(self.own_hooks[0]),
             *(one() for one in self.functions),
-            len(self.classwide),
-            self.steps,
             len(self.objects[0]),
         ]
         changed = [self.last.weight.requires_grad, torch.is_grad_enabled(), len(self.norm._forward_hooks)]

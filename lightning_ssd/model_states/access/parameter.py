@@ -251,7 +251,7 @@ class FollowedView(OffloadedView):
             node: Any = super().grad_fn
         if isinstance(node, internals.node_class(FollowedValues)):
             node = cast(Any, node).next_functions[0][0]
-        if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
+        if node is not None and any([_is_of_weights(following) for following, _ in node.next_functions]):
             return _ViewNode(node)
         return node
 
@@ -566,7 +566,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         mapped = [map_tensors(function, item) for item in value]
-        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+        if any([new is not old for new, old in zip(mapped, value, strict=True)]):
             return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
 
@@ -709,7 +709,7 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
         for _ in range(_FRAMES):
             if frame is None:
                 break
-            if frame.f_code is apply_code and any(given is value for given in frame.f_locals["args"]):
+            if frame.f_code is apply_code and any([given is value for given in frame.f_locals["args"]]):
                 if isinstance(value, OffloadedView):
                     raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)

@@ -330,7 +330,7 @@ class Gradient:
         Args:
             values: gradients by parameter index; None: the step has not kept it.
         """
-        self.retained = bool(values) and all(value is not None for value in values.values())
+        self.retained = bool(values) and all([value is not None for value in values.values()])
         for index, value in values.items():
             self.states[index] = GradientState.STEPPED
             if value is not None:

@@ -105,7 +105,7 @@ class GradientOffloader:
     @property
     def pending(self) -> bool:
         """Whether there are gradients that no step has used."""
-        return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
+        return any([gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values()])
 
     def delay_steps(self) -> None:
         """Begins a backward without steps: they are submitted after its end, and gradients can be dropped if it fails.

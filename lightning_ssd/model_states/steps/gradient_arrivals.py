@@ -145,7 +145,7 @@ class GradientArrivals:
         Raises:
             RuntimeError: the parameter was added to an optimizer since its forward.
         """
-        if any(member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)):
+        if any([member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)]):
             raise RuntimeError(
                 f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
                 "`on_train_batch_start`, or set `states='gpu'`."

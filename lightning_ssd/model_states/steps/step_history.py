@@ -68,7 +68,7 @@ class StepHistory:
         if (
             ended
             and len(committed) == len(steps_before)
-            and not any(store.written().exception() for store in stores.values())
+            and not any([store.written().exception() for store in stores.values()])
         ):
             return []
         ahead = [flat for flat in committed if not stores[flat].buffers.revertible]
@@ -86,7 +86,9 @@ class StepHistory:
         """Returns whether the user's optimizers step parameters on the device."""
         offloaded = self._offloaded.parameters
         return any(
-            parameter.requires_grad and parameter not in offloaded
-            for optimizer in self._offloaded.optimizers
-            for parameter in parameters_of(optimizer)
+            [
+                parameter.requires_grad and parameter not in offloaded
+                for optimizer in self._offloaded.optimizers
+                for parameter in parameters_of(optimizer)
+            ]
         )

@@ -199,7 +199,7 @@ class StateStore:
     @property
     def steps_in_place(self) -> bool:
         """Whether a step on the device overwrites committed values, and not a second version or staging memory."""
-        return any(not buffer.has_second for buffer in self.buffers.host)
+        return any([not buffer.has_second for buffer in self.buffers.host])
 
     @property
     def lost(self) -> bool:

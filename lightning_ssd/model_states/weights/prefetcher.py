@@ -293,7 +293,7 @@ class ParamPrefetcher:
 
     def _make_resident(self, unit: int) -> None:
         """Makes `unit` resident, and evicts units that are not expected soon."""
-        if any(flat not in self._loads for flat in self._units[unit]):
+        if any([flat not in self._loads for flat in self._units[unit]]):
             self._evict_all_but(self._lookahead())
             self._load(unit)
         self._wait_for_unit(unit)
