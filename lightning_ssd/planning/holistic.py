@@ -16,7 +16,7 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.plan import PartPlan, Plan
-from lightning_ssd.planning.resident import DEVICE_STEP_BYTES
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, steps_on_gpu_fit
 from lightning_ssd.planning.saved_groups import (
     INPUT,
     FixedPlacement,
@@ -441,6 +441,8 @@ class _Search:
             plans.append(self._with_room_for_steps(*self._best_point[1:]))
         # With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
         for plan in plans if self.model.micro_batches == 1 else ():
+            if not steps_on_gpu_fit(self.model, plan):
+                continue
             for in_host in (True, False):
                 plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
             self._keep_gradients_of(plan)

@@ -26,7 +26,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units
 from lightning_ssd.planning.holistic import PLAIN_GAIN, SAME_EXCESS, min_memory_plan
-from lightning_ssd.planning.resident import resident_by_kind
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_by_kind, resident_bytes
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
 from lightning_ssd.types import Choice, InputChoice, Tier
 from tests.support.products import combinations
@@ -129,6 +129,20 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
         assert counts(replace(model, micro_batches=2), slow, planner) == 0
     shared = make_plan(model, slow, fixed=fixed)
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
+
+
+@pytest.mark.parametrize("planner", ["holistic", "teraio"])
+def test_the_gpu_steps_nothing_where_its_pieces_leave_too_little_for_weights(planner: str) -> None:
+    """The runtime makes such steps if three units fit beside the pieces into the budget of streamed weights."""
+    model = make_model(8, forward=0.01, parameters=10**8)
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
+    slow = replace(H100, cpu_step_rate=1e8)
+    three = 3 * model.units[0].weight_bytes
+    for budget, steps in ((DEVICE_STEP_BYTES + three - 1, False), (DEVICE_STEP_BYTES + three, True)):
+        limited = replace(model, param_budget_bytes=budget)
+        plan = make_plan(limited, slow, planner, fixed)
+        assert any(unit.step == "gpu" for unit in plan.units.values()) == steps
+        assert resident_bytes(limited, plan)[0] <= budget
 
 
 def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
