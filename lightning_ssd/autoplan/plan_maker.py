@@ -12,6 +12,9 @@ from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
     Plan,
+    checkpoint_all,
+    default_plan,
+    default_window,
     exceeds_no_more,
     make_plan,
     plan_for_least_memory,
@@ -116,6 +119,19 @@ class PlanMaker:
             return runner.placement.apply(runner.profile, self.user_plan)
         make = plan_for_least_memory if self._least else make_plan
         return make(runner.profile, runner.hardware, self.planner, runner.placement)
+
+    def make_calibration(self, runner: PlanRunner) -> Plan | None:
+        """Returns the plan that checkpoints all units that may be and keeps all else; `None`: it does not fit.
+
+        It needs little memory, pins none for saved tensors, and keeps the device busy.
+        """
+        if self.user_plan is not None:
+            return None
+        model, placement = runner.profile, runner.placement
+        kept = default_plan(model, placement, {}, default_window(model, placement.weights))
+        plan = checkpoint_all(model, kept)
+        fits = plan is not None and not simulate(model, runner.hardware, plan).excess_bytes(runner.hardware)
+        return plan if fits else None
 
     def make_row(self, runner: PlanRunner, plan: Plan, size: float) -> Plan:
         """Returns the plan for micro-batches of another size, which is relative to that of the profile.
