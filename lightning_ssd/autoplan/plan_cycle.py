@@ -9,8 +9,9 @@ A training has these phases, in the order of the methods. All of them are called
 3. correct: measured steps correct the profile once (`_compare`). If the corrected profile has a better plan, it is
    applied. If its steps are slower, the first plan is applied again. Then the plan is final.
 
-A micro-batch follows the row of the plan for its size (`_follow`). It offloads all saved tensors if it may need more
-memory than all before: its batch is larger, or it trains other parameters.
+A micro-batch follows the row of the plan for its size (`_follow`). If its batch is larger than all before, all units
+are checkpointed that may be. It offloads all saved tensors if there is no room for that, or if it trains other
+parameters.
 """
 
 import logging
@@ -476,7 +477,7 @@ class PlanCycle(Uncopied):
     # ---- the size of a micro-batch ----
 
     def _follow(self, runner: PlanRunner, shape: BatchShape | None, *, begins: bool) -> None:
-        """Applies the row for the size of the present micro-batch, or offloads all saved tensors."""
+        """Applies the row for the size of the present micro-batch, or one that needs least memory."""
         grown = self._level > self._allocated + GROWTH * (math.inf if self._meter is None else self._meter.limit())
         differs = grown or not self._recorded.trains_all
         if begins:
@@ -496,7 +497,7 @@ class PlanCycle(Uncopied):
             self._seen_rows.add(int(number))
             runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded.shape is not None)
         else:
-            runner.follow(None)
+            runner.follow(None if differs else self._safe_row(runner, shape))
         if number != ROWS or not self._recorded.is_like(shape):
             runner.skip_step()
 
@@ -516,6 +517,19 @@ class PlanCycle(Uncopied):
         row = runner.rows[number]
         exceeds = number > ROWS and row.prediction.gpu_peak_bytes > runner.hardware.gpu_bytes
         return None if exceeds else row
+
+    def _safe_row(self, runner: PlanRunner, shape: BatchShape | None) -> PlanRow | None:
+        """Returns the row of a micro-batch that may need more memory than all before; `None`: it offloads all."""
+        recorded, main = self._recorded.shape, runner.main
+        size = None if shape is None or recorded is None else shape.growth_over(recorded)
+        if size is None or main is None:
+            return None
+        number = max(ROWS, row_of(size))
+        if number not in runner.safe_rows:
+            size = size_of_row(number)
+            plan = self._maker.make_safe(runner, main.plan, size)
+            runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
+        return runner.safe_rows[number]
 
     def _adapt(self, runner: PlanRunner, *, grown: bool) -> None:
         """Makes the plan anew, for more allocated memory, or profiles the training with the parameters of now."""

@@ -116,6 +116,8 @@ class PlanRunner:
         placement: tiers of model states.
         main: the row of micro-batches of the recorded size, whose steps are measured; `None`: there is no plan.
         rows: rows of micro-batches of other sizes under the same plan, by their number (see `row_of`).
+        safe_rows: rows of micro-batches whose size is only bounded, by the number of the bound; `None`: they offload
+            all saved tensors.
         row: the row that the present micro-batch follows; `None`: all saved tensors are offloaded.
     """
 
@@ -134,6 +136,7 @@ class PlanRunner:
         self.row: PlanRow | None = None
         self.main: PlanRow | None = None
         self.rows: dict[int, PlanRow] = {}
+        self.safe_rows: dict[int, PlanRow | None] = {}
         self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
         self._training = training
         self._offloader = training.offloader
@@ -175,7 +178,7 @@ class PlanRunner:
         Raises:
             ValueError: the plan does not match the model.
         """
-        self.main, self.rows = self.make_row(plan), {}
+        self.main, self.rows, self.safe_rows = self.make_row(plan), {}, {}
         self._place_steps(plan)
         self.follow(self.main)
         self._training.set_window(plan.window_bytes)
@@ -353,6 +356,7 @@ class PlanRunner:
             self.hardware = calibrate_step_rate(self.profile, self.hardware, plan, rate, measured)
         corrected = self.correct(plan, measured)
         self.rows.clear()  # they may need more memory than the corrected profiles leave
+        self.safe_rows.clear()
         before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
         self.row = self.main if self.row is before else self.row
         return corrected or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
