@@ -234,9 +234,10 @@ class PlanCycle(Uncopied):
     def discard(self) -> None:
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
-        if self.calibrating:
-            self._end_calibration()
-            self._calibration_fits = False
+        if self.calibrating and self.runner is not None:
+            self.runner.stop()
+            self.runner.close()
+            self.runner, self.stage, self._calibration_fits = None, "profile", False
         self.profiled.discard()
 
     def begin_backward(self) -> None:
@@ -331,17 +332,10 @@ class PlanCycle(Uncopied):
         runner = self._make_runner(self.profiled.untimed_profile())
         plan = self._maker.make_calibration(runner)
         if plan is None:
-            self._end_calibration()
+            self.runner = None
             return
         self.stage = "calibrate"
         runner.apply(plan, warm_up=0)  # the fastest of few steps is no first one
-
-    def _end_calibration(self) -> None:
-        """Has the next steps offload all saved tensors."""
-        runner, self.runner, self.stage = self.runner, None, "profile"
-        if runner is not None:
-            runner.stop()
-            runner.close()
 
     def _plan_profile(self, profile: ModelProfile) -> None:
         """Corrects a new profile by the timed steps, and makes the plan."""

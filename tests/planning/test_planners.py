@@ -25,7 +25,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units
-from lightning_ssd.planning.holistic import PLAIN_GAIN, SAME_EXCESS, min_memory_plan
+from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_by_kind, resident_bytes
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
 from lightning_ssd.types import Choice, InputChoice, Tier
@@ -46,7 +46,7 @@ def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) 
     for name, planner in PLANNERS.items():
         plan = planner(model, machine, None)
         plan.check(model)
-        prediction = simulate(model, machine, plan)
+        prediction = simulate(model, machine.with_host_overhead(CAUTION), plan)
         scores[name] = (prediction.excess_bytes(machine), prediction.step_seconds)
     excess, seconds = min(scores.values())
     of_holistic = scores["holistic"]
@@ -431,7 +431,7 @@ def test_less_memory_where_not_all_fits() -> None:
     machine = replace(H100, host_overhead=HostOverhead(dispatch=0.1), gpu_bytes=38 * GB)
     best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     least = simulate(model, machine, plan_for_least_memory(model, machine, fixed=fixed))
-    assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
+    assert least.gpu_peak_bytes < 28 * GB < 30 * GB < best.gpu_peak_bytes
     assert least.step_seconds <= 1.02 * best.step_seconds
 
 
