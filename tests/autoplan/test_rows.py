@@ -144,7 +144,7 @@ def test_rows_have_the_memory_that_measured_steps_leave(monkeypatch: pytest.Monk
                     rows.append(cycle.runner.row.plan)
 
     monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: meter)
-    fit(SSDOffloadStrategy(**BOTH), [*[(16, 32)] * 10, *[(16, 32), (16, 16)] * 12], [swaps, Look()])
+    fit(SSDOffloadStrategy(**BOTH), [*[(16, 32)] * 8, *[(16, 32), (16, 16)] * 12], [swaps, Look()])
     assert swaps.cycle.stage == "final"
     assert offloaded(rows[0]) < offloaded(rows[-1])
 
@@ -196,16 +196,16 @@ def test_micro_batches_with_other_trained_parameters_offload_all(monkeypatch: py
     assert (None in last) == (last[0] is None or last[1] is None) and len({row is None for row in last[::2]}) == 1
 
 
-def test_parameters_that_are_unfrozen_under_a_calibration_plan_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated = False
+def test_parameters_that_are_unfrozen_while_steps_are_timed_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = False
 
     def frozen(auto: AutoPlanner, batch_idx: int) -> bool:
-        nonlocal calibrated
-        calibrated = calibrated or (auto.planner is not None and auto.planner.calibrating)
-        return not calibrated
+        nonlocal timed
+        timed = timed or (auto.planner is not None and auto.planner.profiled.phase == "timing")
+        return not timed
 
     see = fit_and_freeze(frozen, monkeypatch)
-    assert calibrated and see.modes.count("TraceMode") == 2 and None not in see.rows[-8:]
+    assert timed and see.modes.count("TraceMode") == 2 and None not in see.rows[-8:]
 
 
 class BatchClock:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy
-from lightning_ssd.activations import OffloadAll, OffloadExcess
+from lightning_ssd.activations import OffloadExcess
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
@@ -206,16 +206,23 @@ def test_a_training_that_outgrows_its_memory_is_planned(
     assert all(see.hooks[5:]) and see.outcomes[-1] == "plan"
 
 
-def test_larger_batches_have_rows_of_the_plan_once_they_recur(
+def test_units_are_checkpointed_in_batches_that_are_larger_than_all_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Until then they offload all saved tensors. No second profile is made."""
-    use(Meter(8e5, 750_000), monkeypatch)
-    fit(tmp_path, [2] * 14 + [3] + [2, 1] + [3] * 6, [see])
-    assert see.followed[13]
-    assert see.modes[14] == "NoneType" and see.placements[14] is OffloadAll
-    assert see.followed[14:] == [False, True, True, False, False, *[True] * 4]
-    assert see.modes.count("TraceMode") == 1
+    """As a person would write, and without a second profile: nothing is offloaded for them."""
+    checkpointed: list[int] = []
+
+    class Rows(pl.Callback):
+        def on_before_backward(self, *_: Any) -> None:
+            assert see.auto is not None
+            runner = None if see.auto.planner is None else see.auto.planner.runner
+            units = () if runner is None or runner.row is None else runner.row.plan.units.values()
+            checkpointed.append(sum(unit.checkpoint for unit in units))
+
+    use(Meter(1e6, 950_000), monkeypatch)
+    fit(tmp_path, [4] * 14 + [5] + [4, 1] + [5] * 2, [see, Rows()])
+    assert checkpointed[14] == checkpointed[-1] == max(checkpointed) > checkpointed[13]
+    assert all(see.followed[13:]) and see.modes.count("TraceMode") == 1
 
 
 def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
