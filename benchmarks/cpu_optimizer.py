@@ -12,13 +12,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_ssd.model_states.optimizers.adam import STORE_TRIAL
 from lightning_ssd.profiling import adam_step
+from lightning_ssd.types import StateFormat
 
 
 def rate(numel: int, step: Callable[[], object]) -> float:
@@ -31,14 +31,9 @@ def rate(numel: int, step: Callable[[], object]) -> float:
     return numel / statistics.median(seconds[2:])
 
 
-FORMATS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fp32": (28, {}),
-    "split": (26, {"split": True}),
-    "bf16": (18, {"split": True, "moments": "bf16"}),
-    "8bit": (14, {"split": True, "moments": "8bit"}),
-}
-"""By `state_format`: the bytes that a step reads and writes for each parameter, and the arguments of `adam_step`. A
-step reads and writes whole master weights, and writes the compute weights."""
+FORMATS: dict[StateFormat, int] = {"fp32": 28, "split": 26, "bf16": 18, "8bit": 14}
+"""Bytes that a step reads and writes for each parameter, by `state_format`. With "fp32" it reads and writes whole
+master weights, and writes the compute weights."""
 
 
 def bandwidth(numel: int) -> float:
@@ -61,8 +56,8 @@ def main() -> None:
     numel = parser.parse_args().millions * 10**6 // 64 * 64
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
     memory = bandwidth(numel)
-    for name, (nbytes, arguments) in FORMATS.items():
-        measured = rate(numel, adam_step(numel, **arguments))
+    for name, nbytes in FORMATS.items():
+        measured = rate(numel, adam_step(numel, state_format=name))
         moved, share = measured * nbytes, measured * nbytes / memory
         print(f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}")
     print(f"  its compute weights   {rate(numel, adam_step(numel, half='weights')) / 1e9:.2f}")

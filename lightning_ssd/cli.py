@@ -26,6 +26,7 @@ from lightning_ssd.recipes import (
     recipes,
     refused_input,
     scratch_path,
+    strategy_argument,
 )
 from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
@@ -427,7 +428,9 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
         return HardwareProfile.from_json(profile)
     from lightning_ssd.profiling import measure_machine
 
-    return measure_machine(drive or (None if config is None else scratch_path(config)), attention=True)
+    state_format = None if config is None else strategy_argument(config, "state_format")
+    path = drive or (None if config is None else scratch_path(config))
+    return measure_machine(path, attention=True, state_format=state_format or "fp32")
 
 
 def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:

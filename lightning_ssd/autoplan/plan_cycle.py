@@ -137,7 +137,7 @@ class PlanCycle(Uncopied):
         self._budget = budget
         self._logs_metrics = logs_metrics
         with budget.counted():
-            machine = options.machine or measure_training_machine(training.offloader)
+            machine = options.machine or measure_training_machine(training.offloader, training.state_format)
         device = training.offloader.device
         self._maker = PlanMaker(
             options.planner, options.plan, options.gpu_memory, machine, options.ssd_bytes_per_day, device

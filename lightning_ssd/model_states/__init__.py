@@ -75,6 +75,8 @@ from lightning_ssd.model_states.placement import (
     StatesConfig,
     UnitTiers,
     bytes_on_device,
+    check_state_format,
+    moments_of,
     offloaded_parameters,
 )
 from lightning_ssd.model_states.stores import Layout, MomentFormat, StagedState
@@ -126,6 +128,7 @@ __all__ = [
     "UnitPart",
     "UnitTiers",
     "bytes_on_device",
+    "check_state_format",
     "check_unit_classes",
     "compiled_functions",
     "compiled_regions",
@@ -148,6 +151,7 @@ __all__ = [
     "materialize_on",
     "meta_to_placeholder",
     "model_settings",
+    "moments_of",
     "note_unread",
     "move_model_states",
     "offloaded_parameters",

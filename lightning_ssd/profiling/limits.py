@@ -17,15 +17,15 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.profiling.machine import measure_machine, mixed_bandwidth
 from lightning_ssd.profiling.profiler import Profiler
-from lightning_ssd.types import InputChoice, OffloadTierName
+from lightning_ssd.types import InputChoice, OffloadTierName, StateFormat
 
 HOST_FILL = 0.85
 """Share of the host tier that tensors of different sizes fill before fragments leave no room."""
 
 
-def measure_training_machine(offloader: ActivationOffloader) -> HardwareProfile:
-    """Measures the machine of a training, whose SSDs are those of `offloader`."""
-    machine = measure_machine(None)
+def measure_training_machine(offloader: ActivationOffloader, state_format: StateFormat) -> HardwareProfile:
+    """Measures the machine of a training, whose SSDs are those of `offloader`, and whose states have a format."""
+    machine = measure_machine(None, state_format=state_format)
     if offloader.device.type == "cuda":
         torch.cuda.empty_cache()  # free the measurement's tensors
     ssd = offloader.tiers.get("ssd")

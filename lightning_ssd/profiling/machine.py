@@ -14,14 +14,15 @@ from lightning_ssd.model_states import (
     AdamOptimizer,
     FlatParameter,
     Layout,
-    MomentFormat,
     StagedState,
     StepHalf,
     StepInput,
+    moments_of,
 )
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore, Slab
+from lightning_ssd.types import StateFormat
 
 MATRIX_SIZE = 8192
 """Rows and columns of the matrices that a GPU multiplies; a CPU multiplies matrices of an eighth of this size."""
@@ -39,12 +40,15 @@ REPEATS = 5
 """Measured calls, after one that warms up."""
 
 
-def measure_machine(path: Path | None, *, attention: bool = False) -> HardwareProfile:
+def measure_machine(
+    path: Path | None, *, attention: bool = False, state_format: StateFormat = "fp32"
+) -> HardwareProfile:
     """Returns the measured rates of the host, the GPU if there is one, and the SSD.
 
     Args:
         path: a directory on the SSD; None: no SSD is measured.
         attention: whether to measure the FLOP/s of attention, which dry runs need.
+        state_format: format of the states that the optimizer steps on the CPU.
 
     Raises:
         StorageError: the directory can't be used.
@@ -66,7 +70,7 @@ def measure_machine(path: Path | None, *, attention: bool = False) -> HardwarePr
     ):  # a measurement during a training must not change its random numbers
         flops = _products(device)
         attention_flops = _attention(device) if attention else None
-        run_step = adam_step(STEP_PARAMETERS)
+        run_step = adam_step(STEP_PARAMETERS, state_format=state_format)
         step_seconds = _seconds(torch.device("cpu"), run_step)
         # Twice as many copies as fit into the time of a step, because copies slow the step down.
         count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / COPY_BYTES)
@@ -202,28 +206,27 @@ def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
 def adam_step(
     numel: int,
     *,
-    split: bool = False,
+    state_format: StateFormat = "fp32",
     compiled: bool = True,
     two_versions: bool = False,
     half: StepHalf = "whole",
-    moments: MomentFormat = "fp32",
 ) -> Callable[[], None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
     Args:
         numel: number of parameters, a multiple of 64.
-        split: whether master weights are split (16 bits are the compute weight) instead of whole fp32 numbers.
+        state_format: format of master weights and moments (see `SSDOffloadStrategy`).
         compiled: whether to use our own kernel instead of torch's.
         two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
             in place.
         half: half of a step that the function makes.
-        moments: format of the moments.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)  # a GPU's optimizer is stepped by that kernel
     flat_optimizer = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    split, moments = state_format != "fp32", moments_of(state_format)
     layout = Layout(flat, split, flat_optimizer.state_names(options), steps=True, versions=1, moments=moments)
 
     def make_version() -> StagedState:

@@ -31,6 +31,7 @@ from lightning_ssd.model_states import (
     StatesConfig,
     UnitTiers,
     bytes_on_device,
+    check_state_format,
     find_units,
     make_model_states,
     materialize_on,
@@ -233,7 +234,12 @@ class RunStates(Uncopied, StatesOwner):
         self.connection.connect(self.model_states)
 
     def make_offloader(self) -> None:
-        """Makes the activation offloader of a training, with the memory that model states leave."""
+        """Makes the activation offloader of a training, with the memory that model states leave.
+
+        Raises:
+            ValueError: `state_format` does not support an optimizer.
+        """
+        check_state_format(self._states_config, self._strategy.optimizers)
         mark_weights(self._model)
         config, states = self._storage, self.model_states
         if states is not None:

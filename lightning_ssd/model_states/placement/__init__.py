@@ -15,6 +15,7 @@ from lightning_ssd.model_states.placement.grouping import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
     FlatSpec,
+    check_state_format,
     compute_dtypes,
     flat_groups,
     flats_of,
@@ -39,6 +40,7 @@ from lightning_ssd.model_states.placement.states_config import (
     MOVABLE_GPU_SHARE,
     Setup,
     StatesConfig,
+    moments_of,
 )
 from lightning_ssd.model_states.placement.unit_mover import TieredSpec, UnitMover, present_spec
 
@@ -58,6 +60,7 @@ __all__ = [
     "UnitMover",
     "UnitTiers",
     "bytes_on_device",
+    "check_state_format",
     "compute_dtypes",
     "flat_groups",
     "flats_of",
@@ -65,6 +68,7 @@ __all__ = [
     "make_spec",
     "make_staging",
     "make_store",
+    "moments_of",
     "needs_master",
     "off_device",
     "offloaded_parameters",

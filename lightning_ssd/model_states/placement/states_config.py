@@ -41,6 +41,11 @@ room. Optimizers that step all parameters at once need a quarter of this share f
 GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
 
 
+def moments_of(state_format: StateFormat) -> MomentFormat:
+    """Returns the format of optimizer states of a `state_format`, which is that of master weights, too."""
+    return "fp32" if state_format == "split" else state_format
+
+
 @dataclass(frozen=True)
 class StatesConfig:
     """The user's arguments for model states. `SSDOffloadStrategy` documents the fields.
@@ -74,7 +79,7 @@ class StatesConfig:
     @property
     def moments(self) -> MomentFormat:
         """Format of the optimizer states of offloaded parameters."""
-        return "fp32" if self.state_format == "split" else self.state_format
+        return moments_of(self.state_format)
 
     def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool, movable: bool) -> bool:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.

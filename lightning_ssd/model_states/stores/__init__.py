@@ -13,7 +13,7 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
-from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_numbers, nearest_table
+from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_table
 from lightning_ssd.model_states.stores.layout import (
     MASTER,
     MOMENT_DTYPES,
@@ -52,9 +52,8 @@ __all__ = [
     "VersionedBuffers",
     "WEIGHT",
     "WHOLE_DTYPES",
-    "code_numbers",
+    "code_table",
     "join",
-    "nearest_table",
     "split",
     "summon",
     "write_changed",
