@@ -83,7 +83,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     `bf16-true`, all) compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, which loses changes
     of less than a 256th of a weight.)
 
-    When a training starts, four log lines say which tensors are offloaded to which tier, and why others are not. The
+    When a training starts, log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
     `callbacks=[OffloadMonitor(progress_bar=False)]`.
 

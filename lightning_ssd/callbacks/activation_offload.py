@@ -108,11 +108,9 @@ class ActivationOffload(pl.Callback):
             processes=trainer.num_devices,
         )
         self.offloader = offloader
-        lines = (
-            describe_activations(offloader, self.config),
-            describe_totals(offloader, None, self.config, trainer.default_root_dir),
-        )
-        pl.utilities.rank_zero_info("\n".join(f"ActivationOffload: {line}" for line in lines if line is not None))
+        totals = describe_totals(offloader, None, self.config, trainer.default_root_dir)
+        lines = [describe_activations(offloader, self.config), *totals]
+        pl.utilities.rank_zero_info("\n".join(f"ActivationOffload: {line}" for line in lines))
         training_step = strategy.training_step
 
         def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:

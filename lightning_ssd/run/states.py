@@ -236,7 +236,7 @@ class RunStates(Uncopied, StatesOwner):
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def describe(self) -> list[str]:
-        """Returns four lines: tiers of weights, optimizer states and activations with their reasons, and totals."""
+        """Returns the lines with tiers of weights, optimizer states and activations, reasons, totals and limits."""
         offloader, states, device = self.offloader, self.model_states, self._strategy.root_device
         assert offloader is not None
         need = 0
@@ -254,7 +254,7 @@ class RunStates(Uncopied, StatesOwner):
         totals = describe_totals(
             offloader, states, self._config, self._default_path, resident=need, decided_by=planned_by
         )
-        return [*of_states, of_activations, *([] if totals is None else [totals])]
+        return [*of_states, of_activations, *totals]
 
     # ---- steps ----
 
