@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
+from lightning_ssd.device import process_ram
 from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.planning import DAY
@@ -116,8 +117,10 @@ def describe_totals(
         parts.append(f"{name} {format_bytes(resident)} for model states")
     if states is not None:
         memory = host_memory_of(states, offloader)
+        others = max(0, process_ram() - memory.total)
         parts.append(
-            f"host memory {format_bytes(memory.total)} with gradients and staging, at most {format_bytes(memory.limit)}"
+            f"host memory {format_bytes(memory.total)} with gradients and staging, at most "
+            f"{format_bytes(memory.limit)}, beside {format_bytes(others)} of the process"
         )
         if states.nbytes.ssd:
             parts.append(f"SSD {format_bytes(states.nbytes.ssd)} for model states")

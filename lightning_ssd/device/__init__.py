@@ -17,6 +17,7 @@ from lightning_ssd.device.memory import (
     allocator_memory,
     available_memory,
     process_gpu_memory,
+    process_ram,
     usable_gpu_memory,
     usable_memory,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "make_copy_engine",
     "pass_on",
     "process_gpu_memory",
+    "process_ram",
     "refuse_access",
     "succeeded",
     "then",

@@ -24,8 +24,10 @@ HOST_FILL = 0.85
 
 
 def measure_training_machine(offloader: ActivationOffloader) -> HardwareProfile:
-    """Measures the machine of a training, whose SSDs are those of `offloader`."""
-    machine = measure_machine(None)
+    """Measures the machine of a training, whose SSDs are those of `offloader`, in the host memory that it leaves."""
+    tiers = offloader.tiers.values()
+    room = sum(tier.host_limit - tier.host_bytes for tier in tiers)
+    machine = measure_machine(None, host_memory=room if tiers else None)
     if offloader.device.type == "cuda":
         torch.cuda.empty_cache()  # free the measurement's tensors
     ssd = offloader.tiers.get("ssd")

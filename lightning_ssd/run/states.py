@@ -228,8 +228,8 @@ class RunStates(Uncopied, StatesOwner):
         """Makes the activation offloader of a training, with the memory that model states leave."""
         mark_weights(self._model)
         config, states = self._storage, self.model_states
-        if states is not None:
-            config = config.without(states.nbytes.host_limit, states.nbytes.ssd)
+        used = (0, 0) if states is None else (states.nbytes.host_limit, states.nbytes.ssd)
+        config = config.without(*used)
         self.offloader = make_offloader(config, self._strategy.root_device, default_path=self._default_path)
         if states is None and self._config.amount() == "none":
             # Nothing is offloaded: hooks would only add overhead.

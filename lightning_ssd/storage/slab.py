@@ -15,7 +15,7 @@ import torch
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.errors import StorageError, StorageFullError
 
-__all__ = ["Slab", "commit"]
+__all__ = ["Slab", "commit", "device_setter"]
 
 _HUGE_PAGE = 2 * 2**20
 _SMALL_PAGE = 4096
@@ -121,7 +121,7 @@ def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
     pieces = [piece for slab in slabs for piece in slab.tensor.split(_PIECE)]
     before = [slab for slab in slabs if not slab.pinned] if pin else []
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces)))
-    with ThreadPoolExecutor(num_threads, "lightning_ssd-commit", _device_setter()) as threads:
+    with ThreadPoolExecutor(num_threads, "lightning_ssd-commit", device_setter()) as threads:
         wait([threads.submit(_touch, piece) for piece in pieces])
         locked = [threads.submit(slab.pin) for slab in before]
     try:
@@ -133,7 +133,7 @@ def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
         raise
 
 
-def _device_setter() -> Callable[[], None]:
+def device_setter() -> Callable[[], None]:
     """Returns a function that gives a thread the caller's CUDA device.
 
     A new thread has the first one, on which page-locking would allocate memory for a context.
