@@ -242,7 +242,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     if args.recipe == "show":
         _show_plan(parser, overrides)
         return
-    from lightning_ssd.dry_run import fixed_states, parse_batch, plan_as_configured, profile_recipe
+    from lightning_ssd.dry_run import fixed_states, limit_gpu, parse_batch, plan_as_configured, profile_recipe
     from lightning_ssd.planning import (
         HardwareProfile,
         ModelProfile,
@@ -278,15 +278,20 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         fixed = fixed_states(config, model, hardware) if measured is None else None
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         by_planner = config is None or args.planner is not None or args.save is not None
+        whole = hardware
+        if config is not None:
+            hardware = limit_gpu(config, hardware)
 
         def plan_on(machine: HardwareProfile) -> Plan:
             if by_planner:
-                return make_plan(model, machine, args.planner or "holistic", fixed)
+                return make_plan(
+                    model, replace(machine, gpu_bytes=hardware.gpu_bytes), args.planner or "holistic", fixed
+                )
             return plan_as_configured(config, model, machine)
 
-        plan = plan_on(hardware)
+        plan = plan_on(whole)
         on_ssd = any(part.states == "ssd" for part in plan.placements)
-        more_host = plan_on(replace(hardware, host_bytes=2 * hardware.host_bytes)) if on_ssd else plan
+        more_host = plan_on(replace(whole, host_bytes=2 * whole.host_bytes)) if on_ssd else plan
         answer = render_answer(model, hardware, plan, more_host=more_host, endurance=endurance)
         if args.save is not None:
             plan.save(args.save)
@@ -304,7 +309,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         report = make_report(model, hardware, plan, fixed=fixed, endurance=endurance)
         print(f"\n{hardware.describe()}\n\nThe plan of SwapPlanner:\n{plan.describe()}\n\n{render_report(report)}")
         if config is not None:
-            _print_application(config, model, hardware, measured=args.profile is not None)
+            _print_application(config, model, whole, hardware, measured=args.profile is not None)
     if args.replay:
         if lifetimes is None:
             from lightning_ssd.dry_run import profile_lifetimes
@@ -326,12 +331,12 @@ def _show_plan(parser: argparse.ArgumentParser, paths: Sequence[str]) -> None:
         print(Plan.load(paths[0]).describe())
 
 
-def _print_application(config: Any, model: Any, hardware: Any, *, measured: bool) -> None:
-    """Prints how a training applies a plan, and the step time without it."""
+def _print_application(config: Any, model: Any, whole: Any, hardware: Any, *, measured: bool) -> None:
+    """Prints how a training applies a plan, and the step time without it. `hardware` is `whole` with a limited GPU."""
     from lightning_ssd.dry_run import plan_as_configured
     from lightning_ssd.planning import simulate
 
-    seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
+    seconds = simulate(model, hardware, plan_as_configured(config, model, whole)).step_seconds
     applied = (
         "`callbacks=[SwapPlanner(plan=...)]` applies this plan."
         if measured

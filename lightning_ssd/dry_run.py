@@ -212,28 +212,44 @@ def _states_fit(config: Any, model: ModelProfile, hardware: HardwareProfile) -> 
     return nbytes <= (given if isinstance(given, float) else share) * hardware.gpu_bytes
 
 
+def limit_gpu(config: Any, hardware: HardwareProfile) -> HardwareProfile:
+    """Returns the machine with a GPU of the recipe's `gpu_memory`, if that is given.
+
+    Dry runs plan for a GPU of that size. A training has the rest of its GPU for activations.
+    """
+    budget = strategy_argument(config, "gpu_memory")
+    given = GPU_MEMORY.parse("auto" if budget is None else budget)
+    if isinstance(given, str):
+        return hardware
+    nbytes = given if isinstance(given, int) else int(given * hardware.gpu_bytes)
+    return replace(hardware, gpu_bytes=min(nbytes, hardware.gpu_bytes))
+
+
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
     """Returns the plan of a run without a user's `SwapPlanner`.
 
     Weights and optimizer states are in one tier, as `states="auto"` chooses it: all on the GPU if they fit (into
     `gpu_memory`, if it is given), else all in host memory or on SSDs. With `offload="auto"` saved tensors are kept if
-    all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount, they are offloaded up
-    to the bytes that the link transfers during a forward.
+    all fit, and planned otherwise, together with the tiers of states if they may be moved. With `"none"` they are kept.
+    With `"ssdtrain"`, or an amount, they are offloaded up to the bytes that the link transfers during a forward.
 
     Args:
         config: the recipe as LightningCLI has parsed it.
         model: profile of the recipe's model.
-        hardware: profile of the machine.
+        hardware: profile of the machine, whose GPU `limit_gpu` limits.
     """
     states: Any = strategy_argument(config, "states") or "auto"
     host: Tier = "host"
     everything = (host,) * len(model.parts)
     in_host = resident_bytes(model, default_plan(model, FixedPlacement(everything, everything), {}, 0))[1]
-    if fixed_states(config, model, hardware) is not None:
+    fixed = fixed_states(config, model, hardware)
+    movable = states == "auto" and fixed is None and not strategy_argument(config, "recover")
+    if fixed is not None:
         states = "gpu"
     if states == "auto":
         fits = _states_fit(config, model, hardware)
         states = "gpu" if fits else "host" if in_host <= 0.85 * hardware.host_bytes else "ssd"
+    hardware = limit_gpu(config, hardware)
     tiers: tuple[Tier, ...] = (states,) * len(model.parts)
     transferred = int(model.forward_seconds * hardware.copy_out)
     left = hardware.host_bytes - (in_host if states == "host" else 0)
@@ -244,7 +260,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     placement = FixedPlacement(tiers, tiers)
     plan = default_plan(model, placement, room, default_window(model, tiers))
     if amount == "auto" and simulate(model, hardware, plan).excess_bytes(hardware):
-        return make_plan(model, hardware, "holistic", placement)
+        return make_plan(model, hardware, "holistic", None if movable else placement)
     return plan
 
 

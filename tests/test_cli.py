@@ -347,13 +347,14 @@ class TestPlan:
         assert capsys.readouterr().out.strip() in printed
 
     def test_the_answer_is_of_the_training_as_configured(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Model states that exceed `gpu_memory` are in host memory, and details are printed on demand only."""
+        """Bytes that exceed `gpu_memory` are in host memory, and details are printed on demand only."""
         command = ["plan", "gpt", "--machine", "h100", "--trainer.strategy=ssd_offload"]
         assert cli.main(command) == 0
         kept = capsys.readouterr().out
-        assert cli.main([*command, "--trainer.strategy.gpu_memory=2MiB"]) == 0
+        assert cli.main([*command, "--trainer.strategy.gpu_memory=16MiB"]) == 0
         offloaded = capsys.readouterr().out
         assert "RAM 0 B of" in kept and "RAM 0 B of" not in offloaded
+        assert "MiB of 16.00 MiB, RAM" in offloaded
         for printed in (kept, offloaded):
             for said in ("It fits.", "tokens/s", "SSD writes  none", "bound by", "would help", "without SwapPlanner"):
                 assert said in printed
