@@ -75,6 +75,7 @@ from lightning_ssd.model_states.placement import (
     StatesConfig,
     UnitTiers,
     bytes_on_device,
+    describe_smaller_formats,
     offloaded_parameters,
 )
 from lightning_ssd.model_states.stores import Layout, MomentFormat, StagedState
@@ -131,6 +132,7 @@ __all__ = [
     "compiled_regions",
     "count_stored_bytes",
     "describe",
+    "describe_smaller_formats",
     "differences",
     "encode",
     "exact_value",

@@ -30,6 +30,7 @@ from lightning_ssd.model_states import (
     StatesConfig,
     UnitTiers,
     bytes_on_device,
+    describe_smaller_formats,
     find_units,
     make_model_states,
     materialize_on,
@@ -236,7 +237,7 @@ class RunStates(Uncopied, StatesOwner):
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def describe(self) -> list[str]:
-        """Returns four lines: tiers of weights, optimizer states and activations with their reasons, and totals."""
+        """Returns lines: tiers of weights, optimizer states and activations with reasons, totals, and remedies."""
         offloader, states, device = self.offloader, self.model_states, self._strategy.root_device
         assert offloader is not None
         need = 0
@@ -254,7 +255,13 @@ class RunStates(Uncopied, StatesOwner):
         totals = describe_totals(
             offloader, states, self._config, self._default_path, resident=need, decided_by=planned_by
         )
-        return [*of_states, of_activations, *([] if totals is None else [totals])]
+        lines = [*of_states, of_activations, *([] if totals is None else [totals])]
+        config = self._states_config
+        if states is not None and states.nbytes.ssd and config.states == "auto" and not config.recover:
+            smaller = describe_smaller_formats([store.layout for store in states.stores.values()])
+            if smaller is not None:
+                lines.append(f"host memory is short: optimizer states that are rounded save {smaller}")
+        return lines
 
     # ---- steps ----
 
