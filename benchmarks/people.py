@@ -44,10 +44,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.activation_offload import quiet_trainer
 from benchmarks.default import find_planners, in_force
-from benchmarks.processes import cap_gpu_memory, process_ram, run_alone
+from benchmarks.processes import cap_gpu_memory, run_alone
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
-from lightning_ssd.device import make_clock
+from lightning_ssd.device import make_clock, process_ram
 
 MODES = ("plain", "plain+checkpoint", "default", "checkpoint", "ssdtrain")
 

@@ -4,18 +4,11 @@ import json
 import subprocess
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ssd.device import available_memory
-
-
-def process_ram() -> int:
-    """Returns the proportional set size of this process, in bytes: shared pages are divided between processes."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def cap_gpu_memory(gib: float, index: int = 0) -> None:

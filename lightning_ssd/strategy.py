@@ -126,8 +126,8 @@ class SSDOffloadStrategy(DataParallelStrategy):
         spill: tier that is filled first if there are two: `"host_first"` or `"ssd_first"`.
         min_bytes: saved tensors with a smaller storage are kept on the device, and so are smaller weights, except those
             in bf16.
-        staging_memory: bytes of pinned memory through which activations are transferred to and from the SSDs, beside
-            `host_memory`.
+        staging_memory: most bytes of pinned memory through which activations are transferred to and from the SSDs. If
+            `host_memory` is given, it is a part of that, and an eighth of it at most.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
             GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
             GPUDirect Storage transfers saved tensors and prefetched weights; all others are staged in host memory.

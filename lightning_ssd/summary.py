@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
+from lightning_ssd.device import process_ram
 from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.planning import DAY
@@ -120,6 +121,8 @@ def describe_totals(
         totals.append(f"host memory {format_bytes(memory.total)}")
         if memory.limit > memory.total:
             limits.append(f"host memory {format_bytes(memory.limit)}")
+        others = max(0, process_ram() - memory.total)
+        totals.append(f"{format_bytes(others)} of the process beside it")
         if states.nbytes.ssd:
             totals.append(f"SSD {format_bytes(states.nbytes.ssd)}")
     store = _store(offloader, states, config, decided_by)

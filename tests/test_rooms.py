@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LEAVES = {
     "types", "sizes", "spans", "futures", "shared_gradients", "storage_tags",
     "uncopied", "interrupts", "garbage", "forks", "extras", "shutdown",
-    "torch_internals",
+    "torch_internals", "remedies",
 }  # fmt: skip
 """Modules that import nothing of the package but torch's private interfaces."""
 

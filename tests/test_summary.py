@@ -71,7 +71,7 @@ class WideModel(SmallModel):
             {"states": "host"},
             "32-true",
             rf"weights: {MEGABYTES} in host memory\n.*states: {TWICE} in host memory; exp_avg, exp_avg_sq in fp32\n"
-            r"(?s:.*)totals: host memory 12.0\d MiB$",
+            r"(?s:.*)totals: host memory 12.0\d MiB, [\d.]+ [MG]iB of the process beside it$",
         ),
         (
             {"states": "ssd", "checksum": False, "ssd_capacity": "64MiB"},
@@ -132,7 +132,7 @@ class Coupled(torch.optim.Adagrad):
         ({"offload": "auto"}, "activations: on the CPU, whose memory is the host's", {"ssd"}),
         ({"offload": "none"}, r"activations: on the CPU \(`offload='none'`\)\n", set()),
         ({"tier": "host", "host_memory": "64MiB"}, r"or more to host memory \(up to 64.00 MiB\), ", {"host"}),
-        ({"host_memory": "64MiB"}, r"to host memory \(up to 64.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
+        ({"host_memory": "64MiB"}, r"to host memory \(up to 48.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
         (
             {"tier": "host", "states": "host", "host_memory": "1MiB"},
             "activations: on the CPU, because model states use all of `host_memory`",

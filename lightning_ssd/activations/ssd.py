@@ -75,6 +75,9 @@ class SSDTier(SSDTierBase):
     def reset_peak(self) -> None:
         self.staging.reset_peak()
 
+    def trim(self) -> None:
+        self.staging.trim()
+
     def close(self) -> None:
         self._reader.close()
         with contextlib.ExitStack() as stack:  # closes from the last line up, each even if another one fails

@@ -16,6 +16,7 @@ from lightning_ssd.device.memory import (
     allocator_memory,
     available_memory,
     process_gpu_memory,
+    process_ram,
     usable_gpu_memory,
     usable_memory,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "make_clock",
     "make_copy_engine",
     "process_gpu_memory",
+    "process_ram",
     "refuse_access",
     "usable_gpu_memory",
     "usable_memory",

@@ -76,6 +76,7 @@ from lightning_ssd.model_states.placement import (
     UnitTiers,
     bytes_on_device,
     check_state_format,
+    describe_smaller_formats,
     moments_of,
     offloaded_parameters,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "compiled_regions",
     "count_stored_bytes",
     "describe",
+    "describe_smaller_formats",
     "differences",
     "encode",
     "exact_value",

@@ -40,7 +40,7 @@ from lightning_ssd.model_states.placement import (
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore
+from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -125,6 +125,8 @@ def make_model_states(
             undo.callback(space.staging.close, remove=recovered is None)
         stores = _make_stores(space, copies, undo)
         _fill(module, units, of_units, stores, uninitialized, loaded, device, recovered)
+        # After the model has given its memory to the stores: host memory need not have room for both.
+        commit_memory(stores.values(), pin=device.type == "cuda")
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
             for flat_optimizer, kept in zip(flat_optimizers.values(), recovered.flat_optimizers, strict=True):

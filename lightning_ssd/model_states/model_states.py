@@ -63,6 +63,7 @@ from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
 from lightning_ssd.shutdown import Shutdown
+from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for_all
 
@@ -189,8 +190,9 @@ class ModelStates(Uncopied):
             setup.config.overlap,
         )
         # Gradients.
-        pin = copies.device.type == "cuda"
-        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in offloaded.flat_optimizers}
+        slabs = {} if pool is not None else {flat: Slab(flat.nbytes, pin=False) for flat in offloaded.flat_optimizers}
+        commit(list(slabs.values()), pin=copies.device.type == "cuda")
+        gradients = {flat: Gradient(flat, pool or slabs[flat]) for flat in offloaded.flat_optimizers}
         self.decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )

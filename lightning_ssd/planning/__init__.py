@@ -39,6 +39,7 @@ from lightning_ssd.planning.model import (
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
+    largest_samples,
     largest_transient,
     make_report,
     render_answer,
@@ -109,6 +110,7 @@ __all__ = [
     "lifetime_seconds",
     "load_json",
     "make_plan",
+    "largest_samples",
     "largest_transient",
     "make_report",
     "offload_amounts",

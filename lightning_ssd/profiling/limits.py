@@ -24,8 +24,13 @@ HOST_FILL = 0.85
 
 
 def measure_training_machine(offloader: ActivationOffloader, state_format: StateFormat) -> HardwareProfile:
-    """Measures the machine of a training, whose SSDs are those of `offloader`, and whose states have a format."""
-    machine = measure_machine(None, state_format=state_format)
+    """Measures the machine of a training, in the host memory that it leaves.
+
+    Its SSDs are those of `offloader`, and its states have `state_format`.
+    """
+    tiers = offloader.tiers.values()
+    room = sum(tier.host_limit - tier.host_bytes for tier in tiers)
+    machine = measure_machine(None, state_format=state_format, host_memory=room if tiers else None)
     if offloader.device.type == "cuda":
         torch.cuda.empty_cache()  # free the measurement's tensors
     ssd = offloader.tiers.get("ssd")

@@ -32,6 +32,7 @@ from lightning_ssd.model_states import (
     UnitTiers,
     bytes_on_device,
     check_state_format,
+    describe_smaller_formats,
     find_units,
     make_model_states,
     materialize_on,
@@ -253,8 +254,8 @@ class RunStates(Uncopied, StatesOwner):
         check_state_format(self._states_config, self._strategy.optimizers)
         mark_weights(self._model)
         config, states = self._storage, self.model_states
-        if states is not None:
-            config = config.without(states.nbytes.host_limit, states.nbytes.ssd)
+        used = (0, 0) if states is None else (states.nbytes.host_limit, states.nbytes.ssd)
+        config = config.without(*used)
         self.offloader = make_offloader(
             config,
             self._strategy.root_device,
@@ -267,7 +268,7 @@ class RunStates(Uncopied, StatesOwner):
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def describe(self) -> list[str]:
-        """Returns the lines with tiers of weights, optimizer states and activations, reasons, totals and limits."""
+        """Returns lines: tiers of weights, optimizer states and activations, reasons, totals, limits, and remedies."""
         offloader, states, device = self.offloader, self.model_states, self._strategy.root_device
         assert offloader is not None
         need = 0
@@ -285,7 +286,13 @@ class RunStates(Uncopied, StatesOwner):
         totals = describe_totals(
             offloader, states, self._config, self._default_path, resident=need, decided_by=planned_by
         )
-        return [*of_states, of_activations, *totals]
+        lines = [*of_states, of_activations, *totals]
+        config = self._states_config
+        if states is not None and states.nbytes.ssd and config.states == "auto" and not config.recover:
+            smaller = describe_smaller_formats([store.layout for store in states.stores.values()])
+            if smaller is not None:
+                lines.append(f"host memory is short: optimizer states that are rounded save {smaller}")
+        return lines
 
     # ---- steps ----
 

@@ -117,8 +117,7 @@ class Gradient:
 
     Args:
         flat: the flat parameter.
-        pin: page-lock its own memory.
-        pool: memory that is shared with other gradients; None: this gradient has memory of its own.
+        memory: host memory of its own, of `flat.nbytes` bytes, which it closes; or that which it shares with others.
 
     Attributes:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
@@ -139,15 +138,14 @@ class Gradient:
         followed: indices of parameters whose gradient autograd can differentiate in plain training (`create_graph`).
     """
 
-    def __init__(self, flat: FlatParameter, *, pin: bool, pool: GradientPool | None) -> None:
+    def __init__(self, flat: FlatParameter, memory: Slab | GradientPool) -> None:
         self._flat = flat
-        self._pool = pool
+        self._pool = memory if isinstance(memory, GradientPool) else None
         self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(flat.dtype)
-        if pool is None:
-            slab = Slab(flat.nbytes, pin=pin)
-            self._use(slab.tensor, slab.close)
+        if isinstance(memory, Slab):
+            self._use(memory.tensor, memory.close)
         self.accum: Tensor | None = None
         self.consumed: Future[None] = finished(None)
         self.summed: Future[None] = finished(None)

@@ -10,7 +10,7 @@ The modules, in the order in which they are best read:
 - `unit_mover`: moves the values of one part of a unit after the other.
 """
 
-from lightning_ssd.model_states.placement.budget import MemoryPlan, plan_memory
+from lightning_ssd.model_states.placement.budget import MemoryPlan, describe_smaller_formats, plan_memory
 from lightning_ssd.model_states.placement.grouping import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
@@ -62,6 +62,7 @@ __all__ = [
     "bytes_on_device",
     "check_state_format",
     "compute_dtypes",
+    "describe_smaller_formats",
     "flat_groups",
     "flats_of",
     "make_flat_params",

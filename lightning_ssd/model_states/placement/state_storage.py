@@ -129,13 +129,10 @@ def make_store(
     Raises:
         StorageError: host memory or scratch space can't be allocated.
     """
-    pin = copies.device.type == "cuda"
     of_weights, of_opt_state = tiers
-    weights = make_buffer(layout.flat.nbytes, of_weights, staging, undo, versions=layout.versions, pin=pin, blobs=blobs)
+    weights = make_buffer(layout.flat.nbytes, of_weights, staging, undo, versions=layout.versions, blobs=blobs)
     assert weights is not None
-    opt_state = make_buffer(
-        layout.opt_state_bytes, of_opt_state, staging, undo, versions=layout.versions, pin=False, blobs=blobs
-    )
+    opt_state = make_buffer(layout.opt_state_bytes, of_opt_state, staging, undo, versions=layout.versions, blobs=blobs)
     return StateStore(layout, VersionedBuffers(layout, weights, opt_state), copies, staging)
 
 
@@ -146,7 +143,6 @@ def make_buffer(
     undo: contextlib.ExitStack,
     *,
     versions: int,
-    pin: bool,
     blobs: Iterator[Blob] | None = None,
 ) -> StateBuffer | None:
     """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`."""
@@ -154,7 +150,7 @@ def make_buffer(
         return None
     buffer: StateBuffer
     if tier == "host":
-        buffer = HostBuffer(nbytes, versions=versions, pin=pin)
+        buffer = HostBuffer(nbytes, versions=versions)
     else:
         assert staging is not None
         adopted = None if blobs is None else list(islice(blobs, versions))

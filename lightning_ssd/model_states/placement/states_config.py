@@ -214,7 +214,7 @@ class Setup:
     def host_budget(self) -> int | None:
         """Returns the bytes of host memory for model states; None: unlimited."""
         if self.storage.host_memory != "auto":
-            return parse_bytes(self.storage.host_memory, "host_memory")
+            return max(0, parse_bytes(self.storage.host_memory, "host_memory") - self.storage.staging_bytes())
         return usable_memory() if self.config.states == "auto" else None
 
 

@@ -28,7 +28,7 @@ from lightning_ssd.model_states.stores.layout import (
 )
 from lightning_ssd.model_states.stores.split import join, split, write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
-from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.stores.state_store import StateStore, commit_memory, pin_values
 from lightning_ssd.model_states.stores.summoned import summon
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 
@@ -52,8 +52,10 @@ __all__ = [
     "VersionedBuffers",
     "WEIGHT",
     "WHOLE_DTYPES",
+    "commit_memory",
     "code_table",
     "join",
+    "pin_values",
     "split",
     "summon",
     "write_changed",

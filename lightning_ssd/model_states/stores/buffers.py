@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from lightning_ssd.storage import (
     Slab,
     Urgency,
     align_up,
+    commit,
 )
 from lightning_ssd.types import OffloadTierName
 
@@ -113,7 +114,6 @@ class HostBuffer(StateBuffer):
     Args:
         nbytes: bytes to store.
         versions: 1 or 2.
-        pin: page-lock it, for copies to the device.
 
     Raises:
         StorageError: the memory can't be allocated.
@@ -122,11 +122,11 @@ class HostBuffer(StateBuffer):
     tier = "host"
     staging_bytes = 0
 
-    def __init__(self, nbytes: int, *, versions: int, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, versions: int) -> None:
         self.nbytes = nbytes
         self.versions = versions
-        self._pin = pin
-        self._slabs: dict[int, Slab] = {0: Slab(nbytes, pin=pin)}
+        self._pin = False
+        self._slabs: dict[int, Slab] = {0: Slab(nbytes, pin=False)}
         """Memory of each version, by its number."""
         self._views: dict[int, dict[str, Tensor]] = {}
         """What `views` has returned for each version."""
@@ -135,15 +135,22 @@ class HostBuffer(StateBuffer):
     def has_second(self) -> bool:
         return len(self._slabs) == 2
 
-    def pin(self) -> None:
-        """Page-locks the memory of all versions, for copies to the device and from it.
+    @staticmethod
+    def commit(buffers: Iterable[StateBuffer | None], *, pin: bool) -> None:
+        """Commits the pages of host buffers, which no thread uses meanwhile; their bytes do not change.
+
+        Args:
+            buffers: the buffers; others than those in host memory are left out.
+            pin: page-lock the memory of all versions, also of those that are added later, for copies to the device and
+                from it.
 
         Raises:
-            StorageError: it can't be page-locked.
+            StorageError: they can't be page-locked.
         """
-        for slab in self._slabs.values():
-            slab.pin()
-        self._pin = True
+        in_host = [buffer for buffer in buffers if isinstance(buffer, HostBuffer)]
+        commit([slab for buffer in in_host for slab in buffer._slabs.values()], pin=pin)
+        for buffer in in_host:
+            buffer._pin |= pin
 
     def add_second(self) -> None:
         """Allocates the second version, whose bytes are undefined, unless it is allocated.

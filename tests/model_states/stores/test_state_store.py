@@ -181,7 +181,7 @@ def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after
         store.unstage(staged, changed=True)
         sizes = (layout.flat.nbytes, layout.opt_state_bytes)
         made = [
-            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=2, pin=False)
+            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=2)
             for nbytes, old, new in zip(sizes, before, after, strict=True)
         ]
         store.move(*made)
@@ -205,7 +205,7 @@ def test_values_are_moved_after_they_are_written(tmp_path: Path, before: Tiers) 
         staged = store.stage().result(timeout=60)
         backend.error["write"] = OSError(EIO, "Input/output error")
         store.unstage(staged, changed=True)
-        new = make_buffer(layout.opt_state_bytes, "host", scratch, contextlib.ExitStack(), versions=2, pin=False)
+        new = make_buffer(layout.opt_state_bytes, "host", scratch, contextlib.ExitStack(), versions=2)
         with pytest.raises(StorageError, match="Input/output error"):
             store.move(None, new)
         backend.error.clear()
