@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lightning_ssd.model_states import StepHalf
 from lightning_ssd.model_states.optimizers.adam import STORE_TRIAL
 from lightning_ssd.profiling import adam_step
 from lightning_ssd.types import StateFormat
@@ -34,6 +35,9 @@ def rate(numel: int, step: Callable[[], object]) -> float:
 FORMATS: dict[StateFormat, int] = {"fp32": 28, "split": 26, "bf16": 18, "8bit": 14}
 """Bytes that a step reads and writes for each parameter, by `state_format`. With "fp32" it reads and writes whole
 master weights, and writes the compute weights."""
+
+
+HALVES: tuple[StepHalf, StepHalf] = ("weights", "opt_state")
 
 
 def bandwidth(numel: int) -> float:
@@ -59,9 +63,11 @@ def main() -> None:
     for name, nbytes in FORMATS.items():
         measured = rate(numel, adam_step(numel, state_format=name))
         moved, share = measured * nbytes, measured * nbytes / memory
-        print(f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}")
-    print(f"  its compute weights   {rate(numel, adam_step(numel, half='weights')) / 1e9:.2f}")
-    print(f"  the rest, later       {rate(numel, adam_step(numel, half='opt_state')) / 1e9:.2f}")
+        weights, rest = (rate(numel, adam_step(numel, state_format=name, half=half)) / 1e9 for half in HALVES)
+        print(
+            f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}; "
+            f"weights alone {weights:.2f}, the rest later {rest:.2f}"
+        )
     for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):
         STORE_TRIAL.choose = lambda past=past_caches: past  # type: ignore[method-assign]
         measured = rate(numel, adam_step(numel, two_versions=True))

@@ -61,6 +61,7 @@ typedef struct {
 } Item;
 
 #define INLINE static inline __attribute__((always_inline))
+#define ONCE static __attribute__((noinline)) /* compiled once: copies in each function would take seconds to compile */
 
 INLINE float as_float(uint32_t bits) {
     float value;
@@ -200,33 +201,40 @@ INLINE void decode(const uint8_t *codes, const float *scales, const DynamicCode 
     }
 }
 
+/* Returns the reciprocal of a block's scale, or 0 for a block without codes, and stores the scale. */
+INLINE float scale_of(const float *values, int64_t count, int is_signed, float *scale) {
+    int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+        if (is_signed)
+            largest_positive = bits > largest_positive ? bits : largest_positive;
+    }
+    *scale = as_float((uint32_t)largest);
+    if (largest >= 0x7f800000)
+        *scale = as_float(0x7fc00000u);
+    else if (largest < 0x00800000)
+        *scale = 0.0f;
+    else if (is_signed && largest_positive != largest)
+        *scale = -*scale;
+    return largest >= 0x7f800000 || largest < 0x00800000 ? 0.0f : 1.0f / *scale;
+}
+
+/* Encodes at most `BLOCK` values. All scales are computed first: a block's codes would have to wait for its own. */
 INLINE void encode(const float *values, int64_t count, const DynamicCode *code, int is_signed, uint8_t *codes,
                    float *scales) {
+    const float *rises = code->rises, *starts = code->starts;
+    float inverses[BLOCK / CODE_BLOCK];
+    for (int64_t start = 0; start < count; start += CODE_BLOCK)
+        inverses[start / CODE_BLOCK] =
+            scale_of(values + start, block_end(start, count) - start, is_signed, scales + start / CODE_BLOCK);
     for (int64_t start = 0; start < count; start += CODE_BLOCK) {
         const int64_t end = block_end(start, count);
-        int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
-        for (int64_t i = start; i < end; i++) {
-            int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
-            largest = magnitude > largest ? magnitude : largest;
-            if (is_signed)
-                largest_positive = bits > largest_positive ? bits : largest_positive;
-        }
-        float scale = as_float((uint32_t)largest), inverse = 0.0f;
-        if (largest >= 0x7f800000) {
-            scale = as_float(0x7fc00000u);
-        } else if (largest < 0x00800000) {
-            scale = 0.0f;
-        } else {
-            if (is_signed && largest_positive != largest)
-                scale = -scale;
-            inverse = 1.0f / scale;
-        }
-        scales[start / CODE_BLOCK] = scale;
+        const float inverse = inverses[start / CODE_BLOCK];
         if (inverse == 0.0f) {
             memset(codes + start, is_signed ? 127 : 0, end - start);
             continue;
         }
-        const float *rises = code->rises, *starts = code->starts;
         _Pragma("GCC ivdep")
         for (int64_t i = start; i < end; i++) {
             float relative = values[i] * inverse, magnitude = is_signed ? fabsf(relative) : relative;
@@ -243,8 +251,8 @@ INLINE void encode(const float *values, int64_t count, const DynamicCode *code, 
 }
 
 /* Reads `count` elements of both moments from `start` on, which are not stored in fp32. */
-INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v,
-                         const Settings *s) {
+ONCE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v,
+                       const Settings *s) {
     if (s->moments == MOMENTS_8BIT) {
         int64_t block = start / CODE_BLOCK;
         decode((const uint8_t *)m_in + start, s->scales_in[0] + block, s->codes[0], count, 1, m);
@@ -259,8 +267,8 @@ INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int6
 }
 
 /* Stores `count` elements of both moments from `start` on, which is in `item`, rounded. */
-INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
-                          Item item, const Settings *s) {
+ONCE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
+                        Item item, const Settings *s) {
     if (s->moments == MOMENTS_8BIT) {
         __attribute__((aligned(64))) uint8_t codes_m[BLOCK], codes_v[BLOCK];
         int64_t block = start / CODE_BLOCK;
@@ -337,8 +345,12 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
             const float *old_m = rounded ? new_m : m_in + start, *old_v = rounded ? new_v : v_in + start;     \
             if (rounded) {                                                                                    \
                 load_moments(m_in, v_in, start, count, new_m, new_v, &s);                                     \
-                NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
-                             gradient + start, s, decoupled, tail, ALL, 1);                                   \
+                if (s.parts == MOMENTS) /* no new weights are computed */                                     \
+                    NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m,      \
+                                 new_v, gradient + start, s, decoupled, tail, MOMENTS, 1);                    \
+                else                                                                                          \
+                    NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m,      \
+                                 new_v, gradient + start, s, decoupled, tail, ALL, 1);                        \
             } else if (s.root) {                                                                              \
                 NAME##_block(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
                              gradient + start, s, decoupled);                                                 \
