@@ -11,6 +11,9 @@ from lightning_ssd.uncopied import Uncopied
 
 __all__ = ["ProfiledSteps"]
 
+MAX_WAIT = 4
+"""Steps after the warm-up in which a large batch is waited for. Each of them offloads all saved tensors."""
+
 Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
 
@@ -31,7 +34,7 @@ class ProfiledSteps(Uncopied):
         phase: purpose of the present micro-batch, or of the last one.
         profiler: measures the training. A move of model states replaces it.
         budget: the argument.
-        recordable: batches of which a large one may be recorded; `None`: any batch.
+        recordable: batches of which a large one is recorded, if there is one within `MAX_WAIT` steps; `None`: any is.
     """
 
     def __init__(
@@ -182,9 +185,9 @@ class ProfiledSteps(Uncopied):
     # ---- implementation ----
 
     def _is_due(self, batch: Any) -> bool:
-        """Returns whether the warm-up has ended and `batch` may be recorded."""
+        """Returns whether the warm-up has ended and `batch` may be recorded: it is large, or no large one has come."""
         large = self.recordable is None or self.recordable.is_large(BatchShape.of(batch))
-        return self._step >= self._due and large
+        return self._step >= self._due + (0 if large else MAX_WAIT)
 
     def _must_end_warm_up(self) -> bool:
         """Returns whether there is no time for the rest of the warm-up."""

@@ -44,8 +44,8 @@ class SwapPlanner(StepProfiling):
     line names each part that is shorter.
 
     The first steps under the plan correct it once, if their duration is not as predicted; then it is final. It is for
-    batches of every size: smaller ones than the recorded one offload less, and those that may need more memory than all
-    before offload all saved tensors.
+    batches of every size: smaller ones than the recorded one offload less. Those that may need more memory than all
+    before have all units checkpointed that may be, or offload all saved tensors.
 
     Steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess
 from lightning_ssd.autoplan import plan_cycle
+from lightning_ssd.autoplan.profiled_steps import MAX_WAIT
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.model_states import StatesConfig
@@ -233,13 +234,13 @@ def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pyt
     assert see.planned[-3:] == [True] * 3 and see.modes[-3:] == ["PlanMode"] * 3
 
 
-def test_waiting_for_a_large_batch_takes_the_whole_budget_of_profiling(
+def test_a_large_batch_is_waited_for_during_a_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Each step counts once, although two callbacks follow the budget."""
+    """Each of them offloads all saved tensors."""
     use(Meter(5e5, 450_000), monkeypatch)
-    fit(tmp_path, [3, *[2] * 11, 3, 2], [see])
-    assert see.modes.index("TraceMode") == 12
+    fit(tmp_path, [3, *[2] * 11], [see])
+    assert see.modes.index("TraceMode") == 3 + MAX_WAIT
 
 
 def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(

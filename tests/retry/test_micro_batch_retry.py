@@ -612,7 +612,8 @@ def check_third_attempt(failures: list[tuple[int, int]], arguments: dict[str, An
     run = train_by_default(AMPLE, memory, states="auto", arguments=arguments, callbacks=[offloaded], **how)
     failed = failures[0][0]
     assert run.failures == 2
-    assert offloaded.seen == [False] * (failed - 1) + [True] * (len(offloaded.seen) - failed + 1)
+    # A plan, once there is one, may move them back to the device, which has room in all other micro-batches.
+    assert offloaded.seen[:failed] == [False] * (failed - 1) + [True]
     assert_equal(train("auto", **how), run)
 
 
