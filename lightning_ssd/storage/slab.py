@@ -57,6 +57,13 @@ class Slab:
             self.tensor.fill_(0)
             self.pin()
 
+    @classmethod
+    def over(cls, memory: torch.Tensor) -> Slab:
+        """Returns a slab over `memory`, bytes from the begin of its storage that the caller has mapped."""
+        slab = cls.__new__(cls)
+        slab.tensor, slab._pinned = memory, False
+        return slab
+
     def close(self) -> None:
         """Unlocks and drops the memory, after the last copy to or from the GPU. Idempotent."""
         tensor, self.tensor = self.tensor, torch.empty(0, dtype=torch.uint8)
