@@ -36,7 +36,14 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access, GradDtype, GradientAccess, end_aliases
 from lightning_ssd.model_states.checkpoints import ModelRestorer, StateDicts
 from lightning_ssd.model_states.forwards import UnitHooks, renew_guards
-from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientPool, GradScaleDecision, add_check
+from lightning_ssd.model_states.gradients import (
+    Gradient,
+    GradientOffloader,
+    GradientPool,
+    GradScaleDecision,
+    ResidentMeans,
+    add_check,
+)
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.optimizers import (
     GenericOptimizer,
@@ -46,11 +53,12 @@ from lightning_ssd.model_states.optimizers import (
     parameters_of,
     unscales_itself,
 )
-from lightning_ssd.model_states.placement import Setup
+from lightning_ssd.model_states.placement import RankStates, Setup
 from lightning_ssd.model_states.steps import (
     DeviceSteps,
     GradientArrivals,
     GradientClipping,
+    RankSteps,
     RunningStep,
     StepRecords,
     StepScheduler,
@@ -128,6 +136,7 @@ class ModelStates(Uncopied):
         worker: runs optimizer jobs and accumulations; owned.
         setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
+        ranks: what several ranks share of the model; owned, with its memory and messages. None: there is one rank.
         journal: records steps for `recover=True`; owned.
         recovered: last record of a killed run, whose values are in the stores of `offloaded`.
     """
@@ -142,6 +151,7 @@ class ModelStates(Uncopied):
         setup: Setup,
         nbytes: StateBytes,
         *,
+        ranks: RankStates | None,
         journal: Journal | None,
         recovered: CommitRecord | None,
     ) -> None:
@@ -190,7 +200,10 @@ class ModelStates(Uncopied):
         )
         # Gradients.
         pin = copies.device.type == "cuda"
-        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in offloaded.flat_optimizers}
+        shared = {} if ranks is None else ranks.gradients
+        gradients = {
+            flat: Gradient(flat, pin=pin, pool=pool, shared=shared.get(flat)) for flat in offloaded.flat_optimizers
+        }
         self.decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
@@ -215,6 +228,17 @@ class ModelStates(Uncopied):
             self._prefetcher,
             drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
         )
+        self._ranks = ranks
+        self._residents: ResidentMeans | None = None
+        """Reduces gradients of other parameters over ranks; None: there is one rank."""
+        self._reduced = False
+        """Whether the gradients of the present micro-batch were reduced over ranks."""
+        self._last_micro_batch = setup.last_micro_batch
+        rank_steps: RankSteps | None = None
+        if ranks is not None:
+            resident = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
+            self._residents = ResidentMeans(ranks.ranks, resident)
+            rank_steps = RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker)
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -227,6 +251,7 @@ class ModelStates(Uncopied):
             self._device_steps,
             self.running,
             self._clipping,
+            rank_steps,
         )
         # User code.
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
@@ -339,7 +364,7 @@ class ModelStates(Uncopied):
         """Begins a micro-batch: a forward with a backward ("train") or without."""
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
-        self._changed = False
+        self._changed = self._reduced = False
         self._masters.sync_params()
         self._prefetcher.begin(kind)
         self._grad_dtype.begin_micro_batch()
@@ -362,8 +387,39 @@ class ModelStates(Uncopied):
 
     @uninterrupted
     def end_backward(self) -> None:
-        """Ends a backward: the gradients that it has offloaded are stepped, or accumulated."""
+        """Ends a backward: the gradients that it has offloaded are stepped, or accumulated.
+
+        Raises:
+            RankError: another rank has failed.
+        """
         self.steps.end_backward()
+        if self._residents is not None and self._last_micro_batch():
+            self._reduce(self._residents)
+
+    def _reduce(self, residents: ResidentMeans) -> None:
+        """Reduces all gradients over ranks."""
+        self._reduced = True
+        self.steps.reduce()
+        residents.reduce()
+
+    @uninterrupted
+    def _end_own_backward(self) -> None:
+        """Ends a backward that user code has called without Lightning, before its gradients are used.
+
+        Raises:
+            RuntimeError: there are several ranks, which have not reduced its gradients.
+            RankError: another rank has failed.
+        """
+        if self._residents is None:
+            self.steps.end_backward()
+            return
+        if self.gradients.backward.arriving:
+            raise RuntimeError(
+                "user code has called `backward` of a tensor, whose gradients several devices don't reduce. Call "
+                "`self.manual_backward(loss)` instead."
+            )
+        if not self._reduced:  # as if backward had no gradient: `training_step` has returned None on this rank
+            self._reduce(self._residents)
 
     # ---- an optimizer step ----
 
@@ -386,6 +442,8 @@ class ModelStates(Uncopied):
         chosen, kept = (
             {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
         )
+        if self._ranks is not None:
+            return False
         return self._device_steps.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -408,7 +466,7 @@ class ModelStates(Uncopied):
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
         if self.running.defer_to_user_hooks and unscales_itself(optimizer):
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self._end_own_backward()
             offloaded = {item.parameter for flat in self.offloaded.flat_optimizers for item in flat.param_views}
             if not unscale_as_optimizer(optimizer, offloaded):
                 self.steps.skip(optimizer)
@@ -420,7 +478,7 @@ class ModelStates(Uncopied):
     def end_step(self, optimizer: Optimizer) -> None:
         """Ends the step of `optimizer` on the device. Jobs on the CPU continue."""
         if self.running.optimizer is optimizer:
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self._end_own_backward()
             self.steps.end()
             self._grad_dtype.end_step(optimizer)
 
@@ -465,7 +523,7 @@ class ModelStates(Uncopied):
         if not self.running.defer_to_user_hooks:
             self.decision.merge_checks(found)
         else:
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self._end_own_backward()
             self._clipping.resume_stepped(optimizer)
             if not (norms := self._clipping.norms(optimizer)):
                 return
@@ -498,7 +556,7 @@ class ModelStates(Uncopied):
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters, limit)
         elif optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self._end_own_backward()
             with self._grads.hidden():
                 self._clipping.clip(optimizer, algorithm, limit)
         else:
@@ -558,7 +616,7 @@ class ModelStates(Uncopied):
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()
-        with summon(self.stores, read_only=self.records.enabled):
+        with summon(self.stores, read_only=self._why_read_only):
             self._summoned = True
             try:
                 with self._masters.summon():
@@ -567,16 +625,25 @@ class ModelStates(Uncopied):
                 self._summoned = False
                 self._renew_guards()
 
+    @property
+    def _why_read_only(self) -> str | None:
+        """The reason, and the remedy, why user code may not change weights; None: it may."""
+        if self.records.enabled:
+            return "which `recover=True` can't repeat after a kill; or set `recover=False`"
+        if self._ranks is not None:
+            return "of which several devices share one copy; or set `devices=1`, or `states='gpu'`"
+        return None
+
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
 
         Raises:
-            RuntimeError: steps are recorded, or the flat parameter's step has begun.
+            RuntimeError: weights may not change, or the flat parameter's step has begun.
         """
-        if self.records.enabled:
+        if self._why_read_only is not None:
             raise RuntimeError(
-                f"weights of {flat.name} are changed outside of the optimizer, which `recover=True` can't repeat after "
-                "a kill. Change them before `fit`, or set `recover=False`."
+                f"weights of {flat.name} are changed outside of the optimizer, {self._why_read_only}. Change them "
+                "before `fit`."
             )
         self._prefetcher.check(flat)
         self._changed = True
@@ -644,8 +711,12 @@ class ModelStates(Uncopied):
         if failure is None:
             shutdown.run(self._staged.pull_all)
             shutdown.run(self.finish)
+        if self._ranks is not None and shutdown.failure is not None:
+            self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
         shutdown.run(self._end)
         self._restore_model(shutdown)
+        if self._ranks is not None:
+            shutdown.run(self._ranks.ranks.messages.close, shutdown.failure)
         shutdown.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
@@ -658,6 +729,7 @@ class ModelStates(Uncopied):
             Exception: the error of a step; the model is restored then.
         """
         assert not self.records.enabled, "flat parameters of a recorded run don't change"
+        assert self._ranks is None, "flat parameters of several ranks don't change"
         self._staged.pull_all()
         self.drain()
         self.state_dicts.before_step()

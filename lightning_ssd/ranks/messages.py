@@ -54,7 +54,7 @@ class _Box:
     def __init__(self) -> None:
         self.contents: dict[int, bytes] = {}
         self.expected: frozenset[int] | None = None
-        self.done: Future[Mapping[int, bytes]] = Future()
+        self.done: Future[dict[int, bytes]] = Future()
 
     @property
     def is_complete(self) -> bool:
@@ -121,7 +121,7 @@ class RankMessages(Uncopied):
             except OSError:  # the rank has ended, which the receiving thread finds out, too
                 continue
 
-    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[Mapping[int, bytes]]":
+    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, bytes]]":
         """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
         key = (int(topic), number, turn)
         with self._lock:
@@ -194,7 +194,7 @@ class RankMessages(Uncopied):
         """Returns what other ranks have not sent (`waits.Watched`)."""
         with self._lock:
             waiting = [
-                f"{Topic(topic).name} {number} of rank {', '.join(map(str, sorted(box.expected - box.contents.keys())))}"
+                f"{Topic(topic).name} {number} of ranks {sorted(box.expected - box.contents.keys())}"
                 for (topic, number, _), box in self._boxes.items()
                 if box.expected is not None
             ]

@@ -5,9 +5,11 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ssd.ranks.memory import RankMemory, make_file
 from lightning_ssd.ranks.messages import RankError, RankMessages
@@ -76,6 +78,26 @@ class Ranks(Uncopied):
     def size(self) -> int:
         """Number of ranks."""
         return self.messages.size
+
+    def end_allocation(self) -> None:
+        """Page-locks shared memory, once all ranks have committed their pages, with zeros: they may be written now.
+
+        Raises:
+            RankError: another rank has failed.
+            StorageError: memory can't be page-locked.
+        """
+        self.messages.exchange(b"allocated")
+        self.memory.pin()
+
+    def take_values(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all ranks the values of rank 0 for tensors of their own, and waits for its values in shared memory.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self.messages.exchange(b"written")
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
 
     def __enter__(self) -> "Ranks":
         return self

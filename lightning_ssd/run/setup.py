@@ -80,6 +80,8 @@ def make_setup(
         scales_exactly=exact,
         whole=whole,
         sums_gradients=fitting and _accumulates(trainer),
+        world_size=trainer.world_size,
+        last_micro_batch=functools.partial(_ends_window, trainer),
         settings=_fingerprint(trainer, config, storage, default_path, compiles) if fitting else RunFingerprint.none(),
         start_over=start_over,
     )
@@ -116,6 +118,11 @@ def _clip_value(trainer: pl.Trainer) -> float | None:
     """Returns the present value by which gradients are clipped, which callbacks may change; None: they are not."""
     limit = trainer.gradient_clip_val or 0  # Lightning clips at no value of 0 or less
     return limit if trainer.gradient_clip_algorithm == "value" and limit > 0 else None
+
+
+def _ends_window(trainer: pl.Trainer) -> bool:
+    """Returns whether a step follows the present micro-batch; in manual optimization, one may."""
+    return not (trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate())
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:

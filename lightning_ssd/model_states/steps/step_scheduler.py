@@ -29,6 +29,7 @@ from lightning_ssd.model_states.placement import Setup
 from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
 from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
+from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step import OptimizerStep, Submitted
 from lightning_ssd.model_states.steps.step_history import StepHistory
@@ -69,6 +70,7 @@ class StepScheduler:
         device_steps: the flat parameters that the device steps; owned.
         running: the step that runs.
         clipping: how the jobs of the next steps clip.
+        ranks: sums gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class StepScheduler:
         device_steps: DeviceSteps,
         running: RunningStep,
         clipping: GradientClipping,
+        ranks: RankSteps | None,
     ) -> None:
         self._offloaded = offloaded
         self._stores = offloaded.stores
@@ -100,6 +103,7 @@ class StepScheduler:
         self._records = records
         self._running = running
         self._clipping = clipping
+        self._ranks = ranks
         self._weights_first = WeightsFirst(len(offloaded_units))
         self._device_steps = device_steps
         self._waited = 0.0
@@ -225,7 +229,11 @@ class StepScheduler:
         else:
             on_host, arrived = self._gradients.hand_over(flat)
         limit = self._running.limit
-        if self._running.defer_to_user_hooks or (arrived is None and limit is None and not self._decision.needs_norm):
+        reduced = self._running.defer_to_user_hooks
+        if self._ranks is not None and not reduced:
+            on_host = self._ranks.sum(flat, on_host, arrived, options, self._priorities[flat])
+            arrived = None
+        elif reduced or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
@@ -250,8 +258,14 @@ class StepScheduler:
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
         self.history.submit(flat)
-        weights, done = self._begin_step(flat, step, stepper, on_host, ready)
-        gradient.submit_step(done)
+        if self._ranks is None or self._ranks.owns(flat):
+            weights, done = self._begin_step(flat, step, stepper, on_host, ready)
+            gradient.submit_step(done)
+        else:
+            weights, done = self._ranks.follow(flat, options, reduced=reduced)
+            gradient.submit_step(done if reduced else on_host)  # the owner reads it until then
+        if self._ranks is not None and self._ranks.owns(flat):
+            self._ranks.announce(flat, weights, done)
         store.announce_step(weights, done)
         self._submitted[flat] = done
 
@@ -303,6 +317,18 @@ class StepScheduler:
                     self.submit(flat)
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
+
+    def reduce(self) -> None:
+        """Passes all gradients of this rank to the owners, after the last backward before a step.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        assert self._ranks is not None
+        if self._running.defer_to_user_hooks:
+            self._ranks.reduce()
+        elif (optimizer := self._running.optimizer) is not None:
+            self._submit_remaining(optimizer)
 
     def end(self) -> None:
         """Ends the step on the training thread; submitted jobs go on.
@@ -381,7 +407,9 @@ class StepScheduler:
         for flat, gradient in self._gradients.of(optimizer):
             if self._is_submitted(flat):
                 continue
-            if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
+            present = gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states
+            # Other ranks may have a gradient where this one has none.
+            if present or (self._ranks is not None and not self._running.defer_to_user_hooks):
                 self._staged.pull(flat)
                 gradient.fold()
                 self.submit(flat)
