@@ -58,6 +58,7 @@ from lightning_ssd.model_states.steps import (
     DeviceSteps,
     GradientArrivals,
     GradientClipping,
+    RankReduction,
     RankSteps,
     RunningStep,
     StepRecords,
@@ -229,16 +230,16 @@ class ModelStates(Uncopied):
             drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
         )
         self._ranks = ranks
-        self._residents: ResidentMeans | None = None
-        """Reduces gradients of other parameters over ranks; None: there is one rank."""
-        self._reduced = False
-        """Whether the gradients of the present micro-batch were reduced over ranks."""
-        self._last_micro_batch = setup.last_micro_batch
-        rank_steps: RankSteps | None = None
+        self._reduction: RankReduction | None = None
         if ranks is not None:
-            resident = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
-            self._residents = ResidentMeans(ranks.ranks, resident)
-            rank_steps = RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker)
+            others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
+            self._reduction = RankReduction(
+                RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
+                ResidentMeans(ranks.ranks, others),
+                self.gradients,
+                self.running,
+                setup.last_micro_batch,
+            )
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -251,7 +252,7 @@ class ModelStates(Uncopied):
             self._device_steps,
             self.running,
             self._clipping,
-            rank_steps,
+            self._reduction,
         )
         # User code.
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
@@ -364,7 +365,9 @@ class ModelStates(Uncopied):
         """Begins a micro-batch: a forward with a backward ("train") or without."""
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
-        self._changed = self._reduced = False
+        self._changed = False
+        if self._reduction is not None:
+            self._reduction.begin_micro_batch()
         self._masters.sync_params()
         self._prefetcher.begin(kind)
         self._grad_dtype.begin_micro_batch()
@@ -386,40 +389,16 @@ class ModelStates(Uncopied):
             return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
 
     @uninterrupted
-    def end_backward(self) -> None:
+    def end_backward(self, *, by_user: bool = False) -> None:
         """Ends a backward: the gradients that it has offloaded are stepped, or accumulated.
 
-        Raises:
-            RankError: another rank has failed.
-        """
-        self.steps.end_backward()
-        if self._residents is not None and self._last_micro_batch():
-            self._reduce(self._residents)
-
-    def _reduce(self, residents: ResidentMeans) -> None:
-        """Reduces all gradients over ranks."""
-        self._reduced = True
-        self.steps.reduce()
-        residents.reduce()
-
-    @uninterrupted
-    def _end_own_backward(self) -> None:
-        """Ends a backward that user code has called without Lightning, before its gradients are used.
+        Args:
+            by_user: whether user code may have called it without Lightning; its gradients are about to be used.
 
         Raises:
-            RuntimeError: there are several ranks, which have not reduced its gradients.
-            RankError: another rank has failed.
+            RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
-        if self._residents is None:
-            self.steps.end_backward()
-            return
-        if self.gradients.backward.arriving:
-            raise RuntimeError(
-                "user code has called `backward` of a tensor, whose gradients several devices don't reduce. Call "
-                "`self.manual_backward(loss)` instead."
-            )
-        if not self._reduced:  # as if backward had no gradient: `training_step` has returned None on this rank
-            self._reduce(self._residents)
+        self.steps.end_backward(by_user=by_user)
 
     # ---- an optimizer step ----
 
@@ -466,7 +445,7 @@ class ModelStates(Uncopied):
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
         if self.running.defer_to_user_hooks and unscales_itself(optimizer):
-            self._end_own_backward()
+            self.end_backward(by_user=True)
             offloaded = {item.parameter for flat in self.offloaded.flat_optimizers for item in flat.param_views}
             if not unscale_as_optimizer(optimizer, offloaded):
                 self.steps.skip(optimizer)
@@ -478,7 +457,7 @@ class ModelStates(Uncopied):
     def end_step(self, optimizer: Optimizer) -> None:
         """Ends the step of `optimizer` on the device. Jobs on the CPU continue."""
         if self.running.optimizer is optimizer:
-            self._end_own_backward()
+            self.end_backward(by_user=True)
             self.steps.end()
             self._grad_dtype.end_step(optimizer)
 
@@ -523,7 +502,7 @@ class ModelStates(Uncopied):
         if not self.running.defer_to_user_hooks:
             self.decision.merge_checks(found)
         else:
-            self._end_own_backward()
+            self.end_backward(by_user=True)
             self._clipping.resume_stepped(optimizer)
             if not (norms := self._clipping.norms(optimizer)):
                 return
@@ -556,7 +535,7 @@ class ModelStates(Uncopied):
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters, limit)
         elif optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
-            self._end_own_backward()
+            self.end_backward(by_user=True)
             with self._grads.hidden():
                 self._clipping.clip(optimizer, algorithm, limit)
         else:

@@ -29,7 +29,7 @@ from lightning_ssd.model_states.placement import Setup
 from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
 from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
-from lightning_ssd.model_states.steps.rank_steps import RankSteps
+from lightning_ssd.model_states.steps.rank_reduction import RankReduction
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step import OptimizerStep, Submitted
 from lightning_ssd.model_states.steps.step_history import StepHistory
@@ -70,7 +70,7 @@ class StepScheduler:
         device_steps: the flat parameters that the device steps; owned.
         running: the step that runs.
         clipping: how the jobs of the next steps clip.
-        ranks: sums gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
+        reduction: reduces gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StepScheduler:
         device_steps: DeviceSteps,
         running: RunningStep,
         clipping: GradientClipping,
-        ranks: RankSteps | None,
+        reduction: RankReduction | None,
     ) -> None:
         self._offloaded = offloaded
         self._stores = offloaded.stores
@@ -103,7 +103,8 @@ class StepScheduler:
         self._records = records
         self._running = running
         self._clipping = clipping
-        self._ranks = ranks
+        self._reduction = reduction
+        self._ranks = None if reduction is None else reduction.steps
         self._weights_first = WeightsFirst(len(offloaded_units))
         self._device_steps = device_steps
         self._waited = 0.0
@@ -305,11 +306,19 @@ class StepScheduler:
             drop_second=self._decision.given_up,
         )
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, by_user: bool = False) -> None:
         """Submits the steps of gradients that the backward has completed, or their accumulation.
 
         If user code may read gradients before the step, they stay where they were copied to until it does.
+
+        Args:
+            by_user: whether gradients are about to be used, of a backward that user code may have called.
+
+        Raises:
+            RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
+        if self._reduction is not None:
+            self._reduction.check_backward(by_user=by_user)
         self._gradients.end_backward()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
@@ -317,18 +326,8 @@ class StepScheduler:
                     self.submit(flat)
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
-
-    def reduce(self) -> None:
-        """Passes all gradients of this rank to the owners, after the last backward before a step.
-
-        Raises:
-            RankError: another rank has failed.
-        """
-        assert self._ranks is not None
-        if self._running.defer_to_user_hooks:
-            self._ranks.reduce()
-        elif (optimizer := self._running.optimizer) is not None:
-            self._submit_remaining(optimizer)
+        if self._reduction is not None:
+            self._reduction.end_backward(self._submit_remaining, by_user=by_user)
 
     def end(self) -> None:
         """Ends the step on the training thread; submitted jobs go on.
