@@ -41,6 +41,7 @@ from lightning_ssd.model_states import (
 from lightning_ssd.retry import MicroBatchRetry, explain_out_of_memory
 from lightning_ssd.run import (
     CheckpointFiles,
+    DataParallelStrategy,
     RunStates,
     average_of,
     averaging_callbacks,
@@ -61,8 +62,8 @@ from lightning_ssd.types import BackendName, StateFormat
 from lightning_ssd.versions import warn_of_untested
 
 
-class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
-    """Trains on one device with activations and model states offloaded to host memory and SSDs.
+class SSDOffloadStrategy(DataParallelStrategy):
+    """Trains with activations and model states offloaded to host memory and SSDs.
 
     `Trainer(strategy="ssd_offload")` is this strategy with its defaults, `strategy="cpu_offload"` with `tier="host"`.
 
@@ -175,10 +176,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             file of it. `lightning-ssd export` makes a plain folder of weights of both.
         compile: compile the blocks of the model (see `units`) with `torch.compile` while it trains, except blocks that
             are compiled already. This changes the last digits of results, as your own `block.compile()` does.
-        accelerator: as in Lightning's strategies.
-        parallel_devices: the one device.
-        checkpoint_io: as in Lightning's strategies.
+        accelerator, cluster_environment, checkpoint_io: as in Lightning's strategies.
+        parallel_devices: devices of this host, if the Trainer's are not to be used.
         precision_plugin: plugin of the Trainer's `precision`.
+        ddp: further arguments of Lightning's `DDPStrategy` for several devices, such as
+            `{"find_unused_parameters": True}`.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range; the message names it and the remedy.
@@ -209,13 +211,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         compile: bool = False,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
+        cluster_environment: fabric.plugins.ClusterEnvironment | None = None,
         checkpoint_io: fabric.plugins.CheckpointIO | None = None,
         precision_plugin: pl.plugins.precision.Precision | None = None,
+        ddp: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self._given_devices = parallel_devices
-        self._devices = parallel_devices or []
-        """The one device, which the Trainer sets unless it is given."""
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp)
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
@@ -226,7 +227,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._ever_offloaded = False
         """Whether an earlier run with this strategy has offloaded states: checkpoints may have lazy tensors, and
         optimizers of that run may still own SSD space."""
-        self.num_nodes = 1  # the Trainer sets it
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -292,31 +292,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         with self._run.whole_weights():
             yield
 
-    # ---- the device ----
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The argument, also if a Trainer has set other devices: the next Trainer sets its own."""
-        return self._given_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        self._devices = devices
+    # ---- set-up, before the first step ----
 
     @override
     def setup_environment(self) -> None:
-        devices = self.num_nodes * max(1, len(self._devices))
-        if devices > 1:
-            raise ValueError(
-                f"`{self.strategy_name}` trains on one device, and the Trainer was given {devices}. "
-                "Set `devices=1` and `num_nodes=1`; or, to offload activations on several devices, use "
-                "`strategy='ddp'` or `'fsdp'` with `callbacks=[lightning_ssd.ActivationOffload()]`."
-            )
         super().setup_environment()
         if self.root_device.type == "cuda":
             self._segments = ExpandableSegments(self.root_device)
@@ -324,8 +303,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if (trainer := _trainer_of(self.lightning_module)) is not None:
             self._undo.append(functools.partial(remove_default_callbacks, trainer, add_default_callbacks(trainer)))
             self._offload_callbacks = find_offload_callbacks(trainer)
-
-    # ---- set-up, before the first step ----
 
     @override
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ VALUES = some.one_of(
 
 
 def test_the_tables_name_every_argument() -> None:
-    assert {*ARGUMENTS} == {*WORDS, *SIZES, *FLAGS, "path", "units"}
+    assert {*ARGUMENTS} == {*WORDS, *SIZES, *FLAGS, "ddp", "path", "units"}
     assert {*inspect.signature(ActivationOffload).parameters} < {*ARGUMENTS}
 
 
@@ -82,6 +82,7 @@ def _shows_a_legal_value(owner: Any, argument: str, message: str) -> bool:
         **{name: repr(words[0]) for name, words in WORDS.items()},
         **dict.fromkeys(SIZES, "'8GiB'"),
         **dict.fromkeys(FLAGS, "True"),
+        "ddp": "{'find_unused_parameters': True}",
         "path": "'/nvme0'",
         "units": "['GPT2Block']",
         "staging_memory": "GiB'",
@@ -94,6 +95,8 @@ def _has_a_meaning(made: Any, argument: str, value: Any) -> bool:
         return value in WORDS[argument] or isinstance(value, Backend)
     if argument in FLAGS:
         return isinstance(value, bool)
+    if argument == "ddp":
+        return value is None or all(isinstance(name, str) for name in dict(value))
     if argument == "units":
         return value is None or (not isinstance(value, str) and all(isinstance(name, str) and name for name in value))
     if argument == "path":

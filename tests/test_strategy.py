@@ -90,12 +90,6 @@ class TestChoosingIt:
         assert_same(_train(tmp_path, "auto"), model)
         assert len(list(tmp_path.rglob("*.ckpt"))) == 1
 
-    @pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
-    def test_two_devices_are_refused_with_the_remedy(self, tmp_path: Path, several: dict[str, int]) -> None:
-        trainer = make_trainer(tmp_path, offloading(), **several)
-        with pytest.raises(ValueError, match=r"one device.*2.*devices=1.*ActivationOffload"):
-            trainer.fit(small_model(), batches())
-
     def test_scratch_files_lie_in_a_default_root_dir_that_does_not_exist_yet(self, tmp_path: Path) -> None:
         seen: list[str] = []
 

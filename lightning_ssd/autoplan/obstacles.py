@@ -1,4 +1,4 @@
-"""Trainings that can't be planned: those on several devices, and those with compiled code that is no unit."""
+"""Trainings that can't be planned: those whose weights are sharded, and those with compiled code that is no unit."""
 
 from collections.abc import Callable, Iterable
 
@@ -185,8 +185,8 @@ class Obstacles:
 
 def obstacle_to_planning(training: Training) -> str | None:
     """Returns why no plan can be applied to the training; `None`: one can, as far as its modules show."""
-    if training.processes > 1:
-        return "several devices train, and plans are for the training of one device"
+    if not training.replicated:
+        return "other processes have a part of the weights, and plans are for processes that have all (DDP)"
     inside = {part for unit in compiled_units(training) for part in unit.modules()}
     for name, part in training.module.named_modules():
         if part not in inside and is_compiled(part):

@@ -124,8 +124,8 @@ class Training(Protocol):
         """Whether optimization is automatic: a forward, its backward, and after the last micro-batch the step."""
 
     @property
-    def processes(self) -> int:
-        """Number of processes that train the model."""
+    def replicated(self) -> bool:
+        """Whether each process has all weights, so that its forward and backward read those of no other process."""
 
     @property
     def micro_batches(self) -> int:

@@ -33,8 +33,8 @@ class ActivationOffload(pl.Callback):
     Args:
         path: directories for scratch files, one for each SSD. Default: the Trainer's `default_root_dir`.
         tier: `"ssd"` (host memory and SSDs), or `"host"` (host memory only).
-        offload: activations of each micro-batch to offload: `"auto"` (several processes are not planned), `"ssdtrain"`,
-            `"none"`, a share (`0.5`, `"50%"`), or bytes.
+        offload: activations of each micro-batch to offload: `"auto"` (planned if processes have all weights, as under
+            DDP), `"ssdtrain"`, `"none"`, a share (`0.5`, `"50%"`), or bytes.
         host_memory: bytes of pinned memory for activations in each process, a share of the free memory (`"50%"`,
             divided by the processes of the machine), or `"auto"`.
         ssd_capacity: bytes of scratch space, preallocated at the start; `None`: allocated as needed.

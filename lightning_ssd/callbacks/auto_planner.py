@@ -29,8 +29,9 @@ class AutoPlanner(pl.Callback):
       kept, offloaded and recomputed, and, with `states="auto"`, offloaded model states are moved. The plan is for
       batches of every size; micro-batches that may need more memory than all before offload all saved tensors.
       Saved tensors of compiled blocks are kept or offloaded, or their block is checkpointed.
-    - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, or code is
-      compiled that is no block, for example. Saved tensors without room are offloaded, as in the first steps.
+    - `"offload"`: the device lacks room, and the training can't be planned, because other processes have a part of the
+      weights, or code is compiled that is no block, for example. Saved tensors without room are offloaded, as in the
+      first steps.
 
     A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded
     (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or

@@ -1,5 +1,6 @@
 """`SwapPlanner`: profiles the first steps, chooses a plan, and compares its prediction with measured steps."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -142,7 +143,8 @@ class SwapPlanner(StepProfiling):
     def make_events(self, training: LightningTraining) -> PlanCycle:
         _check_can_plan(training)
         meter = allocator_memory(training.offloader.device)
-        self.cycle = PlanCycle(training, self._options, meter, ProfilingBudget(), logs_metrics=True)
+        options = self._options if training.is_global_zero else replace(self._options, save=None)
+        self.cycle = PlanCycle(training, options, meter, ProfilingBudget(), logs_metrics=True)
         return self.cycle
 
     @override
@@ -166,6 +168,5 @@ def _check_can_plan(training: Training) -> None:
     """Raises ValueError if no plan can be applied to the training."""
     obstacle = obstacle_to_planning(training)
     if obstacle is not None:
-        several = training.processes > 1
-        remedy = "Set `devices=1`" if several else "Remove `torch.compile` there"
+        remedy = "Remove `torch.compile` there" if training.replicated else "Set `devices=1`"
         raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback.")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_ssd._lightning import pl
@@ -53,8 +54,13 @@ class LightningTraining(Uncopied):
         return self._module.automatic_optimization
 
     @property
-    def processes(self) -> int:
-        return self._trainer.world_size
+    def replicated(self) -> bool:
+        return self._trainer.world_size == 1 or isinstance(self._trainer.strategy.model, DistributedDataParallel)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes the files of the training."""
+        return self._trainer.is_global_zero
 
     @property
     def micro_batches(self) -> int:

@@ -7,6 +7,7 @@ The modules, by subject, in the order in which they are best read:
   (Lightning's clipping and scaling, passed to model states), `precision` (plugins that do it), `averaging` (Lightning's
   averages of weights), `blocks` (the argument `compile`).
 - `attempts`: a micro-batch that runs out of memory is run again.
+- `data_parallel`: several processes, one for each device.
 - `checkpoints`: files that the strategy writes and reads itself.
 """
 
@@ -14,12 +15,14 @@ from lightning_ssd.run.attempts import prepare_retry, run_before_step
 from lightning_ssd.run.averaging import average_of, averaging_callbacks
 from lightning_ssd.run.blocks import compile_blocks
 from lightning_ssd.run.checkpoints import CheckpointFiles, copy_mapped_states, present_path, read_checkpoint
+from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import scale, scales_only
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.run.states import RunStates
 
 __all__ = [
     "CheckpointFiles",
+    "DataParallelStrategy",
     "RunStates",
     "average_of",
     "averaging_callbacks",

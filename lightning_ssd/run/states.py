@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
@@ -44,6 +45,7 @@ from lightning_ssd.planning import Plan
 from lightning_ssd.recover import Recovery
 from lightning_ssd.run.averaging import averaging_callbacks, summon_full_params
 from lightning_ssd.run.connection import Connection
+from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import autocast_dtype
 from lightning_ssd.run.setup import is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
@@ -84,7 +86,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def __init__(
         self,
-        strategy: pl.strategies.SingleDeviceStrategy,
+        strategy: DataParallelStrategy,
         config: OffloadConfig,
         states_config: StatesConfig,
         *,
@@ -129,7 +131,7 @@ class RunStates(Uncopied, StatesOwner):
         # User code may change the working directory later.
         root = trainer.default_root_dir
         self._default_path = root if "://" in root else os.path.abspath(root)
-        self._storage = self._config.resolve(self._default_path)
+        self._storage = self._config.resolve(self._default_path, self._processes)
         self._fitting = is_fitting(trainer)
         self.offloads = self._choose_offloads()
         if self.offloads:
@@ -143,6 +145,12 @@ class RunStates(Uncopied, StatesOwner):
         return self._states_config.offloads(self._model, device, fitting=self._fitting, movable=movable)
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
+        if self._strategy.is_distributed:
+            raise ValueError(
+                f"`{self._strategy.strategy_name}` does not offload model states with several devices, and here "
+                "`states`, `recover` or `gpu_memory` demand it, or they do not fit on the device. Set `states='gpu'`, "
+                "if all weights, gradients and optimizer states fit on each device; or `devices=1` and `num_nodes=1`."
+            )
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
         if self._fitting and averaging and self._states_config.recover:
@@ -230,7 +238,13 @@ class RunStates(Uncopied, StatesOwner):
         config, states = self._storage, self.model_states
         if states is not None:
             config = config.without(states.nbytes.host_limit, states.nbytes.ssd)
-        self.offloader = make_offloader(config, self._strategy.root_device, default_path=self._default_path)
+        self.offloader = make_offloader(
+            config,
+            self._strategy.root_device,
+            default_path=self._default_path,
+            rank=self._strategy.global_rank,
+            processes=self._processes,
+        )
         if states is None and self._config.amount() == "none":
             # Nothing is offloaded: hooks would only add overhead.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
@@ -318,7 +332,7 @@ class RunStates(Uncopied, StatesOwner):
     def tiers_may_change(self) -> bool:
         """Returns whether tiers of states may change between two steps: the user chose none, by argument or plan."""
         config = self._states_config
-        if config.states != "auto" or config.gpu_memory != "auto" or config.recover:
+        if config.states != "auto" or config.gpu_memory != "auto" or config.recover or self._strategy.is_distributed:
             return False
         # With manual optimization gradients may add up from one batch to the next.
         return self._trainer.lightning_module.automatic_optimization and self._placing_plan() is None
@@ -443,8 +457,14 @@ class RunStates(Uncopied, StatesOwner):
 
     @property
     def _model(self) -> nn.Module:
-        assert self._strategy.model is not None
-        return self._strategy.model
+        model = self._strategy.model
+        assert model is not None
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @property
+    def _processes(self) -> int:
+        """Processes of the run on this host, which share its memory and drives."""
+        return max(1, len(self._strategy.parallel_devices))
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -1,0 +1,69 @@
+"""Two processes train as with Lightning's `ddp`, bit for bit, and offload activations; one launch for all cases."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+from tests.support.data_parallel import CASES, OTHERS
+from tests.support.pages import ROOT
+from tests.support.trainings import script_environment
+
+PROGRAM = ["-m", "tests.support.data_parallel"]
+
+
+def launch(root: Path, *commands: tuple[Sequence[str], dict[str, str]]) -> None:
+    """Runs commands at once, each with its environment variables, to their ends, and collects what they print."""
+    with (root / "output").open("w") as output:
+        running = [
+            subprocess.Popen(command, stdout=output, stderr=output, env=script_environment() | variables, cwd=ROOT)
+            for command, variables in commands
+        ]
+        for process in running:
+            process.wait(timeout=240)
+
+
+def check(root: Path, name: str) -> None:
+    """Asserts that a case has succeeded in both processes."""
+    for rank in (0, 1):
+        file = root / f"{name}.{rank}"
+        assert file.exists(), (root / "output").read_text()[-5000:]
+        assert file.read_text() == ""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with the results of all cases in both processes."""
+    root = tmp_path_factory.mktemp("ranks")
+    launch(root, ([sys.executable, *PROGRAM, str(root)], {}))
+    return root
+
+
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
+def test_two_processes(results: Path, name: str) -> None:
+    check(results, name)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "hosts"])
+def test_launchers(tmp_path: Path, launcher: str) -> None:
+    """Processes that other programs have launched; the last case has one on each of two hosts."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
+    devices, num_nodes = ("1", "2") if launcher == "hosts" else ("2", "1")
+    program = [*PROGRAM, str(tmp_path), devices, num_nodes, "evaluation", "clipping_by_norm", "offloaded"]
+    if launcher == "torchrun":
+        launch(tmp_path, ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *program], address))
+    else:
+        variables = [
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+             "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+            if launcher == "slurm"
+            else {"NODE_RANK": rank}
+            for rank in ("0", "1")
+        ]  # fmt: skip
+        launch(tmp_path, *(([sys.executable, *program], address | one) for one in variables))
+    for name in ("evaluation", "clipping_by_norm", "offloaded"):
+        check(tmp_path, name)
