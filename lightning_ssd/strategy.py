@@ -328,6 +328,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
         if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
             check_unit_classes(self.model, self.states_config.units)
         run.begin(trainer)
+        self._reduces_gradients = not run.offloads
         if fitting:
             warn_of_untested()
             if self._compile:
@@ -457,7 +458,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self._has_lazy_tensors:
+        if not (self._has_lazy_tensors and self.is_global_zero):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.lightning_module is not None

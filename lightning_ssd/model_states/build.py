@@ -182,11 +182,11 @@ def _share(
 
     Raises:
         RankError: ranks train differently, or one has failed.
-        ValueError: several ranks don't support the optimizer or the settings.
+        ValueError: several ranks don't support an optimizer.
     """
     ranks = undo.enter_context(Ranks.connect())
     check_agreement(ranks.messages, describe_training(module, optimizers, [item.flat for item in specs], setup))
-    check_shared(specs, setup)
+    check_shared(specs)
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
 
 

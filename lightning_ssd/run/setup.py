@@ -19,6 +19,7 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.recover import training_settings
+from lightning_ssd.run.averaging import averaging_callbacks
 from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
@@ -85,6 +86,27 @@ def make_setup(
         settings=_fingerprint(trainer, config, storage, default_path, compiles) if fitting else RunFingerprint.none(),
         start_over=start_over,
     )
+
+
+def check_several_devices(trainer: pl.Trainer, config: StatesConfig) -> None:
+    """Raises ValueError, with the remedy, if several devices don't support the settings of offloaded states yet."""
+    averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
+    unsupported = {
+        f"`states={config.states!r}`, if they don't fit on each device": ("`states='host'`", config.states == "auto"),
+        "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
+        "`recover=True`": ("`recover=False`", config.recover),
+        "`clip='speculative'`": ("`clip='auto'`", config.clip == "speculative"),
+        "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
+        "`precision='16-mixed'`": ("`precision='bf16-mixed'`", trainer.precision == "16-mixed"),
+        f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
+        f"the callback {', '.join(averaging)}": ("`callbacks` without it", bool(averaging)),
+    }
+    for what, (remedy, found) in unsupported.items():
+        if found:
+            raise ValueError(
+                f"several devices don't offload model states with {what} yet. Set {remedy}, or `devices=1`; or, if all "
+                "states fit on each device, `states='gpu'`."
+            )
 
 
 def _fingerprint(

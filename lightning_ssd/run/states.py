@@ -47,7 +47,7 @@ from lightning_ssd.run.averaging import averaging_callbacks, summon_full_params
 from lightning_ssd.run.connection import Connection
 from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import autocast_dtype
-from lightning_ssd.run.setup import is_fitting, make_setup, planned_tiers
+from lightning_ssd.run.setup import check_several_devices, is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals
@@ -146,11 +146,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
         if self._strategy.is_distributed:
-            raise ValueError(
-                f"`{self._strategy.strategy_name}` does not offload model states with several devices, and here "
-                "`states`, `recover` or `gpu_memory` demand it, or they do not fit on the device. Set `states='gpu'`, "
-                "if all weights, gradients and optimizer states fit on each device; or `devices=1` and `num_nodes=1`."
-            )
+            check_several_devices(trainer, self._states_config)
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
         if self._fitting and averaging and self._states_config.recover:

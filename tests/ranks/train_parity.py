@@ -129,18 +129,12 @@ def batches(rank: int) -> list[Tensor]:
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
 
 
-class TwoRanks(SSDOffloadStrategy):
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
-
-
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
     torch.manual_seed(dist.get_rank())  # the values of rank 0 count
     module = case.module(case)
-    strategy = TwoRanks(states="host", min_bytes=1024, **case.strategy)
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+        strategy=strategy, accelerator="cpu", devices=2, use_distributed_sampler=False, max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, **case.trainer,
     )  # fmt: skip
     trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -86,23 +85,12 @@ def describe_training(
     return items + [(name, repr(value)) for name, value in settings.items()]
 
 
-def check_shared(specs: Sequence[FlatSpec], setup: Setup) -> None:
-    """Raises ValueError, with the remedy, if several ranks don't support the optimizers or settings of a training."""
-    config = setup.config
-    unsupported = {
-        f"`states={config.states!r}`": ("states='host'", config.states != "host"),
-        "`recover=True`": ("recover=False", config.recover),
-        "`clip='speculative'`": ("clip='auto'", config.clip == "speculative"),
-        "`overlap='naive'`": ("overlap='optimized'", config.overlap == "naive"),
-        "`precision='16-mixed'`": ("precision='bf16-mixed'", setup.autocast == torch.float16),
-    }
+def check_shared(specs: Sequence[FlatSpec]) -> None:
+    """Raises ValueError, with the remedy, if several ranks don't support the optimizer of a flat parameter."""
     for item in specs:
         optimizer = item.flat_optimizer
         if optimizer is not None and not isinstance(optimizer, ElementwiseOptimizer):
-            unsupported[f"an optimizer of {item.flat.name} other than AdamW, Adam and SGD"] = ("AdamW", True)
-    for what, (remedy, found) in unsupported.items():
-        if found:
             raise ValueError(
-                f"several devices with offloaded model states don't support {what} yet. Set `{remedy}`, or "
-                "`states='gpu'`, or `devices=1`."
+                f"several devices don't offload states of {item.flat.name} with its optimizer yet. Take AdamW, Adam or "
+                "SGD, or set `devices=1`; or, if all states fit on each device, `states='gpu'`."
             )
