@@ -70,7 +70,7 @@ from lightning_ssd.model_states.steps import (
 )
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankBuffers
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for_all
@@ -236,6 +236,7 @@ class ModelStates(Uncopied):
             self._reduction = RankReduction(
                 RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
                 ResidentMeans(ranks.ranks, others),
+                RankBuffers(ranks.ranks, module),
                 self.gradients,
                 self.running,
                 setup.last_micro_batch,
@@ -606,11 +607,14 @@ class ModelStates(Uncopied):
 
     @property
     def _why_read_only(self) -> str | None:
-        """The reason, and the remedy, why user code may not change weights; None: it may."""
+        """Why user code may not change weights, and the remedy, as the end of a message; None: it may."""
         if self.records.enabled:
-            return "which `recover=True` can't repeat after a kill; or set `recover=False`"
+            return "which `recover=True` can't repeat after a kill. Change them before `fit`, or set `recover=False`."
         if self._ranks is not None:
-            return "of which several devices share one copy; or set `devices=1`, or `states='gpu'`"
+            return (
+                "and several devices share one copy of them. Change them before `fit`, or set `devices=1`; or, if all "
+                "states fit on each device, `states='gpu'`."
+            )
         return None
 
     def _begin_change(self, flat: FlatParameter) -> None:
@@ -620,10 +624,7 @@ class ModelStates(Uncopied):
             RuntimeError: weights may not change, or the flat parameter's step has begun.
         """
         if self._why_read_only is not None:
-            raise RuntimeError(
-                f"weights of {flat.name} are changed outside of the optimizer, {self._why_read_only}. Change them "
-                "before `fit`."
-            )
+            raise RuntimeError(f"weights of {flat.name} are changed outside of the optimizer, {self._why_read_only}")
         self._prefetcher.check(flat)
         self._changed = True
 

@@ -33,6 +33,8 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has written all of its new values."""
     RESIDENTS = auto()
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
+    BUFFERS = auto()
+    """The buffers of modules of rank 0, the sender, are in shared memory."""
 
 
 _HEADER = struct.Struct("<BxxxIQ")
@@ -94,7 +96,6 @@ class RankMessages(Uncopied):
         """Ranks whose training has ended without an error."""
         self._failure: RankError | None = None
         """Why no message is expected any more: the first failure of any rank, this one included."""
-        self._failed_here = False
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._thread.start()
@@ -158,14 +159,13 @@ class RankMessages(Uncopied):
 
         All pending futures fail, here and there, and all later ones.
         """
-        text = f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         with self._lock:
             first = self._failure is None
-            self._failed_here |= first
         if first:
             content = text.encode()[: _MAX_BYTES - _HEADER.size]
             self.post(Topic.FAILURE, 0, 0, content, self.others)
-            self._fail_all(RankError(f"this rank ({self.rank}) has failed: {text}"))
+            self._fail_all(error if isinstance(error, RankError) else RankError(f"rank {self.rank} has failed: {text}"))
 
     def close(self, failure: BaseException | None = None) -> None:
         """Ends the messages of this rank, which waits for none. Idempotent.

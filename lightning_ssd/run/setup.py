@@ -92,9 +92,8 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig) -> None:
     """Raises ValueError, with the remedy, if several devices don't support the settings of offloaded states yet."""
     averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
     unsupported = {
-        f"`states={config.states!r}`, if they don't fit on each device": ("`states='host'`", config.states == "auto"),
-        "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
         "`recover=True`": ("`recover=False`", config.recover),
+        f"`states={config.states!r}`": ("`states='host'`", config.states != "host"),
         "`clip='speculative'`": ("`clip='auto'`", config.clip == "speculative"),
         "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
         "`precision='16-mixed'`": ("`precision='bf16-mixed'`", trainer.precision == "16-mixed"),

@@ -134,8 +134,9 @@ def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
     module = case.module(case)
     strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, use_distributed_sampler=False, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **case.trainer,
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,
+        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **case.trainer,
     )  # fmt: skip
     trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))
     (optimizer,) = trainer.optimizers

@@ -69,9 +69,10 @@ def describe_training(
     for number, optimizer in enumerate(optimizers):
         items.append((f"optimizer {number}", type(optimizer).__qualname__))
         for index, group in enumerate(optimizer.param_groups):
-            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
-            items.append((f"options of parameter group {index} of optimizer {number}", repr(sorted(plain.items()))))
+            for name, value in sorted(group.items()):
+                if name not in ("params", "param_names"):
+                    plain = value.tolist() if isinstance(value, Tensor) else value
+                    items.append((f"{name} of parameter group {index} of optimizer {number}", repr(plain)))
     for flat in flat_params:
         items.append((flat.name, repr([(item.name, item.start, item.stride) for item in flat.param_views])))
     settings = {

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.gradients import GradientOffloader, ResidentMeans
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
+from lightning_ssd.model_states.weights import RankBuffers
 
 
 class RankReduction:
@@ -17,6 +18,7 @@ class RankReduction:
     Args:
         steps: sums and steps of flat parameters.
         residents: gradients of all other parameters.
+        buffers: buffers of modules.
         gradients: gradients of flat parameters.
         running: the step that runs.
         last_micro_batch: whether a step follows the micro-batch whose backward ends.
@@ -29,21 +31,32 @@ class RankReduction:
         self,
         steps: RankSteps,
         residents: ResidentMeans,
+        buffers: RankBuffers,
         gradients: GradientOffloader,
         running: RunningStep,
         last_micro_batch: Callable[[], bool],
     ) -> None:
         self.steps = steps
         self._residents = residents
+        self._buffers = buffers
         self._gradients = gradients
         self._running = running
         self._last_micro_batch = last_micro_batch
         self._reduced = False
         """Whether the gradients of the present micro-batch were reduced."""
+        self._buffers_differ = True
+        """Whether buffers were not made those of rank 0 since the last reduction: as under DDP, they are then."""
 
     def begin_micro_batch(self) -> None:
-        """Begins a micro-batch."""
+        """Begins a micro-batch, with a backward or without.
+
+        Raises:
+            RankError: another rank has failed.
+        """
         self._reduced = False
+        if self._buffers_differ:
+            self._buffers_differ = False
+            self._buffers.take()
 
     def check_backward(self, *, by_user: bool) -> None:
         """Checks a backward that ends.
@@ -73,7 +86,7 @@ class RankReduction:
         """
         if self._reduced if by_user else not self._last_micro_batch():
             return
-        self._reduced = True
+        self._reduced = self._buffers_differ = True
         if self._running.defer_to_user_hooks:
             self.steps.reduce()
         elif (optimizer := self._running.optimizer) is not None:

@@ -18,7 +18,7 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: str | None)
 
     Args:
         stores: store of each flat parameter; no step and no prefetch runs.
-        read_only: why a change raises an error; None: it does not.
+        read_only: why a change raises an error, and the remedy, as the end of a message; None: it does not.
 
     Raises:
         RuntimeError: on exit, if a change can't be stored.
@@ -37,7 +37,7 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: str | None)
             if read_only is None:
                 stores[flat].checkin(weights.masters)
             elif not stores[flat].is_unchanged(weights.masters):
-                raise RuntimeError(f"a hook changed weights of {flat.name}, {read_only}. Change them before `fit`.")
+                raise RuntimeError(f"a hook changed weights of {flat.name}, {read_only}")
 
 
 class SummonedWeights:
