@@ -17,7 +17,7 @@ def outputs() -> list[str]:
     return [output for _, output in results]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["hand-overs", *CASES])
 def test_bits_are_those_of_ddp(name: str) -> None:
     for output in outputs():
         assert re.search(f"^{re.escape(name)}: equal$", output, re.MULTILINE), output

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.ranks.hand_over import torn_hand_overs
 
 WIDTH, STEPS = 32, 4
 
@@ -198,6 +199,7 @@ def differences(case: Case) -> Iterator[str]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    print(f"hand-overs: {torn_hand_overs() or 'equal'}", flush=True)
     for name in sys.argv[1:] or CASES:
         found = list(differences(CASES[name]))
         print(f"{name}: {'; '.join(found) or 'equal'}", flush=True)
