@@ -103,8 +103,9 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
             return super()._instantiate_trainer(with_terminal_lines(config), callbacks)
 
         def after_fit(self) -> None:
+            lines = describe_files(self.trainer, recipe)  # on all devices: the folder of logs is broadcast
             if self.trainer.is_global_zero:
-                print("\n".join(describe_files(self.trainer, recipe)))
+                print("\n".join(lines))
 
         @override
         def _run_subcommand(self, subcommand: str) -> None:

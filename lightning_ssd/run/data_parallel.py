@@ -157,11 +157,14 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if "finished reduction in the prior iteration" in str(exception):
+        text = str(exception)
+        if "finished reduction in the prior iteration" in text:
             exception.add_note(
                 "lightning_ssd: if parameters without a gradient are intended, set "
                 "`SSDOffloadStrategy(ddp={'find_unused_parameters': True})`."
             )
+        elif self._ddp is not None and ("closed by peer" in text or "reset by peer" in text):
+            exception.add_note("lightning_ssd: another process of this training has ended. Its own error is the cause.")
 
     @override
     def teardown(self) -> None:

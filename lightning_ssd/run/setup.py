@@ -93,7 +93,8 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig) -> None:
     averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
-        f"`states={config.states!r}`": ("`states='host'`", config.states != "host"),
+        "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
+        "`states='auto'`, and they do not fit on each device": ("`states='host'`", config.states == "auto"),
         "`clip='speculative'`": ("`clip='auto'`", config.clip == "speculative"),
         "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
         "`precision='16-mixed'`": ("`precision='bf16-mixed'`", trainer.precision == "16-mixed"),
@@ -103,7 +104,7 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig) -> None:
     for what, (remedy, found) in unsupported.items():
         if found:
             raise ValueError(
-                f"several devices don't offload model states with {what} yet. Set {remedy}, or `devices=1`; or, if all "
+                f"several devices don't offload model states with {what}. Set {remedy}, or `devices=1`; or, if all "
                 "states fit on each device, `states='gpu'`."
             )
 

@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 from tests.support.data_parallel import CASES, OTHERS
 from tests.support.pages import ROOT
-from tests.support.trainings import script_environment
+from tests.support.trainings import scratch_directories, script_environment
 
 PROGRAM = ["-m", "tests.support.data_parallel"]
 
@@ -45,6 +45,28 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_two_processes(results: Path, name: str) -> None:
     check(results, name)
+
+
+@pytest.mark.thorough
+def test_an_error_of_one_process_ends_both(tmp_path: Path) -> None:
+    """Each process shows its error, that of rank 0 names the cause, and no file is left."""
+    command = [sys.executable, *PROGRAM, str(tmp_path), "2", "1", "failing"]
+    done = subprocess.run(  # until both processes have closed the pipes
+        command, capture_output=True, text=True, env=script_environment(), cwd=ROOT, timeout=120
+    )
+    assert done.returncode != 0
+    assert "KeyError: 'deliberate'" in done.stderr and "another process of this training has ended" in done.stderr
+    assert scratch_directories(tmp_path) == []
+
+
+@pytest.mark.thorough
+def test_a_recipe_trains_on_two_devices(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_ssd", "run", "gpt", "-c", "laptop-cpu", "--trainer.devices=2"]
+    command += ["--trainer.strategy=ssd_offload", "--trainer.max_steps=2", f"--trainer.default_root_dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=script_environment(), cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "Starting with 2 processes" in done.stderr
+    assert len(list(tmp_path.rglob("last.ckpt"))) == 1 and scratch_directories(tmp_path) == []
 
 
 @pytest.mark.quick_cases(1)

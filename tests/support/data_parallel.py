@@ -255,12 +255,16 @@ def planned(root: Path) -> None:
 
 def refusals(root: Path) -> None:
     """States that are offloaded, before anything is trained."""
-    for arguments in ({"states": "ssd"}, {"recover": True}, {"gpu_memory": "24KiB"}):
+    for arguments, reason in (
+        ({"states": "ssd"}, "`states='ssd'`"),
+        ({"recover": True}, "`recover=True`"),
+        ({"gpu_memory": "24KiB"}, "do not fit"),
+    ):
         refused = trainer(root, SSDOffloadStrategy(**small_arguments() | arguments))
         try:
             refused.fit(model(SmallModel), batches())
         except ValueError as error:
-            assert "several devices" in str(error) and "states='gpu'" in str(error), error
+            assert reason in str(error) and "Set `states='gpu'`" in str(error), error
         else:
             raise AssertionError(f"{arguments} was not refused")
 
@@ -303,6 +307,20 @@ def compare(name: str, root: Path) -> None:
         assert_same(run(root / name / states, ours(ddp=ddp)), expected)
 
 
+class Failing(SmallModel):
+    """Rank 1 raises an error in its fourth batch; rank 0 waits for it in backward."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and len(self.losses) == 3:
+            raise KeyError("deliberate")
+        return super().training_step(batch, batch_idx)
+
+
+def failing(root: Path) -> None:
+    """Ends the program with the errors of both processes."""
+    trainer(root, offloading(), max_epochs=100).fit(model(Failing), batches())
+
+
 OTHERS = {"planned": planned, "refusals": refusals, "offloaded": offloaded}
 """Further cases, which make their own comparisons."""
 
@@ -310,6 +328,8 @@ OTHERS = {"planned": planned, "refusals": refusals, "offloaded": offloaded}
 def main(root: Path, devices: str = "2", num_nodes: str = "1", *names: str) -> None:
     torch.set_num_threads(1)
     WORLD.update(devices=int(devices), num_nodes=int(num_nodes))
+    if names == ("failing",):
+        failing(root)
     for name in names or (*CASES, *OTHERS):
         failed = ""
         try:

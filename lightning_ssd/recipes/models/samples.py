@@ -60,8 +60,8 @@ class SampleGrid(pl.Callback):
         if trainer.sanity_checking:
             return
         images = self.sample(pl_module)  # type: ignore[arg-type]  # `setup` has checked
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "samples"  # on all devices: it is broadcast
         if trainer.is_global_zero:
-            folder = Path(trainer.log_dir or trainer.default_root_dir) / "samples"
             folder.mkdir(parents=True, exist_ok=True)
             write_grid(images, self.columns, folder / f"step_{trainer.global_step:06d}.png")
 
