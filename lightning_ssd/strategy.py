@@ -84,8 +84,9 @@ class SSDOffloadStrategy(DataParallelStrategy):
     `bf16-true`, all) compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, which loses changes
     of less than a 256th of a weight.)
 
-    With several devices (`devices=n`, `num_nodes=n`), one process trains on each, by torch's DDP, and offloads its own
-    activations; results are those of Lightning's `ddp`. Model states must fit on each device.
+    With several devices (`devices=n`, `num_nodes=n`), one process trains on each and offloads its own activations;
+    results are those of Lightning's `ddp`. Model states that fit on each device are trained by torch's DDP. With
+    `states="host"`, the processes of one host share one copy of them in host memory, and each steps its part.
 
     When a training starts, four log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has

@@ -264,7 +264,7 @@ def refusals(root: Path) -> None:
         try:
             refused.fit(model(SmallModel), batches())
         except ValueError as error:
-            assert reason in str(error) and "Set `states='gpu'`" in str(error), error
+            assert reason in str(error) and "`states='gpu'`" in str(error), error
         else:
             raise AssertionError(f"{arguments} was not refused")
 
