@@ -85,8 +85,9 @@ class SSDOffloadStrategy(DataParallelStrategy):
     `bf16-true`, all) compute in bf16 and are stepped in fp32. (Plain Lightning steps them in bf16, which loses changes
     of less than a 256th of a weight.)
 
-    With several devices (`devices=n`, `num_nodes=n`), one process trains on each, by torch's DDP, and offloads its own
-    activations; results are those of Lightning's `ddp`. Model states must fit on each device.
+    With several devices (`devices=n`, `num_nodes=n`), one process trains on each and offloads its own activations;
+    results are those of Lightning's `ddp`. Model states that fit on each device are trained by torch's DDP. With
+    `states="host"`, the processes of one host share one copy of them in host memory, and each steps its part.
 
     When a training starts, log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
@@ -332,6 +333,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
         if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
             check_unit_classes(self.model, self.states_config.units)
         run.begin(trainer)
+        self._reduces_gradients = not run.offloads
         if fitting:
             warn_of_untested()
             if self._compile:
@@ -446,7 +448,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self._has_lazy_tensors:
+        if not (self._has_lazy_tensors and self.is_global_zero):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.lightning_module is not None

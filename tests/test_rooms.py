@@ -26,9 +26,10 @@ ROOMS: dict[str, set[str]] = dict.fromkeys(LEAVES, {"torch_internals"}) | {
     "storage": LEAVES | {"waits"},
     "device": LEAVES | {"waits", "storage"},  # the staged transfer reads into storage's memory
     "timeline": LEAVES,
+    "ranks": LEAVES | {"waits", "storage", "device"},
 }
 ROOMS["activations"] = LEAVES | {"waits", "planning", "storage", "device"}
-ROOMS["model_states"] = LEAVES | {"waits", "storage", "device", "activations"}
+ROOMS["model_states"] = LEAVES | {"waits", "storage", "device", "ranks", "activations"}
 _STATES = ROOMS["model_states"] | {"model_states", "_lightning"}
 ROOMS["retry"] = _STATES
 ROOMS["recover"] = _STATES | {"retry"}

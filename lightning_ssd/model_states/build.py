@@ -7,7 +7,7 @@ Building chooses resident units, groups parameters, allocates tiers, makes and f
 
 import contextlib
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,8 +26,11 @@ from lightning_ssd.model_states.placement import (
     KilledRun,
     MemoryPlan,
     PlanTiers,
+    RankStates,
     Setup,
+    check_shared,
     compute_dtypes,
+    describe_training,
     flat_groups,
     flats_of,
     make_flat_params,
@@ -54,6 +57,7 @@ from lightning_ssd.model_states.units import (
     materialize_buffers,
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
+from lightning_ssd.ranks import Ranks, check_agreement
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
 
@@ -117,16 +121,28 @@ def make_model_states(
                 "'bf16-true' or 'bf16-mixed', or leave it out"
             )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
+        two_versions &= setup.world_size == 1  # all ranks read the one that is shared
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
+        ranks: RankStates | None = None
+        if setup.world_size > 1:
+            ranks = _share(module, optimizers, specs, setup, device, undo)
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, recover=recover)
         recovered = space.recovered
         if space.staging is not None:
             undo.callback(space.staging.close, remove=recovered is None)
-        stores = _make_stores(space, copies, undo)
-        _fill(module, units, of_units, stores, uninitialized, loaded, device, recovered)
-        # After the model has given its memory to the stores: host memory need not have room for both.
-        commit_memory(stores.values(), pin=device.type == "cuda")
+        stores = _make_stores(space, copies, undo, ranks)
+        versions = {} if recovered is None else dict(zip(stores, recovered.versions, strict=True))
+        if ranks is not None:
+            ranks.ranks.end_allocation()
+            if ranks.ranks.rank > 0:
+                versions = dict.fromkeys(stores, 0)  # rank 0 writes them
+        _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
+        if ranks is None:
+            # After the model has given its memory to the stores: host memory need not have room for both.
+            commit_memory(stores.values(), pin=device.type == "cuda")
+        else:
+            ranks.ranks.take_values([*_resident_tensors(module, stores)])
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
             for flat_optimizer, kept in zip(flat_optimizers.values(), recovered.flat_optimizers, strict=True):
@@ -149,11 +165,39 @@ def make_model_states(
             device_bytes=prefetch_bytes,
             ssd_bytes=space.memory_plan.ssd,
             spare=space.spare,
+            ranks=ranks,
             journal=journal,
             recovered=recovered,
         )
         undo.pop_all()
     return states
+
+
+def _share(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    specs: Sequence[FlatSpec],
+    setup: Setup,
+    device: torch.device,
+    undo: contextlib.ExitStack,
+) -> RankStates:
+    """Connects all ranks, and returns what they share of the flat parameters. `undo` tells other ranks of its error.
+
+    Raises:
+        RankError: ranks train differently, or one has failed.
+        ValueError: several ranks don't support an optimizer.
+    """
+    ranks = undo.enter_context(Ranks.connect())
+    check_agreement(ranks.messages, describe_training(module, optimizers, [item.flat for item in specs], setup))
+    check_shared(specs)
+    return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
+
+
+def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:
+    """Yields the parameters and buffers that are not offloaded, in the same order on all ranks."""
+    offloaded = {item.parameter for flat in stores for item in flat.param_views}
+    yield from (parameter.data for parameter in module.parameters() if parameter not in offloaded)
+    yield from module.buffers()
 
 
 def assemble(
@@ -169,6 +213,7 @@ def assemble(
     device_bytes: int,
     ssd_bytes: int,
     spare: SpareMemory,
+    ranks: RankStates | None = None,
     journal: Journal | None = None,
     recovered: CommitRecord | None = None,
 ) -> ModelStates:
@@ -186,6 +231,7 @@ def assemble(
         device_bytes: budget of device memory for prefetched weights, bytes.
         ssd_bytes: allocated scratch space, bytes.
         spare: host memory for second versions that `memory_plan` does not count.
+        ranks: as in `ModelStates`.
         journal: as in `ModelStates`.
         recovered: as in `ModelStates`.
     """
@@ -201,7 +247,9 @@ def assemble(
     worker = Worker("cpu-optimizer", do_together)
     undo.callback(worker.close)
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
-    return ModelStates(module, offloaded, weights, pool, worker, setup, nbytes, journal=journal, recovered=recovered)
+    return ModelStates(
+        module, offloaded, weights, pool, worker, setup, nbytes, ranks=ranks, journal=journal, recovered=recovered
+    )
 
 
 def check_flats_apart(
@@ -314,14 +362,17 @@ def _reserve(
     return attempt([replace(item, layout=replace(item.layout, versions=1)) for item in specs])
 
 
-def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) -> dict[FlatParameter, StateStore]:
+def _make_stores(
+    space: _Space, copies: CopyEngine, undo: contextlib.ExitStack, ranks: RankStates | None
+) -> dict[FlatParameter, StateStore]:
     """Returns the empty stores; `undo` restores parameters from stores that were filled, and frees all stores."""
     blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
         space.specs, space.memory_plan.weights, space.memory_plan.opt_state, strict=True
     ):
-        store = make_store(item.layout, (of_weights, of_opt_state), space.staging, copies, undo, blobs=blobs)
+        tiers = of_weights, of_opt_state
+        store = make_store(item.layout, tiers, space.staging, copies, undo, blobs=blobs, ranks=ranks)
         stores[item.flat] = store
         undo.callback(store.restore_to_cpu)
     return stores
@@ -335,14 +386,13 @@ def _fill(
     uninitialized: MetaTensors,
     loaded: Loaded,
     device: torch.device,
-    recovered: CommitRecord | None,
+    versions: Mapping[FlatParameter, int],
 ) -> None:
     """Initializes all parameters: those of flat parameters in their stores, the others on the device.
 
     Units are initialized one after the other (units that share modules together), so that host memory need not have
-    room for the whole model.
+    room for the whole model. Stores of flat parameters in `versions` have values already, of these versions.
     """
-    versions = {} if recovered is None else dict(zip(stores, recovered.versions, strict=True))
     offloaded = {item.parameter for flat in stores for item in flat.param_views}
     for together in init_groups(module, units):
         materialize(module, [units[index] for index in together], uninitialized, device, loaded)

@@ -36,7 +36,14 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access, GradDtype, GradientAccess, end_aliases
 from lightning_ssd.model_states.checkpoints import ModelRestorer, StateDicts
 from lightning_ssd.model_states.forwards import UnitHooks, renew_guards
-from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientPool, GradScaleDecision, add_check
+from lightning_ssd.model_states.gradients import (
+    Gradient,
+    GradientOffloader,
+    GradientPool,
+    GradScaleDecision,
+    ResidentMeans,
+    add_check,
+)
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.optimizers import (
     GenericOptimizer,
@@ -46,11 +53,13 @@ from lightning_ssd.model_states.optimizers import (
     parameters_of,
     unscales_itself,
 )
-from lightning_ssd.model_states.placement import Setup
+from lightning_ssd.model_states.placement import RankStates, Setup
 from lightning_ssd.model_states.steps import (
     DeviceSteps,
     GradientArrivals,
     GradientClipping,
+    RankReduction,
+    RankSteps,
     RunningStep,
     StepRecords,
     StepScheduler,
@@ -61,7 +70,7 @@ from lightning_ssd.model_states.steps import (
 )
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankBuffers
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
@@ -129,6 +138,7 @@ class ModelStates(Uncopied):
         worker: runs optimizer jobs and accumulations; owned.
         setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
+        ranks: what several ranks share of the model; owned, with its memory and messages. None: there is one rank.
         journal: records steps for `recover=True`; owned.
         recovered: last record of a killed run, whose values are in the stores of `offloaded`.
     """
@@ -143,6 +153,7 @@ class ModelStates(Uncopied):
         setup: Setup,
         nbytes: StateBytes,
         *,
+        ranks: RankStates | None,
         journal: Journal | None,
         recovered: CommitRecord | None,
     ) -> None:
@@ -190,9 +201,12 @@ class ModelStates(Uncopied):
             setup.config.overlap,
         )
         # Gradients.
-        slabs = {} if pool is not None else {flat: Slab(flat.nbytes, pin=False) for flat in offloaded.flat_optimizers}
-        commit(list(slabs.values()), pin=copies.device.type == "cuda")
-        gradients = {flat: Gradient(flat, pool or slabs[flat]) for flat in offloaded.flat_optimizers}
+        shared = {} if ranks is None else ranks.gradients
+        slabs = {flat: one.copies[one.rank] for flat, one in shared.items()}
+        if pool is None and ranks is None:
+            slabs = {flat: Slab(flat.nbytes, pin=False) for flat in offloaded.flat_optimizers}
+            commit(list(slabs.values()), pin=copies.device.type == "cuda")
+        gradients = {flat: Gradient(flat, pool or slabs[flat], shared.get(flat)) for flat in offloaded.flat_optimizers}
         self.decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
@@ -217,6 +231,18 @@ class ModelStates(Uncopied):
             self._prefetcher,
             drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
         )
+        self._ranks = ranks
+        self._reduction: RankReduction | None = None
+        if ranks is not None:
+            others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
+            self._reduction = RankReduction(
+                RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
+                ResidentMeans(ranks.ranks, others),
+                RankBuffers(ranks.ranks, module),
+                self.gradients,
+                self.running,
+                setup.last_micro_batch,
+            )
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -229,6 +255,7 @@ class ModelStates(Uncopied):
             self._device_steps,
             self.running,
             self._clipping,
+            self._reduction,
         )
         # User code.
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
@@ -342,6 +369,8 @@ class ModelStates(Uncopied):
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
         self._changed = False
+        if self._reduction is not None:
+            self._reduction.begin_micro_batch()
         self._masters.sync_params()
         self._prefetcher.begin(kind)
         self._grad_dtype.begin_micro_batch()
@@ -363,9 +392,16 @@ class ModelStates(Uncopied):
             return any([one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of])
 
     @uninterrupted
-    def end_backward(self) -> None:
-        """Ends a backward: the gradients that it has offloaded are stepped, or accumulated."""
-        self.steps.end_backward()
+    def end_backward(self, *, by_user: bool = False) -> None:
+        """Ends a backward: the gradients that it has offloaded are stepped, or accumulated.
+
+        Args:
+            by_user: whether user code may have called it without Lightning; its gradients are about to be used.
+
+        Raises:
+            RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
+        """
+        self.steps.end_backward(by_user=by_user)
 
     # ---- an optimizer step ----
 
@@ -388,6 +424,8 @@ class ModelStates(Uncopied):
         chosen, kept = (
             {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
         )
+        if self._ranks is not None:
+            return False
         return self._device_steps.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -410,7 +448,7 @@ class ModelStates(Uncopied):
     def _begin_own_step(self, optimizer: Optimizer) -> None:
         """Begins the code of the optimizer's `step`; the strategy may have begun the step before."""
         if self.running.defer_to_user_hooks and unscales_itself(optimizer):
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self.end_backward(by_user=True)
             offloaded = {item.parameter for flat in self.offloaded.flat_optimizers for item in flat.param_views}
             if not unscale_as_optimizer(optimizer, offloaded):
                 self.steps.skip(optimizer)
@@ -422,7 +460,7 @@ class ModelStates(Uncopied):
     def end_step(self, optimizer: Optimizer) -> None:
         """Ends the step of `optimizer` on the device. Jobs on the CPU continue."""
         if self.running.optimizer is optimizer:
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self.end_backward(by_user=True)
             self.steps.end()
             self._grad_dtype.end_step(optimizer)
 
@@ -467,7 +505,7 @@ class ModelStates(Uncopied):
         if not self.running.defer_to_user_hooks:
             self.decision.merge_checks(found)
         else:
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self.end_backward(by_user=True)
             self._clipping.resume_stepped(optimizer)
             if not (norms := self._clipping.norms(optimizer)):
                 return
@@ -504,6 +542,10 @@ class ModelStates(Uncopied):
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters, limit)
+        elif optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
+            self.end_backward(by_user=True)
+            with self._grads.hidden():
+                self._clipping.clip(optimizer, algorithm, limit)
         else:
             self.steps.check_not_begun(optimizer)
             with self.full_grads(optimizer):
@@ -561,7 +603,7 @@ class ModelStates(Uncopied):
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()
-        with summon(self.stores, read_only=self.records.enabled):
+        with summon(self.stores, read_only=self._why_read_only):
             self._summoned = True
             try:
                 with self._masters.summon():
@@ -570,17 +612,26 @@ class ModelStates(Uncopied):
                 self._summoned = False
                 self._renew_guards()
 
+    @property
+    def _why_read_only(self) -> str | None:
+        """Why user code may not change weights, and the remedy, as the end of a message; None: it may."""
+        if self.records.enabled:
+            return "which `recover=True` can't repeat after a kill. Change them before `fit`, or set `recover=False`."
+        if self._ranks is not None:
+            return (
+                "and several devices share one copy of them. Change them before `fit`, or set `devices=1`; or, if all "
+                "states fit on each device, `states='gpu'`."
+            )
+        return None
+
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
 
         Raises:
-            RuntimeError: steps are recorded, or the flat parameter's step has begun.
+            RuntimeError: weights may not change, or the flat parameter's step has begun.
         """
-        if self.records.enabled:
-            raise RuntimeError(
-                f"weights of {flat.name} are changed outside of the optimizer, which `recover=True` can't repeat after "
-                "a kill. Change them before `fit`, or set `recover=False`."
-            )
+        if self._why_read_only is not None:
+            raise RuntimeError(f"weights of {flat.name} are changed outside of the optimizer, {self._why_read_only}")
         self._prefetcher.check(flat)
         self._changed = True
 
@@ -647,8 +698,12 @@ class ModelStates(Uncopied):
         if failure is None:
             shutdown.run(self._staged.pull_all)
             shutdown.run(self.finish)
+        if self._ranks is not None and shutdown.failure is not None:
+            self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
         shutdown.run(self._end)
         self._restore_model(shutdown)
+        if self._ranks is not None:
+            shutdown.run(self._ranks.ranks.messages.close, shutdown.failure)
         shutdown.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
@@ -661,6 +716,7 @@ class ModelStates(Uncopied):
             Exception: the error of a step; the model is restored then.
         """
         assert not self.records.enabled, "flat parameters of a recorded run don't change"
+        assert self._ranks is None, "flat parameters of several ranks don't change"
         self._staged.pull_all()
         self.drain()
         self.state_dicts.before_step()

@@ -52,6 +52,8 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         self._ddp_arguments = _checked(ddp)
         self._ddp: pl.strategies.DDPStrategy | None = None
         """Lightning's strategy for several processes; `None`: there is one process."""
+        self._reduces_gradients = True
+        """Whether torch's DDP reduces gradients of several processes; else offloaded model states do."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        if self._ddp is None:
+        if self._ddp is None or not self._reduces_gradients:
             return super()._setup_model(model)
         assert self.lightning_module is not None
         if not is_fitting(self.lightning_module.trainer):  # no gradients to reduce, but all have rank 0's values

@@ -19,6 +19,7 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.recover import training_settings
+from lightning_ssd.run.averaging import averaging_callbacks
 from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
@@ -80,9 +81,32 @@ def make_setup(
         scales_exactly=exact,
         whole=whole,
         sums_gradients=fitting and _accumulates(trainer),
+        world_size=trainer.world_size,
+        last_micro_batch=functools.partial(_ends_window, trainer),
         settings=_fingerprint(trainer, config, storage, default_path, compiles) if fitting else RunFingerprint.none(),
         start_over=start_over,
     )
+
+
+def check_several_devices(trainer: pl.Trainer, config: StatesConfig) -> None:
+    """Raises ValueError, with the remedy, if several devices don't support the settings of offloaded states yet."""
+    averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
+    unsupported = {
+        "`recover=True`": ("`recover=False`", config.recover),
+        "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
+        "`states='auto'`, and they do not fit on each device": ("`states='host'`", config.states == "auto"),
+        "`clip='speculative'`": ("`clip='auto'`", config.clip == "speculative"),
+        "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
+        "`precision='16-mixed'`": ("`precision='bf16-mixed'`", trainer.precision == "16-mixed"),
+        f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
+        f"the callback {', '.join(averaging)}": ("`callbacks` without it", bool(averaging)),
+    }
+    for what, (remedy, found) in unsupported.items():
+        if found:
+            raise ValueError(
+                f"several devices don't offload model states with {what}. Set {remedy}, or `devices=1`; or, if all "
+                "states fit on each device, `states='gpu'`."
+            )
 
 
 def _fingerprint(
@@ -116,6 +140,11 @@ def _clip_value(trainer: pl.Trainer) -> float | None:
     """Returns the present value by which gradients are clipped, which callbacks may change; None: they are not."""
     limit = trainer.gradient_clip_val or 0  # Lightning clips at no value of 0 or less
     return limit if trainer.gradient_clip_algorithm == "value" and limit > 0 else None
+
+
+def _ends_window(trainer: pl.Trainer) -> bool:
+    """Returns whether a step follows the present micro-batch; in manual optimization, one may."""
+    return not (trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate())
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:

@@ -49,9 +49,9 @@ from lightning_ssd.run.averaging import averaging_callbacks, summon_full_params
 from lightning_ssd.run.connection import Connection
 from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import autocast_dtype
-from lightning_ssd.run.setup import is_fitting, make_setup, planned_tiers
+from lightning_ssd.run.setup import check_several_devices, is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
-from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals
 from lightning_ssd.uncopied import Uncopied
 
@@ -148,11 +148,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
         if self._strategy.is_distributed:
-            raise ValueError(
-                f"`{self._strategy.strategy_name}` does not offload model states with several devices, and here "
-                f"{self._reason_to_offload()}. Set `states='gpu'`, if all weights, gradients and optimizer states fit "
-                "on each device; or `devices=1` and `num_nodes=1`."
-            )
+            check_several_devices(trainer, self._states_config)
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
         if self._fitting and averaging and self._states_config.recover:
@@ -162,17 +158,6 @@ class RunStates(Uncopied, StatesOwner):
             )
         # Raises an error that `make` would raise after Lightning's setup.
         autocast_dtype(self._strategy.precision_plugin, self._states_config.states, fitting=self._fitting)
-
-    def _reason_to_offload(self) -> str:
-        config = self._states_config
-        if config.recover and self._fitting:
-            return "`recover=True` needs them on SSDs"
-        if config.states != "auto":
-            return f"`states={config.states!r}` demands it"
-        if self._fitting and self._placing_plan() is not None:
-            return "SwapPlanner's `plan` demands it"
-        need = bytes_on_device(self._model, fitting=self._fitting)
-        return f"they do not fit: they need {format_bytes(need)} of each device"
 
     def place_model(self) -> None:
         """Moves the model to the device, except parameters that `make` offloads."""

@@ -63,6 +63,13 @@ class Slab:
         if pin:
             commit([self], pin=True)
 
+    @classmethod
+    def over(cls, memory: torch.Tensor) -> Slab:
+        """Returns a slab over `memory`, bytes from the begin of its storage that the caller has mapped."""
+        slab = cls.__new__(cls)
+        slab.tensor, slab._pinned = memory, False
+        return slab
+
     def close(self) -> None:
         """Unlocks and drops the memory, after the last copy to or from the GPU. Idempotent."""
         self.unpin()

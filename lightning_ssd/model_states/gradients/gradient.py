@@ -28,6 +28,7 @@ Only methods of `Gradient` change states and flags:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -89,6 +90,24 @@ class GradientPool:
         self._pool.close()
 
 
+@dataclass(frozen=True)
+class SharedGradient:
+    """Memory of one flat parameter's gradients that all ranks map, a part for each rank.
+
+    Ownership: a rank writes its parts until it posts its gradient to the owner of the flat parameter, and again from
+    the owner's message about the sum on. In between they belong to the owner.
+
+    Attributes:
+        rank: number of this rank.
+        copies: gradients as backward has computed them, in the dtype of the compute weights.
+        sums: gradients of several micro-batches in fp32; that of the flat parameter's owner: the mean of all ranks.
+    """
+
+    rank: int
+    copies: Sequence[Slab]
+    sums: Sequence[Tensor]
+
+
 class GradientState(Enum):
     """State of one parameter's gradient as `Tensor.grad` shows it in plain training. The training thread's."""
 
@@ -118,6 +137,7 @@ class Gradient:
     Args:
         flat: the flat parameter.
         memory: host memory of its own, of `flat.nbytes` bytes, which it closes; or that which it shares with others.
+        shared: memory of all ranks' gradients, of which `memory` is this one's part; None: there is one rank.
 
     Attributes:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
@@ -138,9 +158,10 @@ class Gradient:
         followed: indices of parameters whose gradient autograd can differentiate in plain training (`create_graph`).
     """
 
-    def __init__(self, flat: FlatParameter, memory: Slab | GradientPool) -> None:
+    def __init__(self, flat: FlatParameter, memory: Slab | GradientPool, shared: SharedGradient | None = None) -> None:
         self._flat = flat
         self._pool = memory if isinstance(memory, GradientPool) else None
+        self._shared = shared
         self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(flat.dtype)
@@ -178,7 +199,10 @@ class Gradient:
         """Returns `accum`, allocated if it is missing. The caller has waited for `consumed`."""
         if self.accum is None:
             with torch.inference_mode(False):
-                self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+                if self._shared is not None:
+                    self.accum = self._shared.sums[self._shared.rank]
+                else:
+                    self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
         return self.accum
 
     def held(self, index: int) -> tuple[Tensor, Tier] | None:

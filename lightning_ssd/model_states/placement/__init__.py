@@ -6,6 +6,7 @@ The modules, in the order in which they are best read:
 - `residency`: parameters that stay on the device with gradients and optimizer states.
 - `states_config`: settings for a whole training.
 - `grouping`: parameters grouped into flat parameters, with layouts and optimizers.
+- `rank_states`: what several ranks share of the flat parameters.
 - `state_storage`: the scratch space on SSDs, and the store of each flat parameter.
 - `unit_mover`: moves the values of one part of a unit after the other.
 """
@@ -22,6 +23,7 @@ from lightning_ssd.model_states.placement.grouping import (
     make_flat_params,
     make_spec,
 )
+from lightning_ssd.model_states.placement.rank_states import RankStates, check_shared, describe_training
 from lightning_ssd.model_states.placement.residency import (
     PlanTiers,
     UnitTiers,
@@ -53,6 +55,7 @@ __all__ = [
     "MOVABLE_GPU_SHARE",
     "MemoryPlan",
     "PlanTiers",
+    "RankStates",
     "STAGED_FLAT_ELEMENTS",
     "Setup",
     "StatesConfig",
@@ -60,9 +63,11 @@ __all__ = [
     "UnitMover",
     "UnitTiers",
     "bytes_on_device",
+    "check_shared",
     "check_state_format",
     "compute_dtypes",
     "describe_smaller_formats",
+    "describe_training",
     "flat_groups",
     "flats_of",
     "make_flat_params",

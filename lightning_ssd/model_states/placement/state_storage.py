@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lightning_ssd.model_states.journal import (
     remove_record,
 )
 from lightning_ssd.model_states.placement.budget import MemoryPlan
+from lightning_ssd.model_states.placement.rank_states import RankStates
 from lightning_ssd.model_states.stores import (
     HostBuffer,
     Layout,
@@ -28,7 +30,7 @@ from lightning_ssd.model_states.stores import (
     VersionedBuffers,
 )
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, StoreManifest
+from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, Slab, StoreManifest
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ def make_store(
     undo: contextlib.ExitStack,
     *,
     blobs: Iterator[Blob] | None = None,
+    ranks: RankStates | None = None,
 ) -> StateStore:
     """Returns an empty store of a flat parameter.
 
@@ -125,14 +128,32 @@ def make_store(
         copies: copies of the device.
         undo: frees the buffers.
         blobs: blobs of a killed run, with values, which are used in order.
+        ranks: allocates host memory that all ranks share; None: there is one rank.
 
     Raises:
         StorageError: host memory or scratch space can't be allocated.
     """
     of_weights, of_opt_state = tiers
-    weights = make_buffer(layout.flat.nbytes, of_weights, staging, undo, versions=layout.versions, blobs=blobs)
+    pin = copies.device.type == "cuda"
+    weights = make_buffer(
+        layout.flat.nbytes,
+        of_weights,
+        staging,
+        undo,
+        versions=layout.versions,
+        blobs=blobs,
+        share=None if ranks is None else partial(ranks.allocate, layout.flat, pin=pin),
+    )
     assert weights is not None
-    opt_state = make_buffer(layout.opt_state_bytes, of_opt_state, staging, undo, versions=layout.versions, blobs=blobs)
+    opt_state = make_buffer(
+        layout.opt_state_bytes,
+        of_opt_state,
+        staging,
+        undo,
+        versions=layout.versions,
+        blobs=blobs,
+        share=None if ranks is None else partial(ranks.allocate, layout.flat, pin=False),
+    )
     return StateStore(layout, VersionedBuffers(layout, weights, opt_state), copies, staging)
 
 
@@ -144,13 +165,17 @@ def make_buffer(
     *,
     versions: int,
     blobs: Iterator[Blob] | None = None,
+    share: "Callable[[int], Slab] | None" = None,
 ) -> StateBuffer | None:
-    """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`."""
+    """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`.
+
+    `share` allocates bytes of host memory that all ranks share.
+    """
     if not nbytes:
         return None
     buffer: StateBuffer
     if tier == "host":
-        buffer = HostBuffer(nbytes, versions=versions)
+        buffer = HostBuffer(nbytes, versions=versions, memory=None if share is None else share(nbytes))
     else:
         assert staging is not None
         adopted = None if blobs is None else list(islice(blobs, versions))

@@ -146,6 +146,9 @@ class Setup:
         start_over: whether training starts from a checkpoint although a killed run has left a record.
         whole: optimizers that are stepped whole (see `WholeStep`); `defer_to_user_hooks` is set if there are any.
         sums_gradients: whether gradients of several micro-batches are summed, which takes host memory.
+        world_size: ranks that train the model together.
+        last_micro_batch: returns whether the micro-batch whose backward ends is the last one before a step. Ranks
+            reduce their gradients then.
     """
 
     config: StatesConfig
@@ -160,6 +163,8 @@ class Setup:
     start_over: bool = False
     whole: Sequence[Optimizer] = ()
     sums_gradients: bool = False
+    world_size: int = 1
+    last_micro_batch: Callable[[], bool] = lambda: True
 
     def parts_of(self, unit: Unit) -> tuple[UnitPart, ...]:
         """Returns the parts of a unit that may be on tiers of their own.

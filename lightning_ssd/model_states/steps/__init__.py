@@ -7,6 +7,8 @@ The modules, in the order in which they are best read:
 - `gradient_clipping`: clipping and unscaling between backward and step.
 - `step_scheduler`: when the step of a flat parameter begins, and which futures wait for it.
 - `step`: the step of one flat parameter, from the arrival of its gradient to its commit.
+- `rank_steps`: sums of gradients over ranks, and steps that another rank makes.
+- `rank_reduction`: when the gradients of all ranks are reduced.
 - `weights_first`: units whose compute weights are stepped before the rest.
 - `step_records`: the steps that the journal of `recover=True` has recorded.
 - `step_history`: the last steps, and the roll-back of those that were committed in part.
@@ -20,6 +22,8 @@ from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_arrivals import GradientArrivals
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping, unscale_as_optimizer
 from lightning_ssd.model_states.steps.optimizer_hooks import hook_step, hook_zero_grad, keep_last
+from lightning_ssd.model_states.steps.rank_reduction import RankReduction
+from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step_records import StepRecords
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
@@ -28,6 +32,8 @@ __all__ = [
     "DeviceSteps",
     "GradientArrivals",
     "GradientClipping",
+    "RankReduction",
+    "RankSteps",
     "RunningStep",
     "StepRecords",
     "StepScheduler",

@@ -29,6 +29,7 @@ from lightning_ssd.model_states.placement import Setup
 from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
 from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
+from lightning_ssd.model_states.steps.rank_reduction import RankReduction
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step import OptimizerStep, Submitted
 from lightning_ssd.model_states.steps.step_history import StepHistory
@@ -69,6 +70,7 @@ class StepScheduler:
         device_steps: the flat parameters that the device steps; owned.
         running: the step that runs.
         clipping: how the jobs of the next steps clip.
+        reduction: reduces gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class StepScheduler:
         device_steps: DeviceSteps,
         running: RunningStep,
         clipping: GradientClipping,
+        reduction: RankReduction | None,
     ) -> None:
         self._offloaded = offloaded
         self._stores = offloaded.stores
@@ -100,6 +103,8 @@ class StepScheduler:
         self._records = records
         self._running = running
         self._clipping = clipping
+        self._reduction = reduction
+        self._ranks = None if reduction is None else reduction.steps
         self._weights_first = WeightsFirst(len(offloaded_units))
         self._device_steps = device_steps
         self._waited = 0.0
@@ -225,7 +230,11 @@ class StepScheduler:
         else:
             on_host, arrived = self._gradients.hand_over(flat)
         limit = self._running.limit
-        if self._running.defer_to_user_hooks or (arrived is None and limit is None and not self._decision.needs_norm):
+        reduced = self._running.defer_to_user_hooks
+        if self._ranks is not None and not reduced:
+            on_host = self._ranks.sum(flat, on_host, arrived, options, self._priorities[flat])
+            arrived = None
+        elif reduced or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
@@ -250,8 +259,14 @@ class StepScheduler:
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
         self.history.submit(flat)
-        weights, done = self._begin_step(flat, step, stepper, on_host, ready)
-        gradient.submit_step(done)
+        if self._ranks is None or self._ranks.owns(flat):
+            weights, done = self._begin_step(flat, step, stepper, on_host, ready)
+            gradient.submit_step(done)
+        else:
+            weights, done = self._ranks.follow(flat, options, reduced=reduced)
+            gradient.submit_step(done if reduced else on_host)  # the owner reads it until then
+        if self._ranks is not None and self._ranks.owns(flat):
+            self._ranks.announce(flat, weights, done)
         store.announce_step(weights, done)
         self._submitted[flat] = done
 
@@ -291,11 +306,19 @@ class StepScheduler:
             drop_second=self._decision.given_up,
         )
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, by_user: bool = False) -> None:
         """Submits the steps of gradients that the backward has completed, or their accumulation.
 
         If user code may read gradients before the step, they stay where they were copied to until it does.
+
+        Args:
+            by_user: whether gradients are about to be used, of a backward that user code may have called.
+
+        Raises:
+            RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
+        if self._reduction is not None:
+            self._reduction.check_backward(by_user=by_user)
         self._gradients.end_backward()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
@@ -303,6 +326,8 @@ class StepScheduler:
                     self.submit(flat)
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
+        if self._reduction is not None:
+            self._reduction.end_backward(self._submit_remaining, by_user=by_user)
 
     def end(self) -> None:
         """Ends the step on the training thread; submitted jobs go on.
@@ -381,7 +406,9 @@ class StepScheduler:
         for flat, gradient in self._gradients.of(optimizer):
             if flat in self._submitted:
                 continue
-            if gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states:
+            present = gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states
+            # Other ranks may have a gradient where this one has none.
+            if present or (self._ranks is not None and not self._running.defer_to_user_hooks):
                 self._staged.pull(flat)
                 gradient.fold()
                 self.submit(flat)

@@ -114,6 +114,10 @@ class HostBuffer(StateBuffer):
     Args:
         nbytes: bytes to store.
         versions: 1 or 2.
+        memory: memory that other ranks share; owned. None: new memory.
+
+    Attributes:
+        shared: whether other ranks share the memory.
 
     Raises:
         StorageError: the memory can't be allocated.
@@ -122,11 +126,12 @@ class HostBuffer(StateBuffer):
     tier = "host"
     staging_bytes = 0
 
-    def __init__(self, nbytes: int, *, versions: int) -> None:
+    def __init__(self, nbytes: int, *, versions: int, memory: Slab | None = None) -> None:
         self.nbytes = nbytes
         self.versions = versions
         self._pin = False
-        self._slabs: dict[int, Slab] = {0: Slab(nbytes, pin=False)}
+        self.shared = memory is not None
+        self._slabs: dict[int, Slab] = {0: memory or Slab(nbytes, pin=False)}
         """Memory of each version, by its number."""
         self._views: dict[int, dict[str, Tensor]] = {}
         """What `views` has returned for each version."""

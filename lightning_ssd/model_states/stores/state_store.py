@@ -259,8 +259,9 @@ class StateStore:
         """Returns the fp32 master weights, `flat.numel` elements, to be changed until `checkin`."""
         staged = self._staged_now()
         masters = staged.masters()
-        # Those in host memory are returned themselves; staging memory can't be held for long.
-        if staged.buffer is not None:
+        # Those in host memory are returned themselves, unless other ranks would see changes of them; staging memory
+        # can't be held for long.
+        if staged.buffer is not None or any(buffer.shared for buffer in self.buffers.host):
             masters = masters.clone()
             self.unstage(staged, changed=False)
         return masters

@@ -13,12 +13,12 @@ from lightning_ssd.shutdown import Shutdown
 
 
 @contextlib.contextmanager
-def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: bool) -> Iterator[None]:
+def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: str | None) -> Iterator[None]:
     """Makes the parameters of all flat parameters whole fp32 tensors, their master weights; changes are stored on exit.
 
     Args:
         stores: store of each flat parameter; no step and no prefetch runs.
-        read_only: whether a change raises an error, since steps are recorded.
+        read_only: why a change raises an error, and the remedy, as the end of a message; None: it does not.
 
     Raises:
         RuntimeError: on exit, if a change can't be stored.
@@ -34,13 +34,10 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: bool) -> It
             shutdown.run(weights.restore)
         shutdown.raise_failure()
         for flat, weights in summoned.items():
-            if not read_only:
+            if read_only is None:
                 stores[flat].checkin(weights.masters)
             elif not stores[flat].is_unchanged(weights.masters):
-                raise RuntimeError(
-                    f"a hook changed weights of {flat.name}, which `recover=True` can't "
-                    "repeat after a kill. Change them elsewhere, or set `recover=False`."
-                )
+                raise RuntimeError(f"a hook changed weights of {flat.name}, {read_only}")
 
 
 class SummonedWeights:

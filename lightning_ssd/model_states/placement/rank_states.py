@@ -1,0 +1,97 @@
+"""What the ranks of a host share of a model: owners of flat parameters, and memory of their values and gradients."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ssd.model_states.gradients import SharedGradient
+from lightning_ssd.model_states.optimizers import ElementwiseOptimizer
+from lightning_ssd.model_states.placement.grouping import FlatSpec
+from lightning_ssd.model_states.placement.states_config import Setup
+from lightning_ssd.model_states.stores import Layout
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.ranks import Ranks, choose_owners
+from lightning_ssd.storage import Slab
+
+
+class RankStates:
+    """Shares the memory of flat parameters among ranks, which allocate it in the same order.
+
+    Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
+    read them from the message about the step until it posts its gradient for the next one: the owner writes only when
+    it has the gradients of all ranks. Rank 0 writes the initial values, before the first exchange of all ranks.
+
+    Args:
+        ranks: memory and messages of this rank; the caller closes them.
+        layouts: layouts of the flat parameters, in the same order on all ranks.
+        pin: whether gradients are page-locked, for copies from the device.
+
+    Attributes:
+        ranks: memory and messages of this rank.
+        numbers: number of each flat parameter, in messages.
+        gradients: memory of the gradients of each flat parameter that is stepped.
+    """
+
+    def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
+        self.ranks = ranks
+        self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
+        owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
+        self._owners = dict(zip(self.numbers, owners, strict=True))
+        self.gradients = {layout.flat: self._share_gradient(layout.flat, pin=pin) for layout in layouts if layout.steps}
+
+    def owner_of(self, flat: FlatParameter) -> int:
+        """Returns the rank that sums the gradients of a flat parameter and steps it."""
+        return self._owners[flat]
+
+    def owns(self, flat: FlatParameter) -> bool:
+        """Whether this rank does so."""
+        return self._owners[flat] == self.ranks.rank
+
+    def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
+        """Returns memory for values of a flat parameter, whose pages its owner commits; see `RankMemory.allocate`."""
+        return self.ranks.memory.allocate(nbytes, touch=self.owns(flat), pin=pin)
+
+    def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
+        memory, ranks = self.ranks.memory, range(self.ranks.size)
+        copies = [memory.allocate(flat.nbytes, touch=rank == self.ranks.rank, pin=pin) for rank in ranks]
+        return SharedGradient(self.ranks.rank, copies, [memory.floats(flat.numel) for _ in ranks])
+
+
+def describe_training(
+    module: nn.Module, optimizers: Sequence[Optimizer], flat_params: Sequence[FlatParameter], setup: Setup
+) -> list[tuple[str, str]]:
+    """Returns what ranks have to agree on, as names and values: parameters, optimizers and settings."""
+    items = [
+        (name, f"{one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}")
+        for name, one in module.named_parameters()
+    ]
+    for number, optimizer in enumerate(optimizers):
+        items.append((f"optimizer {number}", type(optimizer).__qualname__))
+        for index, group in enumerate(optimizer.param_groups):
+            for name, value in sorted(group.items()):
+                if name not in ("params", "param_names"):
+                    plain = value.tolist() if isinstance(value, Tensor) else value
+                    items.append((f"{name} of parameter group {index} of optimizer {number}", repr(plain)))
+    for flat in flat_params:
+        items.append((flat.name, repr([(item.name, item.start, item.stride) for item in flat.param_views])))
+    settings = {
+        "the arguments of the strategy": setup.config,
+        "the dtype of autocast": setup.autocast,
+        "clipping by norm": setup.clip_norm(),
+        "clipping by value": setup.clip_value(),
+        "hooks that may read gradients": setup.defer_to_user_hooks,
+        "gradient accumulation": setup.sums_gradients,
+    }
+    return items + [(name, repr(value)) for name, value in settings.items()]
+
+
+def check_shared(specs: Sequence[FlatSpec]) -> None:
+    """Raises ValueError, with the remedy, if several ranks don't support the optimizer of a flat parameter."""
+    for item in specs:
+        optimizer = item.flat_optimizer
+        if optimizer is not None and not isinstance(optimizer, ElementwiseOptimizer):
+            raise ValueError(
+                f"several devices don't offload states of {item.flat.name} with its optimizer yet. Take AdamW, Adam or "
+                "SGD, or set `devices=1`; or, if all states fit on each device, `states='gpu'`."
+            )

@@ -1,0 +1,313 @@
+"""Steps of flat parameters whose values several ranks share: the owner sums the gradients and steps, others follow.
+
+A step of one flat parameter, between backward and the next forward (`T`: topics of messages):
+
+1. All ranks: the gradient is copied to the rank's part of shared memory, and `T.GRADIENT` posted to the owner.
+2. Owner, on the worker's thread: the mean in the order of ranks, in fp32, to its `SharedGradient.sums`. `T.SUM` tells
+   the others which parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
+3. Owner, on the worker's thread: the step, as with one rank. `T.WEIGHTS` and `T.STEP` tell that it is written.
+4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
+
+No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
+between ranks, and repeated micro-batches, need no order that ranks agree on.
+
+If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`).
+"""
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd.device import CopyEngine, Worker
+from lightning_ssd.futures import Future, all_of, finished, then
+from lightning_ssd.model_states.gradients import GradientOffloader, measure_summed
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
+from lightning_ssd.model_states.placement import RankStates
+from lightning_ssd.model_states.stores import StateStore
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.ranks import RankError, Topic
+from lightning_ssd.waits import wait_for, wait_for_all
+
+CHUNK = 2**18
+"""Elements that are summed at a time: their sum stays in the cache between the ranks' gradients."""
+
+
+class RankSteps:
+    """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
+
+    Threads: `sum`, `follow`, `announce` and `reduce` run on the training thread, or on autograd's while that waits.
+    `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their callbacks:
+    these count steps and post messages, and wait for nothing.
+
+    Ownership: see `SharedGradient` and `RankStates`.
+
+    Args:
+        states: what the ranks share.
+        stores: values of each flat parameter.
+        flat_optimizers: how each flat parameter is stepped.
+        gradients: gradients of this rank.
+        copies: copies of the device.
+        worker: sums gradients.
+    """
+
+    def __init__(
+        self,
+        states: RankStates,
+        stores: Mapping[FlatParameter, StateStore],
+        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
+        gradients: GradientOffloader,
+        copies: CopyEngine,
+        worker: Worker,
+    ) -> None:
+        self._states = states
+        self._messages = states.ranks.messages
+        self._stores = stores
+        self._flat_optimizers = flat_optimizers
+        self._gradients = gradients
+        self._copies = copies
+        self._worker = worker
+        self._sums = dict.fromkeys(flat_optimizers, 0)
+        """Sums of each flat parameter's gradients so far."""
+        self._steps = dict.fromkeys(flat_optimizers, 0)
+        """Steps that were submitted."""
+        self._stepped: dict[FlatParameter, Future[None]] = {}
+        """Last step of each flat parameter that this rank owns, which uses its mean gradient."""
+        self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
+        """For each parameter, whether a rank has had a gradient of it in the last sum."""
+
+    def owns(self, flat: FlatParameter) -> bool:
+        """Whether this rank steps `flat`."""
+        return self._states.owns(flat)
+
+    # ---- sums ----
+
+    def sum(
+        self,
+        flat: FlatParameter,
+        on_host: "Future[None]",
+        arrived: Sequence[bool] | None,
+        options: Options,
+        priority: int,
+    ) -> "Future[None]":
+        """Passes this rank's gradient of `flat`, or none, to the owner's next step. The weights were evicted.
+
+        Args:
+            flat: the flat parameter.
+            on_host: done when the gradient is in shared memory.
+            arrived: as in `OptimizerStep`.
+            options: options of the step, which have to be the same on all ranks.
+            priority: priority of the owner's job.
+
+        Returns:
+            A future that is done when the mean gradient, and its norms, are known. The owner has the mean in
+            `Gradient.accum`.
+        """
+        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._sums, flat)
+        messages = self._messages
+        owner, norms = self._states.owner_of(flat), self._gradients.norms.to_sum(flat)
+        # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
+        read = self._copies.on_d2h(self._copies.mark(awaited=True))
+        own: list[bytes] = []
+
+        def post(_: None) -> "Future[None]":  # on the thread that completes the last of both
+            own.append(_describe(gradient.has_accum if arrived is None else arrived, arrived is None, options))
+            if not self.owns(flat):
+                gradient.end_step()
+                messages.post(Topic.GRADIENT, number, turn, own[0], [owner])
+            return finished(None)
+
+        def note(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
+            self._has_grad[flat] = _read_flags(contents[owner], flat)
+            if norms is not None:
+                norms.clear()
+                norms.update(_read_norms(contents[owner], flat, self._has_grad[flat]))
+            return finished(None)
+
+        posted = then(all_of([on_host, read]), post)
+        if not self.owns(flat):
+            summed = messages.collect(Topic.SUM, number, turn, [owner])
+            gradient.summed = then(posted, lambda _: then(summed, note))
+            return gradient.summed
+        others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
+
+        def run() -> None:  # on the worker's thread
+            self._mean(flat, {**others.result(), messages.rank: own[0]})
+            if norms is not None:
+                norms.clear()
+                for index in range(len(flat.param_views)):
+                    measure_summed(gradient, flat, index, norms)
+            messages.post(Topic.SUM, number, turn, _write_sum(gradient.has_accum, flat, norms), messages.others)
+
+        last = self._stepped.get(flat, finished(None))
+        gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
+        return gradient.summed
+
+    def reduce(self) -> None:
+        """Makes the gradients of all flat parameters, of all micro-batches, their mean over ranks, on all ranks.
+
+        Raises:
+            RankError: another rank has failed, or trains differently.
+        """
+        messages, own, turns = self._messages, {}, {}
+        self._gradients.accumulate_all()
+        wait_for_all(self._gradients.consumed(), "gradients")
+        for flat, gradient in self._gradients.items():
+            gradient.fold()
+            turns[flat] = self._next(self._sums, flat)
+            own[flat] = _describe(gradient.has_accum, True, None)
+            if not self.owns(flat):
+                to = [self._states.owner_of(flat)]
+                messages.post(Topic.GRADIENT, self._states.numbers[flat], turns[flat], own[flat], to)
+        for flat, gradient in self._gradients.items():
+            if self.owns(flat):
+                number, turn = self._states.numbers[flat], turns[flat]
+                contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
+                self._mean(flat, {**contents, messages.rank: own[flat]})
+                messages.post(Topic.SUM, number, turn, _write_sum(gradient.has_accum, flat, None), messages.others)
+        for flat, gradient in self._gradients.items():
+            owner, number, turn = self._states.owner_of(flat), self._states.numbers[flat], turns[flat]
+            if self.owns(flat):
+                wait_for(messages.collect(Topic.COPIED, number, turn, messages.others), "other ranks")
+            else:
+                content = wait_for(messages.collect(Topic.SUM, number, turn, [owner]), "other ranks")[owner]
+                gradient.has_accum = _read_flags(content, flat)
+                gradient.accumulated().copy_(self._states.gradients[flat].sums[owner])
+                messages.post(Topic.COPIED, number, turn, b"", [owner])
+            present = [index for index, has_gradient in enumerate(gradient.has_accum) if has_gradient]
+            for index in present:
+                gradient.set_accumulated(index)
+            self._gradients.norms.remeasure(flat, present)
+
+    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
+        """Computes the mean of all ranks' gradients, which belong to this rank, into `Gradient.accum`.
+
+        Raises:
+            RankError: ranks step with different options.
+        """
+        gradient, shared = self._gradients[flat], self._states.gradients[flat]
+        for rank, content in contents.items():
+            if content[1:_FLAGS] != contents[self._messages.rank][1:_FLAGS]:
+                raise RankError(
+                    f"ranks {rank} and {self._messages.rank} step {flat.name} with different options of the optimizer, "
+                    "or user code reads gradients on one of them only. Change options, and register hooks, on all."
+                )
+        flags = [_read_flags(contents[rank], flat) for rank in range(self._messages.size)]
+        sources = [
+            shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
+            for rank in range(self._messages.size)
+        ]
+        total = gradient.accumulated()
+        share = 1.0 / self._messages.size
+        if all(map(all, flags)):
+            write_mean(total, sources, share)
+        else:
+            for index, item in enumerate(flat.param_views):
+                elements = slice(item.start, item.start + item.numel)
+                chosen = [one[elements] for one, has_grad in zip(sources, flags, strict=True) if has_grad[index]]
+                if chosen:
+                    write_mean(total[elements], chosen, share)
+        gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
+        self._has_grad[flat] = gradient.has_accum
+
+    # ---- steps ----
+
+    def announce(self, flat: FlatParameter, weights: "Future[None]", done: "Future[None]") -> None:
+        """Tells other ranks of a step of `flat` that this rank makes.
+
+        Args:
+            flat: a flat parameter that this rank owns.
+            weights: done when the compute weights have their new values.
+            done: done when all values have.
+        """
+        number, turn = self._states.numbers[flat], self._next(self._steps, flat)
+        self._stepped[flat] = done
+
+        def post(topic: Topic, future: "Future[None]") -> None:  # on the thread that completes it
+            if (error := future.exception()) is not None:
+                self._messages.fail(error)
+            else:
+                self._messages.post(topic, number, turn, b"", self._messages.others)
+
+        weights.add_done_callback(lambda future: post(Topic.WEIGHTS, future))
+        done.add_done_callback(lambda future: post(Topic.STEP, future))
+
+    def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
+        """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
+
+        Args:
+            flat: the flat parameter.
+            options: options of the step.
+            reduced: whether this rank has the mean gradient, by `reduce`.
+        """
+        number, turn, owner = self._states.numbers[flat], self._next(self._steps, flat), self._states.owner_of(flat)
+        gradient, store = self._gradients[flat], self._stores[flat]
+        has_grad = list(gradient.has_accum) if reduced else None
+
+        def count(_: object) -> "Future[None]":  # on the thread `ranks`
+            self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
+            store.commit()
+            if reduced:
+                gradient.end_step()
+            return finished(None)
+
+        written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
+        done = then(self._messages.collect(Topic.STEP, number, turn, [owner]), count)
+        return then(written, lambda _: finished(None)), done
+
+    @staticmethod
+    def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
+        counts[flat] += 1
+        return counts[flat]
+
+
+def write_mean(total: Tensor, sources: Sequence[Tensor], share: float) -> None:
+    """Writes the sum of `sources`, each multiplied by `share`, in their order and in fp32.
+
+    Args:
+        total: fp32, one dimension; it may be one of the sources.
+        sources: tensors with as many elements, in any floating dtype.
+        share: the reciprocal of the number of ranks. DDP multiplies by it before it sums, too.
+    """
+    for low in range(0, total.numel(), CHUNK):
+        chunk = slice(low, min(low + CHUNK, total.numel()))
+        mean = sources[0][chunk].float() * share
+        for source in sources[1:]:
+            mean.add_(source[chunk], alpha=share)
+        total[chunk] = mean
+
+
+_FLAGS = 6
+"""Bytes before the flags of parameters in a message about a gradient."""
+
+
+def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None) -> bytes:
+    """Returns the content of a message about a rank's gradient.
+
+    Args:
+        has_grad: for each parameter, whether it has a gradient.
+        from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
+        options: options of the step; None: ranks copy the mean before the step.
+    """
+    numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in (options or {}).items()}
+    digest = zlib.crc32(repr(sorted(numbers.items())).encode())
+    return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
+
+
+def _write_sum(has_grad: Sequence[bool], flat: FlatParameter, norms: Mapping[nn.Parameter, Tensor] | None) -> bytes:
+    """Returns the content of a message about a mean gradient: flags of the parameters, and the norms of those set."""
+    chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
+    values = [] if norms is None else [float(norms[parameter]) for parameter in chosen]
+    return bytes((False,) * _FLAGS) + bytes(has_grad) + struct.pack(f"<{len(values)}f", *values)
+
+
+def _read_flags(content: bytes, flat: FlatParameter) -> list[bool]:
+    return [bool(flag) for flag in content[_FLAGS : _FLAGS + len(flat.param_views)]]
+
+
+def _read_norms(content: bytes, flat: FlatParameter, has_grad: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
+    chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
+    values = struct.unpack_from(f"<{len(chosen)}f", content, _FLAGS + len(flat.param_views))
+    return {parameter: torch.tensor(value) for parameter, value in zip(chosen, values, strict=True)}

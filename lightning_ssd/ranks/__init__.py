@@ -1,0 +1,21 @@
+"""The ranks of one host that train one model: one copy of its states in shared memory, and messages about it.
+
+- `ranks`: `Ranks`, a rank's memory and messages; made by all ranks together.
+- `memory`: host memory that all ranks map.
+- `messages`: messages between ranks, futures of them, and the end of a rank.
+- `owners`: which rank steps a flat parameter.
+- `agreement`: whether all ranks train the same.
+
+Ranks change each other's view of shared memory by messages alone: a rank writes bytes, then posts a message about
+them, and others read the bytes once they have the message. The kernel orders both, on every processor, so that there
+are no words in shared memory whose stores and loads need an order. A thread that sleeps in `select` receives messages;
+nothing polls. The same sockets tell of a rank's death, at once: the kernel closes them.
+"""
+
+from lightning_ssd.ranks.agreement import check_agreement
+from lightning_ssd.ranks.memory import RankMemory
+from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
+from lightning_ssd.ranks.owners import choose_owners
+from lightning_ssd.ranks.ranks import Ranks
+
+__all__ = ["RankError", "RankMemory", "RankMessages", "Ranks", "Topic", "check_agreement", "choose_owners"]

@@ -1,0 +1,281 @@
+"""Messages between the ranks of one host, futures of messages that are expected, and the end of a rank."""
+
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from enum import IntEnum, auto
+
+from lightning_ssd.futures import Future
+from lightning_ssd.uncopied import Uncopied
+from lightning_ssd.waits import wait_for, watch
+
+
+class Topic(IntEnum):
+    """What a message is about."""
+
+    END = auto()
+    """The sender's training has ended without an error."""
+    FAILURE = auto()
+    """The sender's training has failed; the content is the error's text."""
+    EXCHANGE = auto()
+    """The sender's part of an exchange between all ranks."""
+    GRADIENT = auto()
+    """The sender's gradient of a flat parameter is in shared memory, and the sender reads its weights no more."""
+    SUM = auto()
+    """The sender, a flat parameter's owner, has summed its gradients, and reads those of other ranks no more."""
+    COPIED = auto()
+    """The receiver, a flat parameter's owner, may change the sum, because the sender has copied it."""
+    WEIGHTS = auto()
+    """The sender, a flat parameter's owner, has written its new weights."""
+    STEP = auto()
+    """The sender, a flat parameter's owner, has written all of its new values."""
+    RESIDENTS = auto()
+    """The sender's gradients of parameters that are not offloaded are in shared memory."""
+    BUFFERS = auto()
+    """The buffers of modules of rank 0, the sender, are in shared memory."""
+
+
+_HEADER = struct.Struct("<BxxxIQ")
+"""Topic, number and turn of a message, before its content."""
+
+_MAX_BYTES = 2**17
+"""Largest message. The kernel's default for the memory of sent messages has room for it."""
+
+_Key = tuple[int, int, int]
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, has died, or does not answer."""
+
+
+class _Box:
+    """Messages of several ranks with one key: those that have arrived, and the future of those that are expected."""
+
+    def __init__(self) -> None:
+        self.contents: dict[int, bytes] = {}
+        self.expected: frozenset[int] | None = None
+        self.done: Future[dict[int, bytes]] = Future()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.expected is not None and self.expected <= self.contents.keys()
+
+
+class RankMessages(Uncopied):
+    """Sends messages to other ranks and receives theirs, each with a topic, a number and a turn.
+
+    A rank that ends without `close` (killed, or by an exception) makes all futures of messages fail on the other ranks,
+    those that are pending and all later ones, with an error that names it. If it has ended by `close`, without an
+    error, those fail that need a message which it has not sent.
+
+    Threads: any. `_lock` guards the fields below it; it is not held while futures complete. Futures complete, and run
+    their callbacks, on the thread `ranks`, which receives; or on the calling thread if their messages have arrived.
+
+    Args:
+        rank: number of this rank.
+        sockets: connections to all other ranks, which keep the boundaries of messages; owned.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+        others: numbers of the other ranks.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+        self.rank = rank
+        self.size = len(sockets) + 1
+        self.others = sorted(sockets)
+        self._sockets = sockets
+        self._received = 0
+        self._exchanges = 0
+        self._lock = threading.Lock()
+        self._boxes: dict[_Key, _Box] = {}
+        self._ended: set[int] = set()
+        """Ranks whose training has ended without an error."""
+        self._failure: RankError | None = None
+        """Why no message is expected any more: the first failure of any rank, this one included."""
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
+        self._thread.start()
+        watch(self)
+
+    # ---- messages ----
+
+    def post(self, topic: Topic, number: int, turn: int, content: bytes, to: Iterable[int]) -> None:
+        """Sends a message. Bytes that this rank has written to shared memory before are seen by its receivers.
+
+        Args:
+            topic: subject of the message.
+            number: number of the subject, such as that of a flat parameter.
+            turn: which message about it.
+            content: at most 128 KiB.
+            to: its receivers, other ranks.
+        """
+        message = _HEADER.pack(topic, number, turn) + content
+        if len(message) > _MAX_BYTES:
+            raise ValueError(f"a message to other ranks has {len(message)} bytes, and may have {_MAX_BYTES}")
+        for rank in to:
+            try:
+                self._sockets[rank].send(message)
+            except OSError:  # the rank has ended, which the receiving thread finds out, too
+                continue
+
+    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, bytes]]":
+        """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
+        key = (int(topic), number, turn)
+        with self._lock:
+            box = self._boxes.setdefault(key, _Box())
+            assert box.expected is None, f"messages {key} are collected twice"
+            box.expected = frozenset(ranks)
+            if box.is_complete:
+                del self._boxes[key]
+            error = None if box.is_complete else self._why_incomplete(box)
+            if error is not None:
+                del self._boxes[key]
+        if error is not None:
+            box.done.set_exception(error)
+        elif box.is_complete:
+            box.done.set_result(box.contents)
+        return box.done
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Sends `content` to all other ranks, and returns what all ranks have sent in the same call, by rank.
+
+        Raises:
+            RankError: another rank has failed or ended.
+        """
+        turn, self._exchanges = self._exchanges, self._exchanges + 1
+        self.post(Topic.EXCHANGE, 0, turn, content, self.others)
+        collected = self.collect(Topic.EXCHANGE, 0, turn, self.others)
+        contents = {**wait_for(collected, "the other ranks"), self.rank: content}
+        return [contents[rank] for rank in range(self.size)]
+
+    # ---- the end ----
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the training of all ranks with the text of an error of this one, unless another one has failed before.
+
+        All pending futures fail, here and there, and all later ones.
+        """
+        text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+        with self._lock:
+            first = self._failure is None
+        if first:
+            content = text.encode()[: _MAX_BYTES - _HEADER.size]
+            self.post(Topic.FAILURE, 0, 0, content, self.others)
+            self._fail_all(error if isinstance(error, RankError) else RankError(f"rank {self.rank} has failed: {text}"))
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Ends the messages of this rank, which waits for none. Idempotent.
+
+        Args:
+            failure: the error that has ended its training.
+        """
+        if not self._thread.is_alive():
+            return
+        if failure is not None:
+            self.fail(failure)
+        elif self._failure is None:
+            self.post(Topic.END, 0, 0, b"", self.others)
+        self._wake.send(b"x")
+        self._thread.join()
+        for one in (*self._sockets.values(), self._wake, self._woken):
+            one.close()
+
+    # ---- for error messages of waits ----
+
+    def progress(self) -> tuple[int, ...]:
+        """Returns the number of messages received (`waits.Watched`)."""
+        return (self._received,)
+
+    def pending(self) -> str:
+        """Returns what other ranks have not sent (`waits.Watched`)."""
+        with self._lock:
+            waiting = [
+                f"{Topic(topic).name} {number} of ranks {sorted(box.expected - box.contents.keys())}"
+                for (topic, number, _), box in self._boxes.items()
+                if box.expected is not None
+            ]
+        return f"messages {'; '.join(waiting)}" if waiting else ""
+
+    # ---- the thread that receives ----
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for rank, connection in self._sockets.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while True:
+                for found, _ in selector.select():
+                    if found.fileobj is self._woken:
+                        return
+                    if not self._receive(found.data):
+                        selector.unregister(found.fileobj)
+
+    def _receive(self, rank: int) -> bool:
+        """Receives one message of a rank. Returns False if it will send no more."""
+        try:
+            message = self._sockets[rank].recv(_MAX_BYTES)
+        except ConnectionResetError:  # the rank has ended with messages unread; its own are received next
+            return True
+        if not message:
+            if rank not in self._ended:
+                self._fail_all(
+                    RankError(f"rank {rank} has died, such as by a signal or for lack of memory. See its own output")
+                )
+            return False
+        self._received += 1
+        topic, number, turn = _HEADER.unpack_from(message)
+        content = message[_HEADER.size :]
+        if topic == Topic.FAILURE:
+            self._fail_all(RankError(f"rank {rank} has failed: {content.decode(errors='replace')}"))
+        elif topic == Topic.END:
+            self._end(rank)
+        else:
+            self._put((topic, number, turn), rank, content)
+        return True
+
+    def _put(self, key: _Key, rank: int, content: bytes) -> None:
+        with self._lock:
+            box = self._boxes.setdefault(key, _Box())
+            box.contents[rank] = content
+            if complete := box.is_complete:
+                del self._boxes[key]
+        if complete:
+            box.done.set_result(box.contents)
+
+    def _end(self, rank: int) -> None:
+        """Fails futures of messages that a rank, which has ended, has not sent."""
+        failed: list[tuple[_Box, RankError]] = []
+        with self._lock:
+            self._ended.add(rank)
+            for key, box in list(self._boxes.items()):
+                if (error := self._why_incomplete(box)) is not None:
+                    failed.append((box, error))
+                    del self._boxes[key]
+        for box, error in failed:
+            box.done.set_exception(error)
+
+    def _fail_all(self, error: RankError) -> None:
+        """Fails all futures of messages, if this is the first failure."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            boxes, self._boxes = list(self._boxes.values()), {}
+        for box in boxes:
+            if box.expected is not None:
+                box.done.set_exception(error)
+
+    def _why_incomplete(self, box: _Box) -> RankError | None:
+        """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""
+        if self._failure is not None or box.expected is None:
+            return self._failure
+        if missing := sorted(box.expected - box.contents.keys() & self._ended):
+            return RankError(
+                f"rank {missing[0]} has ended its training, and rank {self.rank} goes on: it had fewer batches. Give "
+                "all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
+            )
+        return None

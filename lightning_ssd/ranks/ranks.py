@@ -1,0 +1,140 @@
+"""`Ranks`: this rank's share of what the ranks of one host have together."""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ssd.ranks.memory import RankMemory, make_file
+from lightning_ssd.ranks.messages import RankError, RankMessages
+from lightning_ssd.uncopied import Uncopied
+
+_TIMEOUT_SECONDS = 120.0
+"""Time in which other ranks connect, after all have begun to."""
+
+
+class Ranks(Uncopied):
+    """Shared memory and messages of the ranks of one host. As a context, it ends with the context's error, if any.
+
+    Args:
+        messages: messages of this rank; owned.
+        memory: memory that all ranks map.
+    """
+
+    def __init__(self, messages: RankMessages, memory: RankMemory) -> None:
+        self.messages = messages
+        self.memory = memory
+
+    @classmethod
+    def connect(cls) -> "Ranks":
+        """Connects all ranks of torch.distributed's default process group, which are on one host, and call this.
+
+        Raises:
+            RankError: a rank does not answer.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        # Addresses in the abstract namespace, which no file system has: a killed rank leaves none behind.
+        key: list[str] = [secrets.token_hex(16)]
+        dist.broadcast_object_list(key)
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(_socket())
+            listener.bind(f"\0lightning_ssd-{key[0]}-{rank}")
+            listener.listen(size)
+            dist.barrier()
+            sockets: dict[int, socket.socket] = {}
+            try:
+                for other in range(rank):
+                    connection = sockets[other] = undo.enter_context(_socket())
+                    connection.connect(f"\0lightning_ssd-{key[0]}-{other}")
+                    _check_user(connection)
+                    connection.send(_RANK.pack(rank))
+                while len(sockets) < size - 1:
+                    connection = undo.enter_context(listener.accept()[0])
+                    connection.settimeout(_TIMEOUT_SECONDS)
+                    _check_user(connection)
+                    sockets[_RANK.unpack(connection.recv(_RANK.size))[0]] = connection
+                memory = _share_memory(rank, sockets)
+            except OSError as error:
+                raise RankError(f"the ranks of this host could not connect: {error}") from error
+            for connection in sockets.values():
+                connection.settimeout(None)
+            messages = RankMessages(rank, sockets)
+            listener.close()
+            undo.pop_all()
+        return cls(messages, memory)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.messages.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.messages.size
+
+    def end_allocation(self) -> None:
+        """Page-locks shared memory, once all ranks have committed their pages, with zeros: they may be written now.
+
+        Raises:
+            RankError: another rank has failed.
+            StorageError: memory can't be page-locked.
+        """
+        self.messages.exchange(b"allocated")
+        self.memory.pin()
+
+    def take_values(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all ranks the values of rank 0 for tensors of their own, and waits for its values in shared memory.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self.messages.exchange(b"written")
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.messages.close(error)
+
+
+_RANK = struct.Struct("<I")
+
+
+def _socket() -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(_TIMEOUT_SECONDS)
+    return connection
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raises RankError if the other end is another user's."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise RankError(f"the user {user} has connected to a rank of user {os.getuid()}")
+
+
+def _share_memory(rank: int, sockets: dict[int, socket.socket]) -> RankMemory:
+    """Returns memory that rank 0 has made, whose file it sends to the others."""
+    if rank == 0:
+        descriptor, nbytes = make_file()
+        for connection in sockets.values():
+            socket.send_fds(connection, [struct.pack("<Q", nbytes)], [descriptor])
+    else:
+        content, (descriptor, *_), _, _ = socket.recv_fds(sockets[0], 8, 1)
+        (nbytes,) = struct.unpack("<Q", content)
+    try:
+        return RankMemory(descriptor, nbytes)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""Trainings of two ranks that end with an error. A script for `processes.launch`, whose argument names the failure."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+
+WIDTH = 32
+
+
+class Net(pl.LightningModule):
+    """Calls `act` in one place: "forward", "backward" or "step"."""
+
+    def __init__(self, act: Callable[["Net", int], None] | None = None, where: str = "forward") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act, self.where, self.batch = act, where, 0
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.batch = index
+        x = batch
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 1 and self.where == "backward":
+                x.register_hook(lambda gradient: self._act("backward"))
+        self._act("forward")
+        return x.square().mean()
+
+    def _act(self, where: str) -> None:
+        if self.act is not None and self.where == where:
+            self.act(self, self.batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(module: Net, batches: int = 4, **strategy: Any) -> None:
+    trainer = pl.Trainer(
+        strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator="cpu", devices=2,
+        use_distributed_sampler=False, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([torch.ones(4, WIDTH) for _ in range(batches)], batch_size=None))
+
+
+def die(module: Net, index: int) -> None:
+    if dist.get_rank() == 1 and index == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(module: Net, index: int) -> None:
+    if dist.get_rank() == 1 and index == 2:
+        raise ValueError("a bad batch")
+
+
+def leave(module: Net, index: int) -> None:
+    if dist.get_rank() == 1 and index == 2:
+        sys.exit("enough")
+
+
+def write(module: Net, index: int) -> None:
+    module.layers[0].weight.data.zero_()
+
+
+class Wider(Net):
+    """Rank 1 has other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if dist.get_rank() == 1:
+            self.layers[1] = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+class OtherRate(Net):
+    """Rank 1 has another learning rate."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2 * (1 + dist.get_rank()))
+
+
+class LaterRate(Net):
+    """Rank 1 changes its learning rate in training."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 1 and dist.get_rank() == 1:
+            self.optimizers().param_groups[0]["lr"] = 0.5
+
+
+class OwnBackward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        super().training_step(batch, index).backward()
+        self.optimizers().step()
+
+
+class OtherOptimizer(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters())
+
+
+CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
+    "other model": (lambda: fit(Wider()), r"rank 0 and rank 1 train differently: 'layers.1.bias"),
+    "other learning rate": (
+        lambda: fit(OtherRate()),
+        "'lr of parameter group 0 of optimizer 0: 0.01' on",
+    ),
+    "written weights": (lambda: fit(Net(write)), "several devices share one copy of them"),
+    "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
+    "Adagrad": (lambda: fit(OtherOptimizer()), "Take AdamW, Adam or SGD"),
+    "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
+    "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
+}
+"""Trainings whose error all ranks raise, and its text."""
+
+ENDS = {
+    "kill": (lambda: fit(Net(die, "backward")), "rank 1 has died"),
+    "raise": (lambda: fit(Net(fail)), "rank 1 has failed: ValueError: a bad batch"),
+    "exit": (lambda: fit(Net(leave)), "rank 1 has failed: SystemExit"),
+    "other options": (
+        lambda: fit(LaterRate()),
+        "(rank 1 has failed: )?ranks . and . step layers.. with diff",
+    ),
+    "fewer batches": (lambda: fit(Net(), 4 - dist.get_rank()), "rank 1 has ended its training, and rank 0 goes on"),
+}
+"""Trainings that end at another place on each rank, and the error of rank 0: their collectives would not match."""
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    if sys.argv[1:]:
+        ENDS[sys.argv[1]][0]()
+    for name, (run, _) in {} if sys.argv[1:] else CAUGHT.items():
+        try:
+            run()
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            print(f"{name}: no error", flush=True)

@@ -1,0 +1,69 @@
+"""Messages between ranks, which are threads of one process here: order, ends and failures."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_ssd.ranks import RankError, RankMessages, Topic
+
+
+@pytest.fixture
+def three() -> Iterator[list[RankMessages]]:
+    """Messages of three ranks."""
+    sockets: list[dict[int, socket.socket]] = [{}, {}, {}]
+    for low, high in ((0, 1), (0, 2), (1, 2)):
+        sockets[low][high], sockets[high][low] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ranks = [RankMessages(rank, connections) for rank, connections in enumerate(sockets)]
+    yield ranks
+    for one in ranks:
+        one.close()
+
+
+def test_messages_are_collected_whether_expected_before_or_after_they_arrive(three: list[RankMessages]) -> None:
+    first, second, third = three
+    before = first.collect(Topic.STEP, 7, 1, [1, 2])
+    second.post(Topic.STEP, 7, 1, b"a", [0])
+    second.post(Topic.STEP, 7, 2, b"c", [0])
+    assert not before.done()
+    third.post(Topic.STEP, 7, 1, b"b", [0])
+    assert before.result(timeout=60) == {1: b"a", 2: b"b"}
+    assert first.collect(Topic.STEP, 7, 2, [1]).result(timeout=60) == {1: b"c"}
+
+
+def test_a_rank_that_ends_fails_only_what_it_has_not_sent(three: list[RankMessages]) -> None:
+    first, second, third = three
+    of_second, of_third = first.collect(Topic.STEP, 0, 0, [1]), first.collect(Topic.STEP, 0, 0 + 1, [2])
+    sent = first.collect(Topic.SUM, 0, 0, [1])
+    second.post(Topic.SUM, 0, 0, b"sent", [0])
+    second.close()
+    assert sent.result(timeout=60) == {1: b"sent"}
+    with pytest.raises(RankError, match="rank 1 has ended its training, and rank 0 goes on"):
+        of_second.result(timeout=60)
+    with pytest.raises(RankError, match="rank 1 has ended"):  # at once
+        first.collect(Topic.STEP, 5, 0, [1, 2]).result(timeout=0)
+    third.post(Topic.STEP, 0, 1, b"", [0])
+    assert of_third.result(timeout=60) == {2: b""}
+
+
+def test_the_first_failure_is_the_error_of_all_ranks(three: list[RankMessages]) -> None:
+    first, second, third = three
+    waits = [one.collect(Topic.WEIGHTS, 0, 0, [other]) for one, other in ((first, 2), (third, 0))]
+    second.fail(ValueError("a bad batch"))
+    for wait in waits:
+        with pytest.raises(RankError, match="rank 1 has failed: ValueError: a bad batch"):
+            wait.result(timeout=60)
+    first.fail(KeyError("later"))
+    for one in three:
+        with pytest.raises(RankError, match="a bad batch"):
+            one.collect(Topic.STEP, 0, 0, [0, 1, 2]).result(timeout=0)
+
+
+def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
+    first, second, third = three
+    wait = first.collect(Topic.GRADIENT, 0, 0, [2])
+    first.post(Topic.STEP, 0, 0, b"unread", [1])
+    for connection in second._sockets.values():  # as the kernel does with those of a killed process
+        connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(RankError, match="rank 1 has died"):
+        wait.result(timeout=60)

@@ -1,0 +1,205 @@
+"""Trains small models on two ranks with offloaded states, and with torch's DDP, and compares all bits.
+
+A script for `processes.launch`. Its arguments are names of `CASES`; without any, it runs all.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+from tests.ranks.hand_over import torn_hand_overs
+
+WIDTH, STEPS = 32, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(x)))
+
+
+class Net(pl.LightningModule):
+    """Three blocks, of which `route` may choose other ones on each rank and in each batch."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__()
+        self.case = case
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if case.tied:
+            self.blocks[2].first.weight = self.blocks[0].first.weight
+        if case.frozen:
+            self.blocks[1].first.requires_grad_(False)
+        self.rank = dist.get_rank()
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        for number in self.case.route(self.rank, index):
+            x = self.blocks[number](x)
+        return self.head(x)
+
+    def loss(self, batch: Tensor, index: int) -> Tensor:
+        return (self(batch, index) - batch.roll(1)).square().mean()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.loss(batch, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.case.optimizer([one for one in self.parameters() if one.requires_grad])
+
+
+class ReadsGradients(Net):
+    """Reads gradients between backward and step, of which each rank sees the mean."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen = [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
+
+
+class Manual(Net):
+    """Steps after two backwards, by hand."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch, index))
+        self.manual_backward(self.loss(batch * 0.5, index))
+        optimizer.step()
+
+
+def _all_blocks(rank: int, index: int) -> list[int]:
+    return [0, 1, 2]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+@dataclass
+class Case:
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
+    route: Callable[[int, int], list[int]] = _all_blocks
+    module: type[Net] = Net
+    tied: bool = False
+    frozen: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "adamw": Case(),
+    "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
+    "sgd with momentum": Case(sgd),
+    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}),
+    "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+    "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    "ragged accumulation": Case(sgd, trainer={"accumulate_grad_batches": 3}),
+    "branches": Case(route=lambda rank, index: [0, 1 + (rank + index) % 2], trainer={"gradient_clip_val": 0.05}),
+    "other order": Case(route=lambda rank, index: [0, 1, 2] if rank else [2, 1, 0]),
+    "unused on all ranks": Case(sgd, route=lambda rank, index: [0, 1]),
+    "tied and frozen": Case(tied=True, frozen=True),
+    "gradients are read": Case(module=ReadsGradients, trainer={"gradient_clip_val": 0.05}),
+    "branches, gradients are read": Case(
+        sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
+    ),
+    "manual": Case(module=Manual),
+    "steps after backward": Case(strategy={"overlap": "none"}),
+}
+
+
+def batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
+
+
+def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
+    torch.manual_seed(dist.get_rank())  # the values of rank 0 count
+    module = case.module(case)
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,
+        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **case.trainer,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))
+    (optimizer,) = trainer.optimizers
+    return module, optimizer.state_dict()
+
+
+def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
+    torch.manual_seed(dist.get_rank())
+    module = case.module(case)
+    wrapped = nn.parallel.DistributedDataParallel(_Loss(module), find_unused_parameters=True)
+    optimizer = case.optimizer([one for one in module.parameters() if one.requires_grad])
+    window = case.trainer.get("accumulate_grad_batches", 1)
+    for _ in range(2):
+        own = batches(dist.get_rank())
+        for index, batch in enumerate(own):
+            steps = (index + 1) % window == 0 or index + 1 == len(own)
+            with contextlib.nullcontext() if steps else wrapped.no_sync():
+                (wrapped(batch, index) / window).backward()
+                if case.module is Manual:
+                    wrapped(batch * 0.5, index).backward()
+            if not steps:
+                continue
+            if limit := case.trainer.get("gradient_clip_val"):
+                by_value = case.trainer.get("gradient_clip_algorithm") == "value"
+                clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+                clip(module.parameters(), limit)
+            module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+    return module, optimizer.state_dict()
+
+
+class _Loss(nn.Module):
+    def __init__(self, module: Net) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Tensor, index: int) -> Tensor:
+        return self.module.loss(batch, index)
+
+
+def differences(case: Case) -> Iterator[str]:
+    (ours, our_state), (plain, plain_state) = train_offloaded(case), train_plain(case)
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if not torch.equal(one, other):
+            yield f"weight {name}: {(one - other).abs().max()}"
+    if our_state["state"].keys() != plain_state["state"].keys():
+        yield f"states of {our_state['state'].keys()} instead of {plain_state['state'].keys()}"
+    for key, state in plain_state["state"].items():
+        for name, value in state.items():
+            found = our_state["state"].get(key, {}).get(name)
+            if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
+                yield f"state {name} of parameter {key}"
+    if case.module is ReadsGradients and not case.trainer:
+        for (name, _), one, other in zip(ours.named_parameters(), ours.seen, plain.seen, strict=True):
+            if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
+                yield f"gradient of {name}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"hand-overs: {torn_hand_overs() or 'equal'}", flush=True)
+    for name in sys.argv[1:] or CASES:
+        found = list(differences(CASES[name]))
+        print(f"{name}: {'; '.join(found) or 'equal'}", flush=True)
