@@ -30,7 +30,7 @@ from lightning_ssd.sizes import (
     parse_bytes,
     show_argument,
 )
-from lightning_ssd.storage import Backend, BlobStore, PinnedPool, striped_free_bytes
+from lightning_ssd.storage import Backend, BlobStore, PinnedPool, Slab, striped_free_bytes
 from lightning_ssd.types import BACKENDS, BackendName, OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -256,12 +256,8 @@ def _make_host_tier(config: OffloadConfig, copies: CopyEngine) -> tuple[HostTier
             f"{format_bytes(SMALLEST_TIER)}, or 0 (with `tier='ssd'`) for none."
         )
     slab = max(SMALLEST_TIER, min(budget // 16, _LARGEST_SLAB))
+    write, read = _copy_speed(copies)
     pool = PinnedPool(budget, pin=copies.device.type == "cuda", slab_bytes=slab, name="host_memory")
-    try:
-        write, read = _copy_speed(copies, pool)
-    except BaseException:
-        pool.close()
-        raise
     return HostTier(pool, copies), TierSpeed(write, read, budget)
 
 
@@ -297,22 +293,22 @@ def _make_ssd_tier(
     return SSDTier(store, staging, copies), speed
 
 
-def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
+def _copy_speed(copies: CopyEngine) -> tuple[float, float]:
     """Returns the bandwidths of d2h and h2d copies in bytes/s, each the best of three copies of one buffer."""
     data = copies.empty(_MEASURED_BYTES)
-    buffer = pool.acquire(_MEASURED_BYTES)
-    clock = make_clock(copies.device)
-    seconds = []
-    for copy, src, dst in ((copies.d2h, data, buffer.tensor), (copies.h2d, buffer.tensor, data)):
-        best = float("inf")
-        for _ in range(3):
-            start = clock.now()
-            copies.wait(copy(src, dst, copies.mark()))
-            end = clock.now()
-            copies.drain()
-            best = min(best, clock.elapsed(start, end) or best)
-        seconds.append(best)
-    buffer.release()
+    # Not of the tier's memory: a training that offloads no activations would have it for its first steps.
+    with contextlib.closing(Slab(_MEASURED_BYTES, pin=copies.device.type == "cuda")) as memory:
+        clock = make_clock(copies.device)
+        seconds = []
+        for copy, src, dst in ((copies.d2h, data, memory.tensor), (copies.h2d, memory.tensor, data)):
+            best = float("inf")
+            for _ in range(3):
+                start = clock.now()
+                copies.wait(copy(src, dst, copies.mark()))
+                end = clock.now()
+                copies.drain()
+                best = min(best, clock.elapsed(start, end) or best)
+            seconds.append(best)
     return _MEASURED_BYTES / seconds[0], _MEASURED_BYTES / seconds[1]
 
 

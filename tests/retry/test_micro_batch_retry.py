@@ -874,9 +874,9 @@ def test_model_states_are_not_offloaded_within_a_step_of_torch() -> None:
 def test_model_states_are_offloaded_where_they_leave_no_room_for_saved_tensors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The host tier has 64 MiB, the least that one may have, until model states take some of it."""
+    """The host tier has 32 MiB, the least that one may have, until model states take some of it."""
     with caplog.at_level("INFO"):
-        check_third_attempt([(2, 40), (2, 52)], {"tier": "host"})
+        check_third_attempt([(2, 40), (2, 52)], {"tier": "host", "host_memory": "32MiB"})
     (line,) = [line for line in caplog.messages if "run out of memory again" in line]
     assert line.endswith("with its model states offloaded, which leave no room to offload saved tensors: all are kept.")
 
