@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ssd.device import WorkCounter
-from lightning_ssd.planning import FixedPlacement
+from lightning_ssd.planning import FixedPlacement, default_plan
 from lightning_ssd.profiling import with_measured_step_rate
 from tests.support.profiles import H100, make_model
 
@@ -19,9 +19,9 @@ IN_HOST = FixedPlacement(("host",) * 4, ("host",) * 4)
 def rate_beside(stepped: WorkCounter, *, device: str = "cuda", placement: FixedPlacement = IN_HOST) -> float:
     """Returns the planned rate of a machine that steps 10 G parameters/s alone, and `stepped` beside the training."""
     machine = replace(H100, cpu_step_rate=1e10, host_memory_bandwidth=None)
-    offloader: Any = SimpleNamespace(device=torch.device(device), tiers={}, policy=SimpleNamespace(window_bytes=0))
     profiler: Any = SimpleNamespace(stepped=stepped)
-    return with_measured_step_rate(MODEL, machine, placement, profiler, offloader).cpu_step_rate
+    plan = default_plan(MODEL, placement, {}, 0)
+    return with_measured_step_rate(MODEL, machine, plan, profiler, torch.device(device)).cpu_step_rate
 
 
 def test_the_first_plan_has_the_rate_of_the_optimizer_beside_the_training() -> None:
