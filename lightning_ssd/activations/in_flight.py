@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile
 from lightning_ssd.activations.policy import OffloadPolicy
-from lightning_ssd.activations.record import SavedStorage
+from lightning_ssd.activations.record import SavedStorage, UnpackOrder
 from lightning_ssd.activations.tier import StoredCopy
 from lightning_ssd.device import CopyEngine, Mark, Stopwatch
 from lightning_ssd.types import EVICT_MARGIN
@@ -98,6 +98,11 @@ class InFlight:
     def evict_all(self) -> None:
         """Evicts all storages."""
         while self.queue:
+            self._evict_oldest()
+
+    def evict_others(self, batch: UnpackOrder) -> None:
+        """Evicts the oldest storages up to the first one of `batch`, whose backward begins."""
+        while self.queue and ((record := self.queue[0].record()) is None or record.batch is not batch):
             self._evict_oldest()
 
     def _evict_oldest(self) -> None:
