@@ -61,7 +61,7 @@ class Pipeline(pl.LightningModule):
     def configure_model(self) -> None:
         torch.manual_seed(self.global_rank)
         self.part = Part()
-        self.stage = PipelineStage(self.part, self.global_rank, 2, self.device)
+        self.stage = PipelineStage(self.part, self.global_rank, 2, self.trainer.strategy.root_device)
         self.schedule = self.schedule_class(self.stage, CHUNKS, loss_fn=nn.functional.mse_loss)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
