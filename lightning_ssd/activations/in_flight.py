@@ -101,9 +101,13 @@ class InFlight:
             self._evict_oldest()
 
     def evict_others(self, batch: UnpackOrder) -> None:
-        """Evicts the oldest storages up to the first one of `batch`, whose backward begins."""
-        while self.queue and ((record := self.queue[0].record()) is None or record.batch is not batch):
-            self._evict_oldest()
+        """Evicts all storages but those of `batch`, whose backward begins."""
+        for _ in range(len(self.queue)):
+            record = self.queue[0].record()
+            if record is not None and record.batch is batch:
+                self.queue.rotate(-1)
+            else:
+                self._evict_oldest()
 
     def _evict_oldest(self) -> None:
         """Evicts the oldest storage, ordered on the device: the compute stream waits for its copy."""

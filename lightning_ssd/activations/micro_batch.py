@@ -20,11 +20,13 @@ class Pattern:
         sizes: bytes of each saved storage, in the order of saving.
         order: indices into `sizes`, in the order in which backward first unpacked them.
         complete: whether `order` has all storages, because none was saved without a record.
+        parts: micro-batches of a pipeline schedule that it consists of; 1 without a pipeline.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     complete: bool = True
+    parts: int = 1
 
     @cached_property
     def largest(self) -> int:
@@ -125,7 +127,7 @@ class MicroBatch:
         Args:
             pattern: its pattern in an earlier step.
             window_bytes: the window.
-            keeps_early: whether storages that backward needs first are kept, because it follows this forward.
+            keeps_early: whether storages that backward needs first are kept, because it is near.
         """
         part = MicroBatch(pattern, self._clock, self._revision, window_bytes)
         part._whole, part._ahead = self, self._ahead
@@ -278,7 +280,7 @@ class MicroBatch:
         for pattern in [part.pattern() for part in self.parts]:
             order += [len(sizes) + index for index in pattern.order]
             sizes += pattern.sizes
-        return Pattern(tuple(sizes), tuple(order), complete=False)
+        return Pattern(tuple(sizes), tuple(order), complete=False, parts=len(self.parts))
 
     def _own_pattern(self) -> Pattern:
         unpacked = tuple(self._unpacked)

@@ -5,7 +5,7 @@ A schedule of `torch.distributed.pipelining` runs forwards and backwards of seve
 is notified before each forward and backward: then the order of the last step tells what follows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
@@ -59,21 +59,23 @@ class PipelineOrder:
         Args:
             now: the forward or backward.
             whole: the micro-batch of the Trainer.
-            window_bytes: bytes that are kept on the device because a backward that follows at once needs them first.
+            window_bytes: bytes that are kept on the device because a backward that follows, at once or after one other
+                pass, needs them first.
 
         Returns:
             Its micro-batch, and the one whose backward follows it if that is another one; None: that is not known.
         """
-        following = self._following(now)
+        expected = self._expect(now)
         if now.backward:
             batch = self._batches[now.key]
         else:
-            keeps_early = following is not None and following.backward and following.key == now.key
+            # After one other pass, they would have to be loaded during that pass, and may still be in flight then.
+            keeps_early = now._replace(backward=True) in expected
             batch = whole.begin_part(self._patterns.get(now.key), window_bytes, keeps_early=keeps_early)
             self._batches[now.key] = batch
-        if following is None or not following.backward or following.key == now.key:
+        if not expected or not expected[0].backward or expected[0].key == now.key:
             return batch, None
-        return batch, self._batches.get(following.key)
+        return batch, self._batches.get(expected[0].key)
 
     def end_backward(self, now: StagePass) -> None:
         """Ends a backward."""
@@ -85,9 +87,9 @@ class PipelineOrder:
         """Returns the micro-batches of the present step."""
         return self._batches.values()
 
-    def _following(self, now: StagePass) -> StagePass | None:
-        """Notes a forward or backward, and returns the one that followed it in the last step, if both are alike."""
-        index = len(self._present)
+    def _expect(self, now: StagePass) -> Sequence[StagePass]:
+        """Notes a forward or backward, and returns those that followed it in the last step, if both are alike."""
         self._present.append(now)
-        self._repeats &= index < len(self._last) and self._last[index] == now
-        return self._last[index + 1] if self._repeats and index + 1 < len(self._last) else None
+        after = len(self._present)
+        self._repeats &= self._last[after - 1 : after] == [now]
+        return self._last[after : after + 2] if self._repeats else ()

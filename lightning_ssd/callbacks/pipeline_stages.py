@@ -18,7 +18,7 @@ def follow_stages(trainer: pl.Trainer, *stages: "PipelineStage") -> Iterator[Non
 
     Wraps `schedule.step` of `torch.distributed.pipelining` in `training_step`, with manual optimization. Saved tensors
     of micro-batches that wait for their backward are offloaded, and prefetched during the forward or backward before
-    it. If the backward of a micro-batch follows its forward, the tensors that it needs first are kept. Without this
+    it. If the backward of a micro-batch is near its forward, the tensors that it needs first are kept. Without this
     context all micro-batches of the schedule are offloaded as one. It does nothing if activations are not offloaded.
 
     Example:
