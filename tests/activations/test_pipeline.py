@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations import ActivationOffloader, StagePass, config
+from lightning_ssd.activations.in_flight import InFlight
 from lightning_ssd.device import CPUCopyEngine
 from tests.support.offloader import change_policy, open_offloader
 
@@ -123,6 +124,16 @@ def test_tensors_that_are_needed_soon_are_kept(tmp_path: Path, schedule: Passes)
         for chunk in {chunk for _, chunk in schedule}:
             first = {10 * chunk + 1, 10 * chunk + 2}
             assert 10 * chunk in loaded and (first.isdisjoint(loaded) if chunk in near else first <= loaded)
+
+
+def test_a_backward_evicts_what_other_micro_batches_have_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own storages in flight are used as they are."""
+    monkeypatch.setattr(InFlight, "evict_copied", lambda self: None)  # a device that is far behind
+    with recorded(tmp_path, 1, (("F", 0), ("F", 1), ("B", 0), ("B", 1))) as offloader:
+        assert {number for event, number in noted if event == "load"} == {10, 11, 12}
+        assert offloader.stats().forwarded == 3 * NBYTES
 
 
 def test_statistics_and_the_pattern_have_all_micro_batches(tmp_path: Path) -> None:
