@@ -68,10 +68,11 @@ def train(case: str, sizes: Mapping[str, int], paths: list[str]) -> None:
 
         def configure_model(self) -> None:
             device, rank = self.trainer.strategy.root_device, self.global_rank
-            blocks = [Block() for _ in range(sizes["layers"] // 2)]
-            first = [nn.Embedding(VOCABULARY, hidden), *blocks]
-            last = [*blocks, nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)]
-            self.part = nn.Sequential(*(last if rank else first)).to(device, torch.bfloat16)
+            with device:
+                blocks = [Block() for _ in range(sizes["layers"] // 2)]
+                first = [nn.Embedding(VOCABULARY, hidden), *blocks]
+                last = [*blocks, nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)]
+            self.part = nn.Sequential(*(last if rank else first)).to(torch.bfloat16)
             self.stage = PipelineStage(self.part, rank, 2, device)
             self.schedule = Schedule1F1B(self.stage, sizes["chunks"], loss_fn=loss_of)
 
