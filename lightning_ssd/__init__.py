@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SaveFolder,
         SwapPlanner,
         TimelineRecorder,
+        follow_stages,
     )
     from lightning_ssd.locations import tensor_locations
     from lightning_ssd.model_states import register_optimizer
@@ -35,6 +36,7 @@ __all__ = [
     "SaveFolder",
     "SwapPlanner",
     "TimelineRecorder",
+    "follow_stages",
     "register_optimizer",
     "tensor_locations",
 ]

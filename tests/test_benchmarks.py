@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import bounds, default, planning_cost, teraio
+from benchmarks import bounds, default, pipeline, planning_cost, teraio
 from benchmarks.default_models import FAMILIES
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.planning import HardwareProfile
@@ -136,3 +136,17 @@ def test_the_bounds_of_a_planned_training_and_of_one_without_a_plan(
     monkeypatch.setattr(sys, "argv", [*command, "--report"])
     bounds.main()
     assert measured.endswith(capsys.readouterr().out)
+
+
+@pytest.mark.thorough
+def test_the_memory_of_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pipeline.json"
+    sizes = ["--hidden", "64", "--layers", "2", "--chunks", "2", "--batch", "1", "--tokens", "16", "--warm-up", "1"]
+    command = ["pipeline", "--cases", "none", "1.0", "--path", str(tmp_path), "--steps", "1", "--out", str(out), *sizes]
+    monkeypatch.setattr(sys, "argv", command)
+    pipeline.main()
+    results = json.loads(out.read_text())
+    assert list(results) == ["none", "1.0"] and all(len(run["peaks"]) == 2 for run in results.values())
+    assert capsys.readouterr().out.count("GiB") == 4

@@ -3,7 +3,8 @@
 The modules, by subject, in the order in which they are best read:
 
 - a saved tensor, from pack to unpack: `offloader`, `decide` (its treatment), `policy` (the rules in force), `record`
-  (one saved storage), `micro_batch` (the order of storages), `in_flight` (evictions).
+  (one saved storage), `micro_batch` (the order of storages), `pipeline` (micro-batches of a schedule), `in_flight`
+  (evictions).
 - choice of offloaded tensors: `placement` (rules), `resident_limit` (bytes that fit), `config` (the user's arguments).
 - tiers: `tier` (the interface), `host`, `ssd_base`, `ssd` (staged), `direct` (GPUDirect Storage).
 - special tensors: `weights`, `wrappers` (such as DTensor).
@@ -46,6 +47,7 @@ from lightning_ssd.activations.graph import (
 )
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
+from lightning_ssd.activations.pipeline import StagePass
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
@@ -100,6 +102,7 @@ __all__ = [
     "SavedStorage",
     "SavedWeight",
     "Segment",
+    "StagePass",
     "State",
     "UnitCall",
     "UnitDispatchMode",

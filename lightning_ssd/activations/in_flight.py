@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile
 from lightning_ssd.activations.policy import OffloadPolicy
-from lightning_ssd.activations.record import SavedStorage
+from lightning_ssd.activations.record import SavedStorage, UnpackOrder
 from lightning_ssd.activations.tier import StoredCopy
 from lightning_ssd.device import CopyEngine, Mark, Stopwatch
 from lightning_ssd.types import EVICT_MARGIN
@@ -99,6 +99,15 @@ class InFlight:
         """Evicts all storages."""
         while self.queue:
             self._evict_oldest()
+
+    def evict_others(self, batch: UnpackOrder) -> None:
+        """Evicts all storages but those of `batch`, whose backward begins."""
+        for _ in range(len(self.queue)):
+            record = self.queue[0].record()
+            if record is not None and record.batch is batch:
+                self.queue.rotate(-1)
+            else:
+                self._evict_oldest()
 
     def _evict_oldest(self) -> None:
         """Evicts the oldest storage, ordered on the device: the compute stream waits for its copy."""

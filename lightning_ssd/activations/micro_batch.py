@@ -20,11 +20,13 @@ class Pattern:
         sizes: bytes of each saved storage, in the order of saving.
         order: indices into `sizes`, in the order in which backward first unpacked them.
         complete: whether `order` has all storages, because none was saved without a record.
+        parts: micro-batches of a pipeline schedule that it consists of; 1 without a pipeline.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     complete: bool = True
+    parts: int = 1
 
     @cached_property
     def largest(self) -> int:
@@ -93,14 +95,19 @@ class MicroBatch:
         }
         self._records: list[Callable[[], SavedStorage | None]] = []
         self._unpacked: dict[int, None] = {}  # a set that keeps its order
+        self.parts: list[MicroBatch] = []
+        """Micro-batches of a pipeline schedule in this one whose backward has begun, in the order of backwards."""
+        self.following: MicroBatch | None = None
+        """The part whose backward begins right after that of this one, if that is known."""
+        self._whole: MicroBatch | None = None
+        """The micro-batch of the Trainer that this one is a part of, until this one ends."""
         self._needed_early: frozenset[int]
         """Indices of the storages of the pattern that backward needs first."""
         self.set_window(window_bytes)
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
-        self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # prefetched, not yet unpacked
-        self._bytes_ahead = 0
+        self._ahead = _Ahead()
         self._kept_early: dict[int, int] = {}
         """Bytes of the kept early storages by index, until backward unpacks them."""
         self._early_bytes = 0  # sum of `_kept_early`
@@ -108,8 +115,25 @@ class MicroBatch:
         self._clock = clock
         self._revision = revision
         self._begun: Any = clock.now()
+        self._forward_ended: Any = None
         self._backward_began: Any = None
         self._ended: Any = None
+
+    def begin_part(self, pattern: Pattern | None, window_bytes: int, *, keeps_early: bool) -> "MicroBatch":
+        """Returns a micro-batch of a pipeline schedule within this one, whose forward begins.
+
+        Its bytes and stalls count for this one, and both prefetch in one window.
+
+        Args:
+            pattern: its pattern in an earlier step.
+            window_bytes: the window.
+            keeps_early: whether storages that backward needs first are kept, because it is near.
+        """
+        part = MicroBatch(pattern, self._clock, self._revision, window_bytes)
+        part._whole, part._ahead = self, self._ahead
+        if not keeps_early:
+            part._needed_early = frozenset()
+        return part
 
     def set_window(self, window_bytes: int) -> None:
         """Sets the bytes that are kept on the device, from now on, because backward needs them first."""
@@ -145,6 +169,8 @@ class MicroBatch:
         self._match(nbytes)
         self.sizes.append(nbytes)
         self.saved_bytes += nbytes
+        if self._whole is not None:
+            self._whole.saved_bytes += nbytes
         self._records.append(record)
 
     def _match(self, nbytes: int) -> None:
@@ -166,11 +192,30 @@ class MicroBatch:
         self._early_bytes += nbytes
         return True
 
-    def begin_backward(self) -> None:
-        """Called when backward first unpacks a tensor of the micro-batch."""
+    def end_forward(self) -> None:
+        """Called when the forward of a part has ended. Without a call, it ends when backward begins."""
+        self._forward_ended = self._clock.now()
+
+    def expect_backward(self) -> None:
+        """Called when the backward of a part follows, before its records are prefetched."""
+        self._predict_order()
+
+    def begin_backward(self, following: "MicroBatch | None" = None) -> None:
+        """Called when backward first unpacks a tensor of the micro-batch, or before that if it is a part.
+
+        Args:
+            following: the part whose backward begins right after that of this part, if that is known.
+        """
         self.in_backward = True
         self._backward_began = self._clock.now()
         self._predict_order()
+        if following is not None:
+            following.expect_backward()
+            self.following = following
+        if self._whole is not None:
+            self._whole.parts.append(self)
+            if not self._whole.in_backward:
+                self._whole.begin_backward()
 
     def touch(self, record: SavedStorage) -> None:
         """Called when backward unpacks a tensor of `record`."""
@@ -191,21 +236,23 @@ class MicroBatch:
         Records that are kept because backward needs them early count in the window until they are unpacked: memory
         peaks at the begin of backward, and prefetching more there would raise the peak.
         """
-        self._drop_arrived()
+        ahead = self._ahead
+        ahead.drop_arrived()
         early = self._early_bytes
         while self._cursor < len(self._expected):
             record = self._records[self._expected[self._cursor]]()
             if record is not None and record.state is State.OFFLOADED:
-                full = early + self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
+                full = early + ahead.nbytes + record.nbytes > window_bytes or len(ahead.records) == window_depth
                 # A record that is larger than the window is prefetched alone.
-                if full and (self._ahead or early or not window_bytes):
+                if full and (ahead.records or early or not window_bytes):
                     return
-                self._ahead.append((weakref.ref(record), record.nbytes))
-                self._bytes_ahead += record.nbytes
+                ahead.add(record)
                 self._cursor += 1
                 yield record
             else:
                 self._cursor += 1
+        if self.following is not None:
+            yield from self.following.to_prefetch(window_bytes, window_depth)
 
     def resident_bytes(self) -> int:
         """Returns the bytes of the saved storages that have device memory, including those in flight."""
@@ -220,9 +267,22 @@ class MicroBatch:
         """Called when backward has ended."""
         if self._ended is None:
             self._ended = self._clock.now()
+            self._whole = self.following = None  # so that no cycle of references is left
+            for part in self.parts:  # an error may have ended its backward
+                part.end()
 
     def pattern(self) -> Pattern:
-        """Returns the pattern of this micro-batch."""
+        """Returns the pattern of this micro-batch, with those of its parts one after the other."""
+        own = self._own_pattern()
+        if not self.parts:
+            return own
+        sizes, order = list(own.sizes), list(own.order)
+        for pattern in [part.pattern() for part in self.parts]:
+            order += [len(sizes) + index for index in pattern.order]
+            sizes += pattern.sizes
+        return Pattern(tuple(sizes), tuple(order), complete=False, parts=len(self.parts))
+
+    def _own_pattern(self) -> Pattern:
         unpacked = tuple(self._unpacked)
         recorded = [record is not _no_record for record in self._records]
         if all(recorded):
@@ -234,25 +294,27 @@ class MicroBatch:
         return Pattern(tuple(self.sizes), unpacked, complete=False)
 
     def profile(self) -> MicroBatchProfile | None:
-        """Returns the profile, or `None` if the device has not executed the micro-batch yet or it had no backward."""
-        if self._backward_began is None or self._ended is None:
-            return None
-        backward = self._clock.elapsed(self._backward_began, self._ended)
-        forward = self._clock.elapsed(self._begun, self._backward_began)
-        if forward is None or backward is None:
-            return None
+        """Returns the profile, or `None` if the device has not executed the micro-batch yet or it had no backward.
+
+        A micro-batch with parts has the sums of their seconds: the device waits for other stages between them.
+        """
+        seconds = [part._seconds() for part in self.parts or [self]]
+        forward, backward = 0.0, 0.0
+        for one in seconds:
+            if one is None:
+                return None
+            forward, backward = forward + one[0], backward + one[1]
         stalls = {tier: (out.seconds, into.seconds) for tier, (out, into) in self.stalls.items()}
         return MicroBatchProfile(forward, backward, stalls, self.saved_bytes, self._revision)
 
-    def _drop_arrived(self) -> None:
-        """Drops records from the front of the window that were unpacked or freed."""
-        while self._ahead:
-            reference, nbytes = self._ahead[0]
-            record = reference()
-            if record is not None and record.state is State.PREFETCHING:
-                return
-            self._ahead.popleft()
-            self._bytes_ahead -= nbytes
+    def _seconds(self) -> tuple[float, float] | None:
+        """Returns the seconds of forward and backward, or None if the device has not executed them."""
+        if self._backward_began is None or self._ended is None:
+            return None
+        forward_ended = self._backward_began if self._forward_ended is None else self._forward_ended
+        forward = self._clock.elapsed(self._begun, forward_ended)
+        backward = self._clock.elapsed(self._backward_began, self._ended)
+        return None if forward is None or backward is None else (forward, backward)
 
     def _predict_order(self) -> None:
         """Predicts the order of unpacking of the storages saved so far."""
@@ -263,6 +325,34 @@ class MicroBatch:
         self._expected = [index for index in order if index < self._expected_until]
         self._position = {index: position for position, index in enumerate(self._expected)}
         self._cursor = 0
+
+
+class _Ahead:
+    """Records that were prefetched and not yet unpacked, in this order, of a micro-batch and its parts.
+
+    Attributes:
+        records: weak references to them, and their bytes.
+        nbytes: sum of the bytes.
+    """
+
+    def __init__(self) -> None:
+        self.records: deque[tuple[weakref.ref[SavedStorage], int]] = deque()
+        self.nbytes = 0
+
+    def add(self, record: SavedStorage) -> None:
+        """Adds a record, which the caller prefetches."""
+        self.records.append((weakref.ref(record), record.nbytes))
+        self.nbytes += record.nbytes
+
+    def drop_arrived(self) -> None:
+        """Drops records from the front that were unpacked or freed."""
+        while self.records:
+            reference, nbytes = self.records[0]
+            record = reference()
+            if record is not None and record.state is State.PREFETCHING:
+                return
+            self.records.popleft()
+            self.nbytes -= nbytes
 
 
 def _no_record() -> None:

@@ -44,6 +44,7 @@ from lightning_ssd.activations.decide import PLAIN, ChoicesOfCall, Decision, Rul
 from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
 from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
+from lightning_ssd.activations.pipeline import PipelineOrder, StagePass
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.recompute import Recomputed
 from lightning_ssd.activations.record import (
@@ -145,6 +146,8 @@ class ActivationOffloader(Uncopied):
         self._empty = torch.empty(0, device=self.device)
         self._last_pattern: Pattern | None = None
         self._batch: MicroBatch | None = None
+        self._pipeline = PipelineOrder()
+        """Micro-batches of a pipeline schedule within `_batch`; none without a pipeline."""
         self._profiled: deque[MicroBatch] = deque()
         self._waiting: list[tuple[weakref.ref[SavedStorage], Tiers]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
@@ -195,6 +198,7 @@ class ActivationOffloader(Uncopied):
             self._stats.saved += self._batch.saved_bytes + self._batch.kept_bytes
         self._batch = MicroBatch(last, self._clock, placement.revision, window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
+        self._pipeline.begin_step()
         self._stats.micro_batches += 1
         self._trimmer.begin_micro_batch()
         self._rules.batch, self._rules.batch_number = self._batch, self._stats.micro_batches
@@ -231,6 +235,45 @@ class ActivationOffloader(Uncopied):
                 self.policy.placement.end()
             self._batch.end()
             self._collect()
+
+    # ---- micro-batches of a pipeline schedule within the present one ----
+
+    @contextlib.contextmanager
+    def stage_pass(self, now: StagePass) -> Iterator[None]:
+        """Offloads a forward of a schedule as a micro-batch of its own, or prefetches for a backward of one.
+
+        In a forward, if the backward of another micro-batch followed it in the last step, the first saved tensors of
+        that one are prefetched. In a backward, storages of other micro-batches that are in flight are evicted; if
+        another backward follows, its first saved tensors are prefetched once those of this one are. Saved tensors
+        belong to a micro-batch until the next forward begins, so that those of its loss do.
+
+        Entered on the training thread. Does nothing outside of `hooks`, and if the forward is planned or recorded as a
+        whole.
+        """
+        policy = self.policy
+        if not self._forwards or not policy.hooks_enabled or policy.mode is not None or self._rules.keeps_all:
+            yield
+            return
+        with self._lock:
+            assert self._batch is not None
+            batch, following = self._pipeline.begin(now, self._batch, policy.window_bytes)
+            if now.backward:
+                self._in_flight.evict_others(batch)
+                batch.begin_backward(following)
+                self._prefetch(batch)
+            else:
+                self._rules.batch = batch
+                if following is not None:
+                    following.expect_backward()
+                    self._prefetch(following)
+        yield
+        if now.backward:
+            with self._lock:
+                self._pipeline.end_backward(now)
+                self._collect()
+        else:
+            batch.end_forward()
+            self._make_all_progress()  # the forward's local variables are freed
 
     def free_discarded(self) -> None:
         """Waits for the running loads of tensors without a backward, and frees their memory."""
@@ -325,7 +368,9 @@ class ActivationOffloader(Uncopied):
 
         Storages that a plan keeps are not counted.
         """
-        return 0 if self._batch is None or self._batch.ended else self._batch.resident_bytes()
+        if self._batch is None or self._batch.ended:
+            return 0
+        return sum(batch.resident_bytes() for batch in (self._batch, *self._pipeline.batches()))
 
     @property
     def last_pattern(self) -> Pattern | None:
@@ -430,7 +475,8 @@ class ActivationOffloader(Uncopied):
             tiers: tiers to offload it to, in the order in which they are tried; empty: it is kept.
             dropped: whether it counts as unshared already (`is_dropped`).
         """
-        assert self._batch is not None
+        batch = self._rules.batch
+        assert batch is not None
         begun = perf_counter()
         if self._pending_frees:
             self._collect()
@@ -440,9 +486,9 @@ class ActivationOffloader(Uncopied):
         else:
             data = bytes_of(storage)
         assert data is not None
-        record = SavedStorage(data, self._batch, len(self._batch.sizes), self._pending_frees)
+        record = SavedStorage(data, batch, len(batch.sizes), self._pending_frees)
         attach_saved_storage(storage, record)
-        self._batch.add(record)
+        batch.add(record)
         if self.policy.on_saved is not None:
             self.policy.on_saved(storage, record)
         if tiers:
@@ -529,7 +575,7 @@ class ActivationOffloader(Uncopied):
                 if internals.version_of(tensor) != version:
                     raise modified_in_place(tensor, version, tensor.dtype, tensor.size())
             else:
-                self._check_process()
+                _check_process(self._rules)
                 with self._lock:
                     tensor = saved.load()
             # Backward first unpacks kept tensors, during which offloaded ones are prefetched. (Not for a backward
@@ -544,7 +590,7 @@ class ActivationOffloader(Uncopied):
                 "backward was called on a graph whose training has ended, and its saved tensors with it. "
                 "Call backward inside the training step, or don't keep the loss after `Trainer.fit`."
             )
-        self._check_process()
+        _check_process(self._rules)
         saved.check_version()
         with self._lock:
             if isinstance(saved.record, Recomputed):
@@ -558,13 +604,6 @@ class ActivationOffloader(Uncopied):
                 return saved.materialize()
             with internals.without_any_torch_function():
                 return saved.materialize()
-
-    def _check_process(self) -> None:
-        if self._rules.process != forks.process:
-            raise RuntimeError(
-                "a forked process calls backward on a graph of the training process, whose saved tensors and weights "
-                "are offloaded by threads of that process. Compute the loss in the forked process, too."
-            )
 
     def _restore(self, record: SavedStorage) -> None:
         record.batch.touch(record)
@@ -619,6 +658,14 @@ class ActivationOffloader(Uncopied):
             self._stats.store_stall += sum(stalls[OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[IN] for stalls in profile.stall_seconds.values())
             self.policy.placement.observe(profile)
+
+
+def _check_process(rules: Rules) -> None:
+    if rules.process != forks.process:
+        raise RuntimeError(
+            "a forked process calls backward on a graph of the training process, whose saved tensors and weights "
+            "are offloaded by threads of that process. Compute the loss in the forked process, too."
+        )
 
 
 def _weights_of(tensor: Tensor) -> OffloadedWeights | None:

@@ -6,7 +6,8 @@ The modules, by subject, in the order in which they are best read:
   `auto_planner`.
 - plans of operators: `swap_planner`, `step_profiling` (passes events to `autoplan`), `training` (a Trainer's training,
   as `autoplan` sees it).
-- for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.
+- for a user to add: `activation_offload`, `pipeline_stages` (for its `training_step`), `model_profiler`,
+  `timeline_recorder`, `save_folder`.
 - helpers: `offloader` (finds the offloader of a training), `output_files` (checks files before the training),
   `wear_line` (of `offload_monitor`).
 """
@@ -23,6 +24,7 @@ from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.offloader import trainer_callbacks
+from lightning_ssd.callbacks.pipeline_stages import follow_stages
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.save_folder import SaveFolder
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
@@ -42,6 +44,7 @@ __all__ = [
     "add_default_callbacks",
     "clips_norm",
     "find_offload_callbacks",
+    "follow_stages",
     "remove_default_callbacks",
     "restore_offload_callbacks",
     "trainer_callbacks",

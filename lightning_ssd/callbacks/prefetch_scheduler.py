@@ -101,7 +101,7 @@ class PrefetchScheduler(pl.Callback):
         pattern = offloader.last_pattern
         if pattern is None or not pattern.sizes:
             return
-        smallest = min(self._max, max(3 * pattern.largest // 2, sum(pattern.sizes) // 16))
+        smallest = min(self._max, max(3 * pattern.largest // 2, sum(pattern.sizes) // (16 * pattern.parts)))
         self._window = max(self._window or 0, smallest)
         self._patience -= 1
         if self._patience > 0 or self._converged:
