@@ -252,6 +252,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         _show_plan(parser, overrides)
         return
     from lightning_ssd.dry_run import (
+        chosen_states,
         fixed_states,
         parse_batch,
         plan_as_configured,
@@ -301,7 +302,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             plan = make_plan(model, hardware, args.planner or "holistic", fixed)
         else:
             plan = plan_as_configured(config, model, hardware)
-        more_host = with_twice_the_host(model, hardware, plan)
+        on_ssd_by_choice = not by_planner and chosen_states(config) == "ssd"  # with any host memory
+        more_host = plan if on_ssd_by_choice else with_twice_the_host(model, hardware, plan)
         answer = render_answer(model, hardware, plan, more_host=more_host, endurance=endurance)
         if args.save is not None:
             plan.save(args.save)
@@ -335,10 +337,11 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
 
 
 def _print(text: str) -> None:
-    """Prints paragraphs in 80 columns. Words of a line that follow its title are aligned."""
+    """Prints paragraphs in 80 columns, with paths and arguments whole. Words after the title of a line are aligned."""
     for line in text.split("\n"):
         title = re.match(r"[\w ]+?  +", line)
-        print(textwrap.fill(line, 80, subsequent_indent=" " * len(title[0]) if title else ""))
+        indent = " " * len(title[0]) if title else ""
+        print(textwrap.fill(line, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def _show_plan(parser: argparse.ArgumentParser, paths: Sequence[str]) -> None:

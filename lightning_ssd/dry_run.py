@@ -277,6 +277,11 @@ def _tiers_may_change(config: Any) -> bool:
     return all(value == "auto" for value in given) and not strategy_argument(config, "recover")
 
 
+def chosen_states(config: Any) -> Any:
+    """Returns the tier of all offloaded model states that the strategy's arguments name, or "auto"."""
+    return "ssd" if strategy_argument(config, "recover") else strategy_argument(config, "states") or "auto"
+
+
 def configured_tiers(config: Any, model: ModelProfile, hardware: HardwareProfile) -> FixedPlacement:
     """Returns the tiers of model states that the strategy's arguments choose, before a planner moves any.
 
@@ -288,11 +293,9 @@ def configured_tiers(config: Any, model: ModelProfile, hardware: HardwareProfile
         model: profile of the recipe's model.
         hardware: profile of the machine.
     """
-    states: Any = strategy_argument(config, "states") or "auto"
+    states = chosen_states(config)
     parts = [part for _, part in model.parts]
-    if strategy_argument(config, "recover"):
-        states = "ssd"
-    elif states == "auto" and _states_fit(config, model, hardware):
+    if states == "auto" and _states_fit(config, model, hardware):
         states = "gpu"
     if states != "auto":
         return FixedPlacement((states,) * len(parts), (states,) * len(parts))

@@ -363,6 +363,14 @@ class TestPlan:
         assert cli.main([*command, "--gpu-memory=4GiB"]) == 0
         assert "of 4.00 GiB, RAM" in capsys.readouterr().out
 
+    def test_more_host_memory_is_no_remedy_where_the_user_wants_states_on_ssds(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """They are read from drives however large the host memory is."""
+        assert cli.main(["plan", "gpt", "--machine", "h100", "--trainer.strategy.states=ssd"]) == 0
+        printed = capsys.readouterr().out
+        assert "bound by    ssd" in printed and "would help" in printed and "twice the RAM" not in printed
+
     def test_measures_this_machine(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["plan", "--save-machine", "here.json", self.RECIPE]) == 0
         assert cli.main(["plan", "--machine", "here.json", self.RECIPE, "--planner", "lohan"]) == 0

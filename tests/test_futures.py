@@ -1,12 +1,18 @@
 """Combined futures complete, whether the underlying ones have a result, fail or are cancelled."""
 
+import os
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from random import Random
+from types import FrameType
 from typing import Any
 from weakref import ref
 
 import pytest
 
 from lightning_ssd.futures import CancelledError, Future, InvalidStateError, all_of, ended, finished, first_of, then
+from lightning_ssd.futures import __file__ as futures_file
 
 
 def end(future: "Future[Any]", how: str) -> None:
@@ -107,3 +113,73 @@ def test_the_first_of_several_futures_ends_a_wait_and_later_ones_change_nothing(
     assert first.result() is None
     slow.set_result(None)
     assert first_of([slow, Future()]).done()
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads may switch after each bytecode of futures: Python does it after calls only, and a tracer is one."""
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != futures_file:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if random.random() < 0.2:
+            os.stat("/")  # a call without Python's lock
+        return trace
+
+    random = Random(0)
+    before = sys.getswitchinterval(), threading.gettrace()
+    sys.setswitchinterval(1e-6)
+    threading.settrace(trace)
+    yield
+    sys.setswitchinterval(before[0])
+    threading.settrace(before[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("seed", range(10))
+def test_each_future_ends_once_for_every_callback_and_waiting_thread(seed: int) -> None:
+    """Threads complete, cancel, begin, chain, combine and wait for the same futures, each in an order of its own."""
+    futures = [Future[int]() for _ in range(25)]
+    calls: list[list[int]] = [[] for _ in futures]
+    combined = [make(futures) for make in (all_of, first_of) for _ in range(30)]
+    chained: list[tuple[int, Future[int]]] = []
+    waited: list[tuple[int, bool]] = []
+    begin = threading.Barrier(6)
+
+    def end_them(random: Random, how: str) -> None:
+        for index in random.sample(range(len(futures)), len(futures)):
+            if how == "cancel":
+                futures[index].cancel()
+            elif futures[index].begin():
+                if random.random() < 0.2:
+                    futures[index].set_exception(ValueError(index))
+                else:
+                    futures[index].set_result(index)
+
+    def use_them(random: Random, _: str) -> None:
+        for index in random.sample(range(len(futures)), len(futures)):
+            future, others = futures[index], random.sample(futures, 5)
+            future.add_done_callback(lambda done, index=index: calls[index].append(id(done)))  # type: ignore[misc]
+            combined.extend([all_of(others), first_of(others), ended(future), all_of([ended(one) for one in others])])
+            chained.append((index, then(future, finished)))
+            waited.append((index, future.wait(60)))
+
+    def run(number: int, work: Callable[[Random, str], None], how: str) -> None:
+        random = Random(f"{seed} {number}")
+        begin.wait(60)
+        work(random, how)
+
+    works = [(end_them, "complete"), (end_them, "cancel"), *[(use_them, "")] * 4]
+    threads = [threading.Thread(target=run, args=(number, *work)) for number, work in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(done for _, done in waited) and all(future.done() for future in (*futures, *combined))
+    for index, (future, called) in enumerate(zip(futures, calls, strict=True)):
+        assert called == [id(future)] * 4
+        assert future.cancelled() or isinstance(future.exception(), ValueError) or future.result() == index
+    for index, future in chained:
+        assert future.exception() is futures[index].exception()
+        assert future.exception() is not None or future.result() == index

@@ -62,11 +62,14 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 def process_ram(proc: Path = PROC) -> int:
     """Returns the bytes of RAM of this process: its proportional set size, in which shared pages are divided.
 
+    Sandboxes (gVisor) and hardened kernels have no file of it: then it is the resident set size.
+
     Args:
         proc: folder of the kernel's files about processes.
     """
-    lines = (proc / "self" / "smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    folder = proc / "self"
+    fields = [line.split() for name in ("smaps_rollup", "status") for line in read_text(folder / name).splitlines()]
+    return 1024 * next((int(field[1]) for field in fields if field and field[0] in ("Pss:", "VmRSS:")), 0)
 
 
 def process_gpu_memory(device: torch.device) -> int:

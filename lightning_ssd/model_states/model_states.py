@@ -534,7 +534,7 @@ class ModelStates(Uncopied):
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
         if optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
-            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            self.end_backward(by_user=True)
             with self._grads.hidden():
                 self._clipping.clip(optimizer, algorithm, limit)
             return
@@ -542,10 +542,6 @@ class ModelStates(Uncopied):
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
             clip(parameters, limit)
-        elif optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
-            self.end_backward(by_user=True)
-            with self._grads.hidden():
-                self._clipping.clip(optimizer, algorithm, limit)
         else:
             self.steps.check_not_begun(optimizer)
             with self.full_grads(optimizer):

@@ -128,7 +128,7 @@ class MicroBatchRetry:
         states = self._states()
         if states is not None and self._delay_steps:
             states.gradients.delay_steps()
-        if self._try_backward(losses[1], run, changed):
+        if self._try_backward(losses[1], run, changed, losses[0]):
             return
         for loss in losses:
             _drop_graph(loss)
@@ -144,20 +144,23 @@ class MicroBatchRetry:
             first.fill(self._output)
             self._module._current_fx_name = name
             set_random_states(random)  # hooks between forward and backward may have drawn numbers
-            loss = scale(_loss_of(self._output) / self._trainer.accumulate_grad_batches)
+            loss = scale(self._own_loss())
             with self._gradients.kept(), _named_operators():
-                if self._try_backward(loss, run, None):
+                if self._try_backward(loss, run, None, None):
                     return
             del loss
             self._output = None
 
-    def _try_backward(self, loss: Tensor, run: Callable[[Tensor], object], changed: str | None) -> bool:
+    def _try_backward(
+        self, loss: Tensor, run: Callable[[Tensor], object], changed: str | None, given: Tensor | None
+    ) -> bool:
         """Runs a backward. Returns False if it has run out of memory, and the micro-batch may be run again.
 
         Args:
             loss: the scaled loss.
             run: runs the backward of it.
             changed: an attribute of the module that was set between forward and backward, if any.
+            given: the loss before it was scaled, which user code has passed on; None: it has not.
         """
         try:
             with self._explained("backward"):
@@ -169,10 +172,21 @@ class MicroBatchRetry:
             obstacle = self._obstacle_in_backward(loss)
             if changed is not None and obstacle is None:
                 obstacle = f"a hook before backward has set `{changed}` of the module"
+            if given is not None and obstacle is None and not self._is_own_loss(given):
+                obstacle = "code between `training_step` and backward has changed the loss"
             if obstacle is not None:
                 _refuse(error, obstacle)
                 raise
             return False
+
+    def _own_loss(self) -> Tensor:
+        """Returns the loss of which Lightning runs the backward, if no user code changes it."""
+        return _loss_of(self._output) / self._trainer.accumulate_grad_batches
+
+    def _is_own_loss(self, loss: Tensor) -> bool:
+        """Returns whether a loss is that of `training_step`, of which other attempts run the backward."""
+        with torch.no_grad():
+            return bool(torch.isclose(loss, self._own_loss(), rtol=0.0, atol=0.0, equal_nan=True).all())
 
     def _prepare_attempt(self, part: str) -> None:
         """Restores the state before the micro-batch, and has the next attempt need less memory."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.device import CUDAMemory, available_memory, process_gpu_memory, usable_gpu_memory
+from lightning_ssd.device import CUDAMemory, available_memory, process_gpu_memory, process_ram, usable_gpu_memory
 from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
 from lightning_ssd.model_states import StatesConfig
 from tests.support.files import write_files
@@ -131,3 +131,25 @@ def test_the_least_of_free_memory_and_the_cgroups_limits_counts(
     if cgroup is not None:
         write_files(tmp_path, {"proc/self/cgroup": cgroup})
     assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == expected * GIB
+
+
+@pytest.mark.parametrize(
+    ("files", "kib"),
+    [
+        (
+            {
+                "smaps_rollup": "7f00-7fff ---p 00000000 00:00 0 [rollup]\nRss: 9 kB\nPss: 7 kB\n",
+                "status": "VmRSS: 9 kB",
+            },
+            7,
+        ),
+        ({"status": "Name:\tpython\n\nVmRSS:\t9 kB\n"}, 9),
+        ({}, 0),
+    ],
+)
+def test_the_memory_of_a_process_is_known_where_the_kernel_has_fewer_files(
+    files: dict[str, str], kib: int, tmp_path: Path
+) -> None:
+    """The log lines before a training name it: they must not end one."""
+    write_files(tmp_path / "self", files)
+    assert process_ram(tmp_path) == kib * 1024

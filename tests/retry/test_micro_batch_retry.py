@@ -938,6 +938,13 @@ class CalledBeforeBackward(Stateful):
         return pl.callbacks.LambdaCallback(on_before_backward=lambda _, module, loss: setattr(module, "number", 1))
 
 
+class DoublesLoss(Stateful):
+    """A callback changes the loss, of which no other attempt would know."""
+
+    def configure_callbacks(self) -> pl.Callback:
+        return pl.callbacks.LambdaCallback(on_before_backward=lambda _, module, loss: loss.mul_(2))
+
+
 class ChangesParameters(Stateful):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -977,6 +984,7 @@ class WritesLargeArray(Stateful):
     [
         (SeesBackward, "`on_before_backward` of the module"),
         (CalledBeforeBackward, "set `number` of the module"),
+        (DoublesLoss, "changed the loss"),
         (ChangesParameters, "changed a parameter"),
         (Reads, "range_iterator"),
         (WritesLargeArray, "ndarray"),
