@@ -501,6 +501,9 @@ class ModelStates(Uncopied):
             return
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not self.running.defer_to_user_hooks:
+            flats = [flat for flat, _ in self.gradients.of(optimizer)]
+            if self._reduction is not None and not self._reduction.steps.are_finite(flats):
+                self.decision.note_not_finite()
             self.decision.merge_checks(found)
         else:
             self.end_backward(by_user=True)
