@@ -70,7 +70,7 @@ from lightning_ssd.model_states.steps import (
 )
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankBuffers
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankValues
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for_all
@@ -236,7 +236,7 @@ class ModelStates(Uncopied):
             self._reduction = RankReduction(
                 RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
                 ResidentMeans(ranks.ranks, others),
-                RankBuffers(ranks.ranks, module),
+                RankValues(ranks.ranks, 1, module.buffers),
                 self.gradients,
                 self.running,
                 setup.last_micro_batch,

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.gradients import GradientOffloader, ResidentMeans
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
-from lightning_ssd.model_states.weights import RankBuffers
+from lightning_ssd.model_states.weights import RankValues
 
 
 class RankReduction:
@@ -31,7 +31,7 @@ class RankReduction:
         self,
         steps: RankSteps,
         residents: ResidentMeans,
-        buffers: RankBuffers,
+        buffers: RankValues,
         gradients: GradientOffloader,
         running: RunningStep,
         last_micro_batch: Callable[[], bool],
