@@ -31,7 +31,7 @@ from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankError, Topic
 from lightning_ssd.waits import wait_for, wait_for_all
 
-CHUNK = 2**18
+CHUNK = 2**20
 """Elements that are summed at a time: their sum stays in the cache between the ranks' gradients."""
 
 
