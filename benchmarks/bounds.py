@@ -192,7 +192,7 @@ def _rule(trainer: Any, batch_idx: int) -> object:
     if planner is None:
         return in_force(trainer, batch_idx) or None
     runner = planner.runner
-    if runner is None or runner.plan is None or planner.measuring or planner.calibrating:
+    if runner is None or runner.plan is None or planner.measuring:
         return None
     return id(runner.plan)
 

@@ -12,13 +12,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_ssd.model_states import StepHalf
 from lightning_ssd.model_states.optimizers.adam import STORE_TRIAL
 from lightning_ssd.profiling import adam_step
+from lightning_ssd.types import StateFormat
 
 
 def rate(numel: int, step: Callable[[], object]) -> float:
@@ -31,14 +32,12 @@ def rate(numel: int, step: Callable[[], object]) -> float:
     return numel / statistics.median(seconds[2:])
 
 
-FORMATS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fp32": (28, {}),
-    "split": (26, {"split": True}),
-    "bf16": (18, {"split": True, "moments": "bf16"}),
-    "8bit": (14, {"split": True, "moments": "8bit"}),
-}
-"""By `state_format`: the bytes that a step reads and writes for each parameter, and the arguments of `adam_step`. A
-step reads and writes whole master weights, and writes the compute weights."""
+FORMATS: dict[StateFormat, int] = {"fp32": 28, "split": 26, "bf16": 18, "8bit": 14}
+"""Bytes that a step reads and writes for each parameter, by `state_format`. With "fp32" it reads and writes whole
+master weights, and writes the compute weights."""
+
+
+HALVES: tuple[StepHalf, StepHalf] = ("weights", "opt_state")
 
 
 def bandwidth(numel: int) -> float:
@@ -61,12 +60,14 @@ def main() -> None:
     numel = parser.parse_args().millions * 10**6 // 64 * 64
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
     memory = bandwidth(numel)
-    for name, (nbytes, arguments) in FORMATS.items():
-        measured = rate(numel, adam_step(numel, **arguments))
+    for name, nbytes in FORMATS.items():
+        measured = rate(numel, adam_step(numel, state_format=name))
         moved, share = measured * nbytes, measured * nbytes / memory
-        print(f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}")
-    print(f"  its compute weights   {rate(numel, adam_step(numel, half='weights')) / 1e9:.2f}")
-    print(f"  the rest, later       {rate(numel, adam_step(numel, half='opt_state')) / 1e9:.2f}")
+        weights, rest = (rate(numel, adam_step(numel, state_format=name, half=half)) / 1e9 for half in HALVES)
+        print(
+            f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}; "
+            f"weights alone {weights:.2f}, the rest later {rest:.2f}"
+        )
     for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):
         STORE_TRIAL.choose = lambda past=past_caches: past  # type: ignore[method-assign]
         measured = rate(numel, adam_step(numel, two_versions=True))

@@ -5,7 +5,7 @@
 Each command is one case:
 
     full:8b      the 8B shape trained whole, the GPU capped at 24 GiB: bf16 weights with fp32 masters, batch 8 x 1024,
-                 clipping 1.0; states where there is room, `states="auto"`
+                 clipping 1.0; states where there is room, `states="auto"`, in the format `--state-format`
     lora:8b      adapters of rank 16 over it, the GPU capped at 12 GiB: bf16-mixed over a bf16 base, batch 8 x 1024
     long:1.2b    the 1.2B shape trained whole, batch 1, the GPU capped at the 79 GiB of an H100 80GB: the step at 32,768
                  tokens, and the longest sequence that trains
@@ -75,7 +75,7 @@ def train(case: dict[str, Any], path: str) -> None:
         accelerator="gpu" if cuda else "cpu",
         devices=1,
         precision="bf16-mixed" if case["adapters"] else "bf16-true",
-        strategy=SSDOffloadStrategy(path, offload=case["offload"]) if ours else "auto",
+        strategy=SSDOffloadStrategy(path, **case["arguments"]) if ours else "auto",
         max_epochs=1,
         callbacks=[probe],
         gradient_clip_val=1.0,
@@ -132,6 +132,8 @@ def main() -> None:
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--cases", nargs="+", default=CASES, help="see above")
     parser.add_argument("--offload", default="auto", help="`offload=` of the strategy")
+    parser.add_argument("--state-format", default="fp32", help="`state_format=` of the strategy")
+    parser.add_argument("--host-memory", default="auto", help="`host_memory=` of the strategy")
     parser.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours"], help="of `long`")
     parser.add_argument("--shortest", type=int, default=FIRST_LENGTH, help="tokens of the first sequence of `long`")
     parser.add_argument("--longest", type=int, default=2**20, help="tokens of the longest sequence to try")
@@ -150,7 +152,8 @@ def main() -> None:
             if text.startswith("long") and not arguments.tiny:
                 case["length"] = arguments.shortest
             while case["length"] <= arguments.longest:
-                result = run(case | {"offload": arguments.offload, "steps": arguments.steps}, arguments.path)
+                given = {name: getattr(arguments, name) for name in ("offload", "state_format", "host_memory")}
+                result = run(case | {"arguments": given, "steps": arguments.steps}, arguments.path)
                 name = f"{text} {case['mode']} {case['batch']}x{case['length']}"
                 results[name] = result
                 if "error" in result:

@@ -212,33 +212,6 @@ def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]
     return run_alone(command)
 
 
-def draw(results: dict[str, Any], picture: Path) -> None:
-    """Draws the step times of shapes that DeepSpeed was measured with, too."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    steps = {name: statistics.median(run["step"] for run in runs if "step" in run) for name, runs in results.items()}
-    peers = [name for name in steps if "deepspeed-cpu:" in name]
-    pairs = [(name.replace("deepspeed-cpu:", "host:"), name) for name in peers]
-    pairs = [(ours, theirs) for ours, theirs in pairs if ours in steps]
-    pairs.sort(key=lambda pair: results[pair[0]][0]["parameters"])
-    figure, axes = plt.subplots(figsize=(7, 2.6))
-    for y, (ours, theirs) in enumerate(pairs):
-        for offset, name, color in ((-0.2, theirs, "tab:gray"), (0.2, ours, "tab:green")):
-            axes.barh(y + offset, steps[name], 0.36, color=color)
-            axes.text(steps[name] + 0.02, y + offset, f"{steps[name]:.2f} s", va="center", fontsize=9)
-    kinds = [ours.rpartition(" ")[0].upper() or "GPT" for ours, _ in pairs]
-    billions = [results[ours][0]["parameters"] / 1e9 for ours, _ in pairs]
-    axes.set_yticks(range(len(pairs)), [f"{kind} {size:.2f}B" for kind, size in zip(kinds, billions, strict=True)])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds a step: DeepSpeed ZeRO-3 with CPU offload (gray), lightning_ssd (green)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results")
@@ -246,15 +219,11 @@ def main() -> None:
     parser.add_argument("--model", choices=list(SHAPES), default="gpt", help="family of the model")
     parser.add_argument("--cases", nargs="+", help="MODE:HIDDENxLAYERS[,OPTION...] (default: see SHAPES)")
     parser.add_argument("--clipping", metavar="HIDDENxLAYERS", help="the cases without clipping, and with it, instead")
-    parser.add_argument("--draw", metavar="PNG", help="draw the results in `--out`, and run nothing")
     parser.add_argument("--timeline", help="files to write, without ending, of the last of our cases")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         train(json.loads(arguments.one), arguments.path, arguments.timeline)
-        return
-    if arguments.draw:
-        draw(json.loads(Path(arguments.out).read_text()), Path(arguments.draw))
         return
     results: dict[str, Any] = {}
     default = [f"{mode}:{shape}" for shape in SHAPES[arguments.model] for mode in ("deepspeed-cpu", "host")]

@@ -13,7 +13,6 @@ import os
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -23,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from lightning_ssd.futures import Future
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import (
     BlobStore,

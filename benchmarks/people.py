@@ -12,6 +12,10 @@ A row is a training in a process of its own, with random weights and samples, in
   default            `strategy="ssd_offload"`
   checkpoint         the same with `gradient_checkpointing_enable()`
   ssdtrain           `SSDOffloadStrategy(offload="ssdtrain")`
+  default+8bit       `SSDOffloadStrategy(state_format="8bit")`, or another format; also checkpoint+8bit
+  deepspeed+checkpoint   `strategy="deepspeed_stage_3_offload"`, and `gradient_checkpointing_enable()`
+  deepspeed2+checkpoint  `DeepSpeedStrategy(stage=2, offload_optimizer=True)`, whose weights stay on the GPU
+  fsdp+checkpoint        `FSDPStrategy(cpu_offload=True)`, without clipping, which Lightning refuses with it
 
 `AdamW(parameters)`, clipping at 1.0, bf16-mixed, the models' own losses, a DataLoader with two workers. A row has: the
 median step after `--warm-up` steps and after the plan is final; the longest step after that; the GPU's peak in these
@@ -40,10 +44,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.activation_offload import quiet_trainer
 from benchmarks.default import find_planners, in_force
-from benchmarks.processes import cap_gpu_memory, process_ram, run_alone
+from benchmarks.processes import cap_gpu_memory, run_alone
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
-from lightning_ssd.device import make_clock
+from lightning_ssd.device import make_clock, process_ram
 
 MODES = ("plain", "plain+checkpoint", "default", "checkpoint", "ssdtrain")
 
@@ -346,9 +350,18 @@ class Probe(pl.Callback):
 
 def strategy_of(mode: str) -> Any:
     """Returns the strategy of a mode."""
-    if mode.startswith("plain"):
+    kind, _, state_format = mode.partition("+")
+    if kind.startswith("plain"):
         return "auto"
-    return SSDOffloadStrategy(offload="ssdtrain") if mode == "ssdtrain" else "ssd_offload"
+    if kind == "deepspeed":
+        return "deepspeed_stage_3_offload"
+    if kind == "deepspeed2":
+        return pl.strategies.DeepSpeedStrategy(stage=2, offload_optimizer=True)
+    if kind == "fsdp":
+        return pl.strategies.FSDPStrategy(cpu_offload=True)
+    if state_format:
+        return SSDOffloadStrategy(state_format=state_format)
+    return SSDOffloadStrategy(offload="ssdtrain") if kind == "ssdtrain" else "ssd_offload"
 
 
 def fit(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -378,7 +391,7 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
     watch = RamWatch()
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_of(mode), arguments.steps, [probe], path)
-        trainer.gradient_clip_val = 1.0
+        trainer.gradient_clip_val = None if mode.startswith("fsdp") else 1.0
         try:
             trainer.fit(Module(model.train()), loader)
         except torch.OutOfMemoryError:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,16 +11,10 @@ import torch
 from lightning_ssd.device import available_memory
 
 
-def process_ram() -> int:
-    """Returns the proportional set size of this process, in bytes: shared pages are divided between processes."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
-def cap_gpu_memory(gib: float) -> None:
-    """Limits the memory of this process on the first GPU to `gib` GiB, or to all of the GPU's."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+def cap_gpu_memory(gib: float, index: int = 0) -> None:
+    """Limits the memory of this process on GPU number `index` to `gib` GiB, or to all of the GPU's."""
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
 
 
 def run_alone(command: Sequence[str], limit: float | None = None) -> dict[str, Any]:

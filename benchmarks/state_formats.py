@@ -1,6 +1,7 @@
 """Final validation losses with exact optimizer states, and with those of `state_format` that take fewer bytes.
 
     python -m benchmarks.state_formats --out state_formats.json [--size medium] [--steps 1000] [--seeds 3]
+    python -m benchmarks.state_formats --out state_formats.json --draw state_formats.png
 
 Three trainings, each from the same weights and with the same batches in every format, for several seeds:
 
@@ -9,8 +10,8 @@ Three trainings, each from the same weights and with the same batches in every f
     vit         ViT, which classifies drawings of eight shapes of random place, size and colour on noise
 
 AdamW, clipping 1.0, all states in host memory. The table has the mean over seeds, its spread (the standard deviation of
-the seeds' losses), and the mean difference from exact states of the same seed with its standard error. No data is
-downloaded. `small` is for a CPU of two cores, `medium` for a GPU.
+the seeds' losses), and the mean difference from exact states of the same seed with its standard error. `--draw` trains
+nothing and draws the losses of a file. No data is downloaded. `small` is for a CPU of two cores, `medium` for a GPU.
 """
 
 import argparse
@@ -38,6 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 VALIDATED = 64
 """Batches of validation."""
+WINDOW = 25
+"""Steps whose mean training loss is a point of the picture."""
 PATCH = 4
 SHAPES = 8
 
@@ -112,6 +115,7 @@ class Transformer(pl.LightningModule):
         super().__init__()
         self._steps = steps
         self._rate = rate
+        self.trained: list[Tensor] = []
         self.validated: list[float] = []
         self.model = nn.ModuleDict({"gpt": _gpt, "vit": _vit}[kind](size))
         self._kind = kind
@@ -133,7 +137,9 @@ class Transformer(pl.LightningModule):
         return nn.functional.cross_entropy(self.model["head"](x).float(), labels)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self._loss(batch)
+        loss = self._loss(batch)
+        self.trained.append(loss.detach())
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated.append(self._loss(batch).item())
@@ -192,8 +198,8 @@ def data_of(recipe: str, size: dict[str, Any], steps: int) -> tuple[Dataset[Any]
 
 def train(
     recipe: str, state_format: Any, seed: int, steps: int, size: dict[str, Any], start: dict[str, Tensor] | None
-) -> tuple[float, dict[str, Tensor]]:
-    """Returns the final validation loss, and the weights."""
+) -> tuple[float, list[float], dict[str, Tensor]]:
+    """Returns the final validation loss, the training losses of windows of steps, and the weights."""
     pl.seed_everything(seed, verbose=False)
     module = Transformer("vit" if recipe == "vit" else "gpt", size, steps, 1e-3 / (3 if start else 1))
     if start is not None:
@@ -228,7 +234,9 @@ def train(
         )
         with contextlib.redirect_stdout(None):
             evaluated.validate(module, DataLoader(held_out, size["batch"]), verbose=False)
-    return statistics.fmean(module.validated), {name: value.cpu() for name, value in module.state_dict().items()}
+    windows = torch.stack(module.trained).split(WINDOW)
+    weights = {name: value.cpu() for name, value in module.state_dict().items()}
+    return statistics.fmean(module.validated), [window.mean().item() for window in windows], weights
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -248,6 +256,29 @@ def table_of(results: dict[str, dict[str, list[float]]]) -> str:
     return "\n".join(rows)
 
 
+def draw(results: dict[str, Any], picture: Path) -> None:
+    """Draws training losses, a line for each seed and format, and the final validation losses."""
+    from matplotlib.figure import Figure
+
+    recipes = list(results["losses"])
+    figure = Figure(figsize=(4.2 * len(recipes), 3.2))
+    for axes, recipe in zip(figure.subplots(1, len(recipes), squeeze=False)[0], recipes, strict=True):
+        for name, colour, style in zip(
+            results["losses"][recipe], ("black", "tab:blue", "tab:orange"), ("-", "--", ":"), strict=False
+        ):
+            for seed, losses in enumerate(results["training"][recipe][name]):
+                steps = [(window + 0.5) * WINDOW for window in range(len(losses))]
+                axes.plot(steps, losses, color=colour, linestyle=style, linewidth=1, label=name if seed == 0 else None)
+            validated = results["losses"][recipe][name]
+            axes.scatter([results["how"]["steps"] * 1.03] * len(validated), validated, s=12, color=colour)
+        axes.set_title(recipe)
+        axes.set_xlabel("step (points: final validation loss)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results; a table in Markdown is written beside it")
@@ -258,23 +289,31 @@ def main() -> None:
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--draw", type=Path, metavar="PNG", help="draw the results of `--out` (matplotlib)")
     arguments = parser.parse_args()
+    if arguments.draw:
+        draw(json.loads(Path(arguments.out).read_text()), arguments.draw)
+        return
     size, steps = SIZES[arguments.size], arguments.steps
     trained: dict[str, Tensor] | None = None
     if "finetune" in arguments.recipes:
-        _, trained = train("gpt", "fp32", 0, steps, size, None)
+        _, _, trained = train("gpt", "fp32", 0, steps, size, None)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     how = {"machine": machine, "torch": torch.__version__, "size": size, "steps": steps}
     results: dict[str, dict[str, list[float]]] = {}
+    training: dict[str, dict[str, list[list[float]]]] = {}
     for recipe in arguments.recipes:
         results[recipe] = {name: [] for name in arguments.formats}
+        training[recipe] = {name: [] for name in arguments.formats}
         for seed in range(arguments.seeds):
             for name, losses in results[recipe].items():
                 start = trained if recipe == "finetune" else None
-                losses.append(train(recipe, name, seed, steps, size, start)[0])
+                loss, curve, _ = train(recipe, name, seed, steps, size, start)
+                losses.append(loss)
+                training[recipe][name].append(curve)
                 print(f"{recipe:9} seed {seed}  {name:5} {losses[-1]:.4f}", flush=True)
         if arguments.out:
-            Path(arguments.out).write_text(json.dumps({"how": how, "losses": results}, indent=1) + "\n")
+            Path(arguments.out).write_text(json.dumps({"how": how, "losses": results, "training": training}) + "\n")
             Path(arguments.out).with_suffix(".md").write_text(
                 f"`python -m benchmarks.state_formats --size {arguments.size} --steps {steps} --seeds "
                 f"{arguments.seeds}` on a {machine}, torch {torch.__version__}:\n\n{table_of(results)}\n"

@@ -5,7 +5,9 @@ arguments, checks and printed text of each command, and no other work; the folde
 """
 
 import argparse
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +28,7 @@ from lightning_ssd.recipes import (
     recipes,
     refused_input,
     scratch_path,
+    strategy_argument,
 )
 from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
@@ -213,6 +216,12 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="most bytes that may be written to SSDs in a day, such as 1TB",
     )
     options.add_argument(
+        "--gpu-memory",
+        type=_size("--gpu-memory"),
+        metavar="BYTES",
+        help="GPU memory that the training may use in all, such as 22GiB (default: that of the machine)",
+    )
+    options.add_argument(
         "--replay",
         action="store_true",
         help="also print throughput by transfer bandwidth, host memory and number of drives (Teraio, figures 3 and 9)",
@@ -242,11 +251,16 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     if args.recipe == "show":
         _show_plan(parser, overrides)
         return
-    from lightning_ssd.dry_run import fixed_states, parse_batch, plan_as_configured, profile_recipe
+    from lightning_ssd.dry_run import (
+        fixed_states,
+        parse_batch,
+        plan_as_configured,
+        profile_recipe,
+        with_twice_the_host,
+        within_budgets,
+    )
     from lightning_ssd.planning import (
-        HardwareProfile,
         ModelProfile,
-        Plan,
         make_plan,
         make_report,
         render_answer,
@@ -272,6 +286,10 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             hardware.to_json(args.save_machine)
         if args.ssd_per_day is not None:
             hardware = replace(hardware, ssd_bytes_per_day=args.ssd_per_day)
+        if args.gpu_memory is not None:
+            hardware = replace(hardware, gpu_bytes=min(hardware.gpu_bytes, args.gpu_memory))
+        if config is not None:
+            hardware = within_budgets(config, hardware)
         model = profile_recipe(config, hardware, args.batch) if measured is None else measured
         if lifetimes is not None:
             lifetimes.check(model)
@@ -279,24 +297,26 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         by_planner = config is None or args.planner is not None or args.save is not None
 
-        def plan_on(machine: HardwareProfile) -> Plan:
-            if by_planner:
-                return make_plan(model, machine, args.planner or "holistic", fixed)
-            return plan_as_configured(config, model, machine)
-
-        plan = plan_on(hardware)
-        on_ssd = any(part.states == "ssd" for part in plan.placements)
-        more_host = plan_on(replace(hardware, host_bytes=2 * hardware.host_bytes)) if on_ssd else plan
+        if by_planner:
+            plan = make_plan(model, hardware, args.planner or "holistic", fixed)
+        else:
+            plan = plan_as_configured(config, model, hardware)
+        more_host = with_twice_the_host(model, hardware, plan)
         answer = render_answer(model, hardware, plan, more_host=more_host, endurance=endurance)
         if args.save is not None:
             plan.save(args.save)
     how = "by a plan of SwapPlanner" if by_planner else "as configured, without SwapPlanner"
-    print(f"{model.name}, {format_count(model.parameters)} parameters, {how}, on {hardware.name}:\n\n{answer}")
+    _print(f"{model.name}, {format_count(model.parameters)} parameters, {how}, on {hardware.name}:\n\n{answer}")
     if fixed is not None:
-        print(
+        _print(
             "\nModel states stay on the GPU. bf16 weights there have no master weights, as in plain Lightning: with "
             "`--trainer.strategy.states=host` they are offloaded, and have them. fp16 and fp64 weights are never "
             "offloaded."
+        )
+    if config is not None and not by_planner and strategy_argument(config, "gpu_memory") not in (None, "auto"):
+        _print(
+            "\n`gpu_memory` bounds model states alone, here as in a training: activations have the rest of the GPU. "
+            "`--gpu-memory` here, and `SwapPlanner(gpu_memory=...)` in a training, bound both."
         )
     if args.verbose or args.replay:
         plan = plan if by_planner else make_plan(model, hardware, "holistic", fixed)
@@ -312,6 +332,13 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             with _reporting(parser):
                 lifetimes = profile_lifetimes(config, hardware, args.batch)
         _print_replay(lifetimes, model, hardware, plan)
+
+
+def _print(text: str) -> None:
+    """Prints paragraphs in 80 columns. Words of a line that follow its title are aligned."""
+    for line in text.split("\n"):
+        title = re.match(r"[\w ]+?  +", line)
+        print(textwrap.fill(line, 80, subsequent_indent=" " * len(title[0]) if title else ""))
 
 
 def _show_plan(parser: argparse.ArgumentParser, paths: Sequence[str]) -> None:
@@ -427,7 +454,9 @@ def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any
         return HardwareProfile.from_json(profile)
     from lightning_ssd.profiling import measure_machine
 
-    return measure_machine(drive or (None if config is None else scratch_path(config)), attention=True)
+    state_format = None if config is None else strategy_argument(config, "state_format")
+    path = drive or (None if config is None else scratch_path(config))
+    return measure_machine(path, attention=True, state_format=state_format or "fp32")
 
 
 def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -442,8 +471,8 @@ def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to write")
     parser.add_argument(
         "--prefix",
-        default="",
-        help="prefix of the names of weights to write, which is removed: `model.` for `self.model` of a module",
+        help="prefix of the names of weights to write, which is removed: `model.` for `self.model` of a module "
+        "(default: that of a recipe's model, none for other checkpoints)",
     )
     parser.add_argument(
         "--shard", type=_size("--shard"), default="4GiB", help="most bytes of a file (default: %(default)s)"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
+from lightning_ssd.activations import HOST_MEMORY
 from lightning_ssd.device import HostClock
 from lightning_ssd.model_states import (
     GPU_MEMORY,
@@ -201,24 +202,86 @@ def _states_fit(config: Any, model: ModelProfile, hardware: HardwareProfile) -> 
     """
     if (strategy_argument(config, "states") or "auto") != "auto" or strategy_argument(config, "recover"):
         return False
-    nbytes = model.placement_bytes
-    if nbytes is None:
-        nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
-    budget = strategy_argument(config, "gpu_memory")
-    given = GPU_MEMORY.parse("auto" if budget is None else budget)
-    if isinstance(given, int):
-        return nbytes <= given
-    share = MOVABLE_GPU_SHARE if _default_dtype(config) == torch.float32 else GPU_SHARE
-    return nbytes <= (given if isinstance(given, float) else share) * hardware.gpu_bytes
+    budget = _gpu_budget(config, hardware)
+    if budget is None:
+        share = MOVABLE_GPU_SHARE if _default_dtype(config) == torch.float32 else GPU_SHARE
+        budget = share * hardware.gpu_bytes
+    return _states_bytes(model) <= budget
+
+
+def _states_bytes(model: ModelProfile) -> int:
+    """Returns the GPU bytes of all model states, as the strategy counts them."""
+    if model.placement_bytes is not None:
+        return model.placement_bytes
+    return sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
+
+
+def _gpu_budget(config: Any, hardware: HardwareProfile) -> float | None:
+    """Returns the bytes of `gpu_memory`, or None if the strategy has no such argument."""
+    given = GPU_MEMORY.parse(strategy_argument(config, "gpu_memory") or "auto")
+    if isinstance(given, str):
+        return None
+    return given if isinstance(given, int) else given * hardware.gpu_bytes
+
+
+def within_budgets(config: Any, hardware: HardwareProfile) -> HardwareProfile:
+    """Returns the machine with the host memory and SSDs that the strategy's arguments leave to offloaded tensors.
+
+    Args:
+        config: the recipe as LightningCLI has parsed it.
+        hardware: profile of the machine.
+    """
+    if strategy_argument(config, "tier") == "host":
+        hardware = replace(hardware, ssd_bytes=0)
+    given = HOST_MEMORY.parse(strategy_argument(config, "host_memory") or "auto")
+    if isinstance(given, str):
+        return hardware
+    nbytes = given if isinstance(given, int) else int(given * hardware.host_bytes)
+    return replace(hardware, host_bytes=min(hardware.host_bytes, nbytes))
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
     """Returns the plan of a run without a user's `SwapPlanner`.
 
-    Weights and optimizer states are in one tier, as `states="auto"` chooses it: all on the GPU if they fit (into
-    `gpu_memory`, if it is given), else all in host memory or on SSDs. With `offload="auto"` saved tensors are kept if
-    all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount, they are offloaded up
-    to the bytes that the link transfers during a forward.
+    With `states="auto"` and `offload="auto"`, offloaded model states are planned together with saved tensors, as the
+    default's planner moves them. Otherwise they are in the tiers of `configured_tiers`. With `offload="auto"` saved
+    tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount,
+    they are offloaded up to the bytes that the link transfers during a forward.
+
+    Args:
+        config: the recipe as LightningCLI has parsed it.
+        model: profile of the recipe's model.
+        hardware: profile of the machine.
+    """
+    amount = strategy_argument(config, "offload") or "auto"
+    fixed = fixed_states(config, model, hardware)
+    movable = fixed is None and amount == "auto" and _tiers_may_change(config)
+    if movable and not _states_fit(config, model, hardware):
+        return make_plan(model, hardware)
+    placement = configured_tiers(config, model, hardware) if fixed is None else fixed
+    room: dict[InputChoice, int] = {}
+    if amount not in ("auto", "none"):
+        in_host = resident_bytes(model, default_plan(model, placement, {}, 0))[1]
+        transferred = int(model.forward_seconds * hardware.copy_out)
+        room = {"host": max(0, min(transferred, int(hardware.host_bytes - in_host)))}
+    plan = default_plan(model, placement, room, default_window(model, placement.weights))
+    if amount == "auto" and simulate(model, hardware, plan).excess_bytes(hardware):
+        crowded = movable and _states_bytes(model) > GPU_SHARE * hardware.gpu_bytes
+        return make_plan(model, hardware, fixed=None if crowded else placement)
+    return plan
+
+
+def _tiers_may_change(config: Any) -> bool:
+    """Returns whether the default's planner may move offloaded model states: the user has chosen no tiers."""
+    given = (strategy_argument(config, name) or "auto" for name in ("states", "gpu_memory"))
+    return all(value == "auto" for value in given) and not strategy_argument(config, "recover")
+
+
+def configured_tiers(config: Any, model: ModelProfile, hardware: HardwareProfile) -> FixedPlacement:
+    """Returns the tiers of model states that the strategy's arguments choose, before a planner moves any.
+
+    `states="auto"` fills the GPU up to `gpu_memory`, if it is given, with the first parts, then host memory with
+    compute weights, then with the other states, the largest first. The rest is on SSDs.
 
     Args:
         config: the recipe as LightningCLI has parsed it.
@@ -226,26 +289,66 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
         hardware: profile of the machine.
     """
     states: Any = strategy_argument(config, "states") or "auto"
-    host: Tier = "host"
-    everything = (host,) * len(model.parts)
-    in_host = resident_bytes(model, default_plan(model, FixedPlacement(everything, everything), {}, 0))[1]
-    if fixed_states(config, model, hardware) is not None:
+    parts = [part for _, part in model.parts]
+    if strategy_argument(config, "recover"):
+        states = "ssd"
+    elif states == "auto" and _states_fit(config, model, hardware):
         states = "gpu"
-    if states == "auto":
-        fits = _states_fit(config, model, hardware)
-        states = "gpu" if fits else "host" if in_host <= 0.85 * hardware.host_bytes else "ssd"
-    tiers: tuple[Tier, ...] = (states,) * len(model.parts)
-    transferred = int(model.forward_seconds * hardware.copy_out)
-    left = hardware.host_bytes - (in_host if states == "host" else 0)
-    amount = strategy_argument(config, "offload") or "auto"
-    room: dict[InputChoice, int] = (
-        {"host": max(0, min(transferred, int(left)))} if amount not in ("auto", "none") else {}
-    )
-    placement = FixedPlacement(tiers, tiers)
-    plan = default_plan(model, placement, room, default_window(model, tiers))
-    if amount == "auto" and simulate(model, hardware, plan).excess_bytes(hardware):
-        return make_plan(model, hardware, "holistic", placement)
-    return plan
+    if states != "auto":
+        return FixedPlacement((states,) * len(parts), (states,) * len(parts))
+    resident = _first_parts(model, _gpu_budget(config, hardware) or 0)
+    # Without `host_memory`, activations and other programs need the rest.
+    share = 1.0 if strategy_argument(config, "host_memory") else 0.85
+    budget = int(share * hardware.host_bytes)
+
+    def others_in(tier: Tier) -> list[Tier]:
+        return ["gpu" if index < resident else tier for index in range(len(parts))]
+
+    def host_bytes(tiers: list[Tier]) -> int:
+        placement = FixedPlacement(tuple(tiers), tuple(tiers))
+        return resident_bytes(model, default_plan(model, placement, {}, 0))[1]
+
+    weights, others = others_in("host"), others_in("host")
+    if host_bytes(weights) > budget:
+        weights, others = others_in("ssd"), others_in("ssd")
+        _fill_host(model, weights, others, budget - host_bytes(weights))
+    return FixedPlacement(tuple(weights), tuple(others))
+
+
+def _fill_host(model: ModelProfile, weights: list[Tier], others: list[Tier], left: int) -> None:
+    """Moves parts from SSDs to `left` bytes of host memory: compute weights first, then other states, by size."""
+    parts = [part for _, part in model.parts]
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index].weight_bytes):
+        if weights[index] == "ssd" and parts[index].weight_bytes <= left:
+            weights[index] = "host"
+            left -= parts[index].weight_bytes
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index].state_bytes_read):
+        if others[index] == "ssd" and weights[index] == "host" and parts[index].state_bytes_read <= left:
+            others[index] = "host"
+            left -= parts[index].state_bytes_read
+
+
+def with_twice_the_host(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Plan:
+    """Returns a plan for a machine with twice the host memory: `plan`, with states of SSDs in the added memory.
+
+    Another search would take as long as that of `plan`, and find a step that is no longer than this one's.
+    """
+    placement = FixedPlacement.of(model, plan)
+    weights, others = list(placement.weights), list(placement.states)
+    left = 2 * hardware.host_bytes - simulate(model, hardware, plan).host_peak_bytes
+    _fill_host(model, weights, others, left)
+    return FixedPlacement(tuple(weights), tuple(others)).apply(model, plan)
+
+
+def _first_parts(model: ModelProfile, budget: float) -> int:
+    """Returns the number of the first parts whose states fit into a budget of GPU bytes, beside prefetched weights."""
+    largest = sorted((unit.weight_bytes for unit in model.units), reverse=True)
+    left = budget - sum(largest[:3])  # one unit computes, one is prefetched, one is evicted
+    for index, (_, part) in enumerate(model.parts):
+        left -= part.resident_bytes
+        if left < 0:
+            return index
+    return len(model.parts)
 
 
 def parse_batch(hints: Sequence[str]) -> Any:

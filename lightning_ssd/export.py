@@ -23,7 +23,7 @@ def export(
     checkpoint: Path,
     folder: Path,
     *,
-    prefix: str = "",
+    prefix: str | None = None,
     shard_bytes: int = 4 * 2**30,
     dtype: torch.dtype | None = None,
     like: Path | None = None,
@@ -35,11 +35,12 @@ def export(
         checkpoint: a Lightning checkpoint, a file of `torch.save` with a state dict, or a sharded checkpoint.
         folder: folder to write, which must be empty if it exists.
         prefix: only weights whose names begin with it are written, without it: `"model."` for a module that has its
-            model as `self.model`.
+            model as `self.model`. None: that of a recipe's model, and none in other checkpoints.
         shard_bytes: most bytes of a file, unless a single weight is larger.
         dtype: dtype to which floating-point weights are cast; None: they are not cast.
         like: folder from which configuration and tokenizer are copied. None: the folder from which a recipe's model was
-            loaded, if the checkpoint names one that still exists; else none are copied.
+            loaded, if the checkpoint names one that still exists; else only the configuration is written, if the
+            checkpoint of a recipe has one.
         trust: also load objects that are not tensors, which may run code of the file.
 
     Returns:
@@ -73,6 +74,9 @@ def export(
     weights = _find_weights(loaded)
     if not weights:
         raise ValueError(f"{checkpoint} has no state dict: name a checkpoint, or a file with a state dict.")
+    config = _recipe_config(loaded)
+    if prefix is None:
+        prefix = "" if config is None else "model."
     chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     seen: set[object] = set()
     for name, value in list(chosen.items()):  # tied weights are written once: loading ties them again
@@ -91,6 +95,8 @@ def export(
         if like is not None:
             for file in (file for pattern in _COPIED for file in like.glob(pattern) if file.is_file()):
                 shutil.copyfile(file, folder / file.name)
+        elif config is not None:
+            (folder / "config.json").write_text(config)
         return _write(chosen, folder, shard_bytes, dtype)
     except BaseException:
         for written in folder.iterdir():  # else the next try would find that the folder is not empty
@@ -105,6 +111,12 @@ def _pretrained_folder(loaded: object) -> Path | None:
     settings = loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
     given = settings.get("pretrained") if isinstance(settings, dict) else None
     return Path(given) if isinstance(given, str) and (Path(given) / "config.json").is_file() else None
+
+
+def _recipe_config(loaded: object) -> str | None:
+    """Returns the configuration of a recipe's model, in JSON, if the checkpoint has one."""
+    config = loaded.get("model_config") if isinstance(loaded, dict) else None
+    return config if isinstance(config, str) else None
 
 
 def _find_weights(loaded: object) -> dict[str, Tensor]:

@@ -1,4 +1,8 @@
-"""Protects code that must not end halfway from Ctrl-C, which Python raises between any two bytecodes."""
+"""Protects code that must not end halfway from Ctrl-C, which Python raises between any two bytecodes.
+
+Code that runs in each micro-batch leaves no generator before its end, as `any` does at the first true value: Python
+loses a KeyboardInterrupt that a signal handler raises while such a generator is closed. It makes lists.
+"""
 
 import _signal  # type: ignore[import-not-found]
 import functools
@@ -11,6 +15,8 @@ from typing import ParamSpec, TypeVar
 _SIGINT = int(signal.SIGINT)
 """For the functions of `_signal`. Those of `signal` convert its arguments to enums, which takes longer than most calls
 that are protected."""
+
+_MAIN_THREAD = threading.main_thread().ident
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +33,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != _MAIN_THREAD:
             return function(*args, **kwargs)
         handler = _signal.getsignal(_SIGINT)
         if not callable(handler) or isinstance(handler, _Deferring):

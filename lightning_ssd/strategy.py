@@ -47,12 +47,13 @@ from lightning_ssd.run import (
     averaging_callbacks,
     compile_blocks,
     copy_mapped_states,
+    end_retry,
     is_fitting,
     prepare_retry,
     present_path,
     read_checkpoint,
+    retry_backward,
     run_before_step,
-    scale,
     scales_only,
 )
 from lightning_ssd.shutdown import Shutdown
@@ -88,7 +89,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
     results are those of Lightning's `ddp`. Model states that fit on each device are trained by torch's DDP. With
     `states="host"`, the processes of one host share one copy of them in host memory, and each steps its part.
 
-    When a training starts, four log lines say which tensors are offloaded to which tier, and why others are not. The
+    When a training starts, log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
     `callbacks=[OffloadMonitor(progress_bar=False)]`.
 
@@ -126,8 +127,8 @@ class SSDOffloadStrategy(DataParallelStrategy):
         spill: tier that is filled first if there are two: `"host_first"` or `"ssd_first"`.
         min_bytes: saved tensors with a smaller storage are kept on the device, and so are smaller weights, except those
             in bf16.
-        staging_memory: bytes of pinned memory through which activations are transferred to and from the SSDs, beside
-            `host_memory`.
+        staging_memory: most bytes of pinned memory through which activations are transferred to and from the SSDs. If
+            `host_memory` is given, it is a part of that, and an eighth of it at most.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
             GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
             GPUDirect Storage transfers saved tensors and prefetched weights; all others are staged in host memory.
@@ -401,26 +402,11 @@ class SSDOffloadStrategy(DataParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        retry, self._retry = self._retry, None
-        plugin, module = self.precision_plugin, self.lightning_module
-        if retry is None or not scales_only(plugin):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert module is not None
-        # Lightning's `backward`, except that the plugin's may run several times, between hooks that run once.
-        self.pre_backward(closure_loss)
-        scaled = plugin.pre_backward(closure_loss, module)
-        retry.backward(
-            (closure_loss, scaled),
-            lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
-            lambda loss: scale(plugin, loss),
-        )
-        # The plugin is another one if states were offloaded for a third attempt.
-        detached = self.precision_plugin.post_backward(scaled, module)
-        self.post_backward(detached)
-        return detached
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._retry is not None and scales_only(self.precision_plugin):
+            retry_backward(self.precision_plugin, self._retry, closure_loss)
+        self._retry = None
 
     @override
     def optimizer_step(
@@ -544,6 +530,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
     @uninterrupted
     def teardown(self) -> None:
         shutdown, run, undo = Shutdown(self._failure), self._run, self._undo
+        end_retry(self.precision_plugin)
         self._ever_offloaded = self._has_lazy_tensors
         self._begin_run()  # also if a step of the shutdown fails
         run.close(shutdown)

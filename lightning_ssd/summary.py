@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
+from lightning_ssd.device import process_ram
 from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.model_states import ModelStates, TensorLocation
 from lightning_ssd.planning import DAY
@@ -94,12 +95,13 @@ def describe_totals(
     *,
     resident: int = 0,
     decided_by: str | None = None,
-) -> str | None:
-    """Returns the line with the bytes of a run in each memory, and the most bytes that it can write to SSDs in a day.
+) -> list[str]:
+    """Returns the lines with the bytes of a run in each memory, and with the most that it may use.
 
-    Without model states and SSDs there is none, since the line of activations has the bytes of host memory.
+    Host memory has gradients and staging, too. There is no line of totals without model states and SSDs, since the line
+    of activations has the bytes of host memory then, and no line of limits if there is none beside the totals.
     Directories and backend of the SSDs are named if data may be written there. The time of a step is not known yet: the
-    bound is for drives that are always busy, and `OffloadMonitor` logs the measured number.
+    bytes of a day are those of drives that are always busy, and `OffloadMonitor` logs the measured number.
 
     Args:
         offloader: activation offloader of the training.
@@ -109,26 +111,28 @@ def describe_totals(
         resident: estimated bytes of model states that are on the device.
         decided_by: see `describe_activations`.
     """
-    name, parts = _name(offloader.device), []
+    name, totals, limits = _name(offloader.device), [], []
     if states is not None and offloader.device.type == "cuda":
-        parts.append(f"{name} {format_bytes(states.nbytes.device)} for streamed weights")
+        totals.append(f"{name} {format_bytes(states.nbytes.device)} for weights")
     if resident:
-        parts.append(f"{name} {format_bytes(resident)} for model states")
+        totals.append(f"{name} {format_bytes(resident)} for model states")
     if states is not None:
         memory = host_memory_of(states, offloader)
-        parts.append(
-            f"host memory {format_bytes(memory.total)} with gradients and staging, at most {format_bytes(memory.limit)}"
-        )
+        totals.append(f"host memory {format_bytes(memory.total)}")
+        if memory.limit > memory.total:
+            limits.append(f"host memory {format_bytes(memory.limit)}")
+        others = max(0, process_ram() - memory.total)
+        totals.append(f"{format_bytes(others)} of the process beside it")
         if states.nbytes.ssd:
-            parts.append(f"SSD {format_bytes(states.nbytes.ssd)} for model states")
+            totals.append(f"SSD {format_bytes(states.nbytes.ssd)}")
     store = _store(offloader, states, config, decided_by)
     if store is not None:
         paths = ", ".join(str(path) for path in config.paths(default))
         # Written bytes are read once, so that a busy drive writes for a part of the time.
         rate = 1 / (1 / store.write_bandwidth + 1 / store.read_bandwidth)
-        parts.append(f"at most {rate * DAY / 1e12:.3g} TB written a day")
-        parts.append(f"SSD is {paths} (backend {store.backend_name})")
-    return f"totals: {', '.join(parts)}" if parts else None
+        limits.append(f"{rate * DAY / 1e12:.3g} TB a day to {paths} ({store.backend_name})")
+    lines = {"totals": totals, "limits": limits}
+    return [f"{title}: {', '.join(parts)}" for title, parts in lines.items() if parts]
 
 
 def _store(

@@ -44,6 +44,7 @@ scaler's `_scale` and `_per_optimizer_states`, and marks that are searched and m
 """
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -299,9 +300,8 @@ def has_cuda_graphs(device: int) -> bool:
     return trees is not None and trees.get_manager(device, create_if_none_exists=False) is not None
 
 
-def is_recording() -> bool:
-    """Returns whether a profiler of torch records; True where torch can't tell."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+is_recording: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", True)
+"""Returns whether a profiler of torch records; True where torch can't tell."""
 
 
 def profiling_all_threads() -> Any:

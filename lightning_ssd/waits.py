@@ -7,10 +7,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from lightning_ssd.futures import Future, all_of, first_of
 from lightning_ssd.spans import WAIT, span
 
 __all__ = ["Watched", "wait_for", "wait_for_all", "wait_for_first", "watch"]
@@ -56,30 +56,27 @@ def wait_for(future: "Future[Result]", work: str) -> Result:
         RuntimeError: nothing has moved for some minutes.
     """
     if not future.done():
-        _wait([future], work, ALL_COMPLETED)
+        _wait(future, work)
     return future.result()
 
 
 def wait_for_all(futures: "Iterable[Future[Result]]", work: str) -> None:
     """Returns when all `futures` are done, with results or errors. Otherwise as `wait_for`."""
-    if pending := [future for future in futures if not future.done()]:
-        _wait(pending, work, ALL_COMPLETED)
+    if not (every := all_of(futures)).done():
+        _wait(every, work)
 
 
 def wait_for_first(futures: "Iterable[Future[Result]]", work: str) -> None:
     """Returns when one of `futures` is done, with a result or an error. Otherwise as `wait_for`."""
-    _wait(list(futures), work, FIRST_COMPLETED)
+    _wait(first_of(futures), work)
 
 
-def _wait(futures: "list[Future[Result]]", work: str, until: str) -> None:
+def _wait(future: "Future[Any]", work: str) -> None:
     global _stuck
     before: Counters = {}
     unchanged, timeout = 0, 0.1 if _stuck is not None and _still_stuck(_counters()) else POLL_SECONDS
     with span(WAIT + work):
-        while True:
-            pending = [future for future in wait(futures, timeout, until).not_done if not future.done()]
-            if not pending or (until == FIRST_COMPLETED and len(pending) < len(futures)):
-                return
+        while not future.wait(timeout):
             timeout, counters = POLL_SECONDS, _counters()
             unchanged = unchanged + 1 if counters == before else 0
             before = counters

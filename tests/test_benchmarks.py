@@ -25,7 +25,7 @@ def test_teraios_experiment(
         return teraio.train(json.loads(command[-1]))
 
     monkeypatch.setattr(teraio, "run_alone", run_here)
-    monkeypatch.setattr(plan_cycle, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
+    monkeypatch.setattr(plan_cycle, "measure_training_machine", lambda *_: HardwareProfile.from_json(MACHINE))
     out = tmp_path / "teraio.json"
     command = ["teraio", "--models", "tiny", "--gpu", "0.01", "--path", str(tmp_path), "--out", str(out)]
     for case in ("ideal", "teraio-16gbs"):  # results are added to those in the file
@@ -112,7 +112,7 @@ def test_the_bounds_of_a_planned_training_and_of_one_without_a_plan(
         return bounds.train(bounds.parse(case), Path(given["--path"]), int(given["--steps"]), given.get("--gpu-memory"))
 
     monkeypatch.setattr(bounds, "run_alone", run_here)
-    monkeypatch.setattr(plan_cycle, "measure_training_machine", lambda _: HardwareProfile.from_json(MACHINE))
+    monkeypatch.setattr(plan_cycle, "measure_training_machine", lambda *_: HardwareProfile.from_json(MACHINE))
     out, traces = tmp_path / "bounds.json", tmp_path / "traces"
     case = "llama:64x2,batch=2,tokens=16,states=host"
     command = ["bounds", "--out", str(out), "--path", str(tmp_path), "--traces", str(traces), "--steps", "3"]

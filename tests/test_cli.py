@@ -357,7 +357,11 @@ class TestPlan:
         for printed in (kept, offloaded):
             for said in ("It fits.", "tokens/s", "SSD writes  none", "bound by", "would help", "without SwapPlanner"):
                 assert said in printed
-            assert "swap coefficient" not in printed and len(printed.splitlines()) < 12
+            assert "swap coefficient" not in printed and len(printed.splitlines()) < 16
+        assert max(map(len, printed.splitlines())) <= 80
+        assert "`gpu_memory` bounds model states alone" in offloaded and "`gpu_memory`" not in kept
+        assert cli.main([*command, "--gpu-memory=4GiB"]) == 0
+        assert "of 4.00 GiB, RAM" in capsys.readouterr().out
 
     def test_measures_this_machine(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["plan", "--save-machine", "here.json", self.RECIPE]) == 0

@@ -55,11 +55,29 @@ def test_transformers_loads_the_folder(trained: tuple[Path, GPT], tmp_path: Path
 
 def test_dtype(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(trained[0]), str(tmp_path / "folder"), "--dtype=bfloat16"]) == 0
-    printed = capsys.readouterr().out
-    assert "1 file in" in printed and "needs a config.json" in printed and "--like FOLDER" in printed
+    assert "1 file in" in capsys.readouterr().out
     loaded = load_file(tmp_path / "folder" / "model.safetensors")
     assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
-    assert all(name.startswith("model.") for name in loaded)
+
+
+def test_a_recipes_checkpoint_needs_no_options(
+    trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its configuration and the prefix of its model's weights are in the checkpoint."""
+    assert cli.main(["export", str(trained[0]), str(tmp_path / "folder")]) == 0
+    assert "can't load" not in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", local_files_only=True)
+    assert trained[1].model is not None
+    expected = trained[1].model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {"model.a": torch.ones(1)}}, tmp_path / "a.ckpt")
+    assert cli.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "folder")]) == 0
+    printed = capsys.readouterr().out
+    assert "needs a config.json" in printed and "--like FOLDER" in printed and "--prefix model." in printed
+    assert list(load_file(tmp_path / "folder" / "model.safetensors")) == ["model.a"]
 
 
 def test_mistakes(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ class TestBeforeTheFirstStep:
 
     def test_host_memory_that_is_too_small_for_a_tier(self, tmp_path: Path) -> None:
         for tier in ("host", "ssd"):
-            self._refused(tmp_path, ValueError, "`host_memory='1MiB'` is too small", host_memory="1MiB", tier=tier)
+            self._refused(tmp_path, ValueError, "`host_memory` of 1.00 MiB is too small", host_memory="1MiB", tier=tier)
 
     @pytest.mark.parametrize("states", ["auto", "gpu", "host"])
     def test_a_class_of_units_that_the_model_lacks(self, states: Any, tmp_path: Path) -> None:

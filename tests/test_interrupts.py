@@ -2,15 +2,19 @@
 
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lightning_ssd
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.stores.state_store import StateStore
@@ -145,3 +149,29 @@ def test_an_interrupt_in_a_fused_layer_leaves_an_ordinary_model(tmp_path: Path) 
     assert not any("modules" in vars(layer) for layer in module.modules())
     row = torch.ones(1, WIDTH)
     assert torch.equal(module.eval()(row), plain.eval()(row))
+
+
+@pytest.mark.parametrize("how", [{"states": "host"}, {"states": "ssd", "offload": 1.0}])
+def test_no_generator_is_left_before_its_end_in_a_micro_batch(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Python loses a KeyboardInterrupt that a signal handler raises while a generator is closed."""
+    package = str(Path(lightning_ssd.__file__).parent)
+    left: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "exception" and argument[0] is GeneratorExit:
+            left.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return note if frame.f_code.co_filename.startswith(package) else None
+
+    class Traced(pl.Callback):
+        """Traces from the second micro-batch on: the first one has set-up of its own."""
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            sys.settrace(note if batch_idx < 3 else None)
+
+    try:
+        make_trainer(tmp_path, offloading(**how), callbacks=[Traced()], gradient_clip_val=1.0).fit(
+            small_model(), batches(5)
+        )
+    finally:
+        sys.settrace(None)
+    assert not left

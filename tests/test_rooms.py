@@ -12,9 +12,9 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 ROOT = Path(__file__).parents[1]
 
 LEAVES = {
-    "types", "sizes", "spans", "shared_gradients", "storage_tags",
+    "types", "sizes", "spans", "futures", "shared_gradients", "storage_tags",
     "uncopied", "interrupts", "garbage", "forks", "extras", "shutdown",
-    "torch_internals",
+    "torch_internals", "remedies",
 }  # fmt: skip
 """Modules that import nothing of the package but torch's private interfaces."""
 
@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = dict.fromkeys(LEAVES, {"torch_internals"}) | {
     "_autoload": {"_lightning", "strategy"},  # in the function that Lightning calls for a strategy's name
     "_lightning": {"_autoload"},
     "planning": LEAVES,
-    "waits": {"spans"},
+    "waits": {"spans", "futures"},
     "storage": LEAVES | {"waits"},
     "device": LEAVES | {"waits", "storage"},  # the staged transfer reads into storage's memory
     "timeline": LEAVES,

@@ -3,12 +3,12 @@
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from lightning_ssd import waits
+from lightning_ssd.futures import Future
 from lightning_ssd.waits import wait_for, wait_for_all, wait_for_first, watch
 
 

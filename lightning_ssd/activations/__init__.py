@@ -27,7 +27,13 @@ from lightning_ssd.activations.compiled_code import (
     records_cuda_graphs,
     wrap_function,
 )
-from lightning_ssd.activations.config import OffloadConfig, check_paths, make_auto_placement, make_offloader
+from lightning_ssd.activations.config import (
+    HOST_MEMORY,
+    OffloadConfig,
+    check_paths,
+    make_auto_placement,
+    make_offloader,
+)
 from lightning_ssd.activations.graph import (
     Buffer,
     ForwardGraph,
@@ -67,6 +73,7 @@ from lightning_ssd.activations.weights import (
 )
 
 __all__ = [
+    "HOST_MEMORY",
     "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",

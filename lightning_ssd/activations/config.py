@@ -30,7 +30,7 @@ from lightning_ssd.sizes import (
     parse_bytes,
     show_argument,
 )
-from lightning_ssd.storage import Backend, BlobStore, PinnedPool, striped_free_bytes
+from lightning_ssd.storage import Backend, BlobStore, PinnedPool, Slab, striped_free_bytes
 from lightning_ssd.types import BACKENDS, BackendName, OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -105,16 +105,36 @@ class OffloadConfig:
             capacity = _bytes_of(SSD_CAPACITY, capacity, free // processes)
         return replace(self, host_memory=host, staging_memory=staging, ssd_capacity=capacity)
 
-    def without(self, host_bytes: int, ssd_bytes: int) -> "OffloadConfig":
-        """Returns a copy with the budgets that are left when other code uses a part of them; `resolve` made them.
+    def staging_bytes(self) -> int:
+        """Returns the bytes of memory that stages activations from and to SSDs; `resolve` has made the budgets.
 
-        A tier that would be too small is left out; without tiers, no activations are offloaded.
+        It is a part of `host_memory`, if that is given: at most an eighth of it. A smaller budget than two of the
+        smallest tiers has no room for it, so that no activations are offloaded to SSDs.
+        """
+        if self.tier == "host" or self.amount() == "none":
+            return 0
+        staging = parse_bytes(self.staging_memory, "staging_memory")
+        if self.host_memory == "auto" or not (budget := parse_bytes(self.host_memory, "host_memory")):
+            return staging
+        return 0 if budget < 2 * SMALLEST_TIER else min(staging, max(_PIECE_BYTES, budget // 8))
+
+    def without(self, host_bytes: int, ssd_bytes: int) -> "OffloadConfig":
+        """Returns a copy with the budgets of each tier, when other code uses a part of them; `resolve` made them.
+
+        `host_memory` is that of the host tier alone, without `staging_memory`. A tier that would be too small is left
+        out; without tiers, no activations are offloaded.
         """
         config = self
-        if config.host_memory != "auto":
-            left = max(0, parse_bytes(config.host_memory, "host_memory") - host_bytes)
-            config = replace(config, host_memory=left if left >= SMALLEST_TIER else 0)
-        if config.ssd_capacity is not None:
+        if config.host_memory != "auto" and (budget := parse_bytes(config.host_memory, "host_memory")):
+            staging = self.staging_bytes()
+            left = max(0, budget - staging - host_bytes)
+            if host_bytes and left < SMALLEST_TIER:
+                left = 0
+            if staging:
+                config = replace(config, host_memory=left, staging_memory=staging)
+            else:
+                config = replace(config, host_memory=left, tier="host", ssd_capacity=None)
+        if config.ssd_capacity is not None and ssd_bytes:
             left = parse_bytes(config.ssd_capacity, "ssd_capacity") - ssd_bytes
             if left < SMALLEST_TIER:
                 config = replace(config, tier="host", ssd_capacity=None)
@@ -230,18 +250,14 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[OffloadTier
 
 def _make_host_tier(config: OffloadConfig, copies: CopyEngine) -> tuple[HostTier, TierSpeed]:
     budget = parse_bytes(config.host_memory, "host_memory")
-    slab = min(budget, 2**30)
-    if slab < SMALLEST_TIER:
+    if budget < SMALLEST_TIER:
         raise ValueError(
-            f"`host_memory={config.host_memory!r}` is too small for a host tier: give it at least "
+            f"`host_memory` of {format_bytes(budget)} is too small for a host tier: give it at least "
             f"{format_bytes(SMALLEST_TIER)}, or 0 (with `tier='ssd'`) for none."
         )
+    slab = max(SMALLEST_TIER, min(budget // 16, _LARGEST_SLAB))
+    write, read = _copy_speed(copies)
     pool = PinnedPool(budget, pin=copies.device.type == "cuda", slab_bytes=slab, name="host_memory")
-    try:
-        write, read = _copy_speed(copies, pool)
-    except BaseException:
-        pool.close()
-        raise
     return HostTier(pool, copies), TierSpeed(write, read, budget)
 
 
@@ -264,9 +280,11 @@ def _make_ssd_tier(
             store.reserve(capacity // 4096 * 4096)  # whole pages
         if store.device_buffers:
             return DirectTier(store, copies), speed
+        # Allocated as needed: a plan may leave the SSDs unused.
         staging = PinnedPool(
             parse_bytes(config.staging_memory, "staging_memory"),
             pin=copies.device.type == "cuda",
+            slab_bytes=_STAGING_SLAB,
             name="staging_memory",
         )
     except BaseException:
@@ -275,33 +293,39 @@ def _make_ssd_tier(
     return SSDTier(store, staging, copies), speed
 
 
-def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
+def _copy_speed(copies: CopyEngine) -> tuple[float, float]:
     """Returns the bandwidths of d2h and h2d copies in bytes/s, each the best of three copies of one buffer."""
     data = copies.empty(_MEASURED_BYTES)
-    buffer = pool.acquire(_MEASURED_BYTES)
-    clock = make_clock(copies.device)
-    seconds = []
-    for copy, src, dst in ((copies.d2h, data, buffer.tensor), (copies.h2d, buffer.tensor, data)):
-        best = float("inf")
-        for _ in range(3):
-            start = clock.now()
-            copies.wait(copy(src, dst, copies.mark()))
-            end = clock.now()
-            copies.drain()
-            best = min(best, clock.elapsed(start, end) or best)
-        seconds.append(best)
-    buffer.release()
+    # Not of the tier's memory: a training that offloads no activations would have it for its first steps.
+    with contextlib.closing(Slab(_MEASURED_BYTES, pin=copies.device.type == "cuda")) as memory:
+        clock = make_clock(copies.device)
+        seconds = []
+        for copy, src, dst in ((copies.d2h, data, memory.tensor), (copies.h2d, memory.tensor, data)):
+            best = float("inf")
+            for _ in range(3):
+                start = clock.now()
+                copies.wait(copy(src, dst, copies.mark()))
+                end = clock.now()
+                copies.drain()
+                best = min(best, clock.elapsed(start, end) or best)
+            seconds.append(best)
     return _MEASURED_BYTES / seconds[0], _MEASURED_BYTES / seconds[1]
 
 
 _PIECE_BYTES = 16 * 2**20
 """Bytes of an I/O request: enough for a drive's full bandwidth, and few enough to stage several."""
 
-SMALLEST_TIER = 64 * 2**20
+SMALLEST_TIER = 32 * 2**20
 """Least bytes of a tier."""
 
 _MEASURED_BYTES = SMALLEST_TIER
 """Bytes of the copies that measure the bandwidth of the host tier."""
+
+_LARGEST_SLAB = 2**30
+"""Most bytes by which the host tier grows: a sixteenth of its budget."""
+
+_STAGING_SLAB = 2**28
+"""Bytes by which staging memory grows."""
 
 OFFLOAD = SizeArgument(
     "offload", ("auto", "ssdtrain", "none"), share_of="the bytes of a micro-batch", fractions=True, least=LEAST_BUDGET

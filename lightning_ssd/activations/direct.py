@@ -5,7 +5,6 @@ The backend's transfers are not ordered by streams. A request is therefore submi
 """
 
 import contextlib
-from concurrent.futures import Future
 from functools import partial
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import Mark
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import Blob, Urgency
 from lightning_ssd.waits import wait_for, wait_for_all
 
@@ -86,7 +86,7 @@ class _DirectLoad(Load):
     def issued(self) -> bool:
         if not self._requests.done():
             return False
-        return self._requests.exception() is not None or all(request.done() for request in self._requests.result())
+        return self._requests.exception() is not None or all([request.done() for request in self._requests.result()])
 
     def wait(self) -> Mark:
         if not self.issued:

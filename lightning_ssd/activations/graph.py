@@ -247,7 +247,7 @@ class ForwardGraph:
             maker = self.operations[buffer.maker]
             if buffer.mutated or not maker.deterministic or maker.unit_call != unit_call:
                 return None
-            if any(self.buffers[read].mutated for read in maker.inputs):
+            if any([self.buffers[read].mutated for read in maker.inputs]):
                 return None
             recompute_ops.add(buffer.maker)
             # Inputs that are saved, or small, are available and need no recomputation.

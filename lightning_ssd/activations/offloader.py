@@ -60,7 +60,7 @@ from lightning_ssd.activations.record import (
     find_saved_storage,
     modified_in_place,
 )
-from lightning_ssd.activations.tier import OffloadTier, StoredCopy
+from lightning_ssd.activations.tier import OffloadTier, StoredCopy, TierTrimmer
 from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.activations.weights import OffloadedWeights, offloaded_weights
@@ -81,10 +81,6 @@ _WITHOUT_HOOKS = (
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-
-TRIM_EVERY = 8
-"""Micro-batches after which pinned memory that none of them needed is freed. Micro-batches that offload all of their
-saved tensors, as profiled ones and second attempts do, would otherwise determine it until training ends."""
 
 
 class BudgetError(RuntimeError):
@@ -157,6 +153,7 @@ class ActivationOffloader(Uncopied):
         self._in_flight = InFlight(copies, policy)
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
+        self._trimmer = TierTrimmer(list(tiers.values()))
         self._closed = False
         self._around: tuple[object, object] = (None, None)
         """The innermost hooks and mode since `pause`."""
@@ -199,9 +196,7 @@ class ActivationOffloader(Uncopied):
         self._batch = MicroBatch(last, self._clock, placement.revision, window_bytes)
         self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
-        if self._stats.micro_batches % TRIM_EVERY == 0:
-            for tier in self.tiers.values():
-                tier.trim()
+        self._trimmer.begin_micro_batch()
         self._rules.batch, self._rules.batch_number = self._batch, self._stats.micro_batches
 
     @contextlib.contextmanager

@@ -145,7 +145,7 @@ def _plain_calls(
     for index, operation in enumerate(graph.operations):
         if operation.segment.begun_by == "enter" and (
             (operation.func is not None and internals.schema_of(operation.func).is_mutable)
-            or any(choice != "keep" for choice in of_operation.get(index, {}).values())
+            or any([choice != "keep" for choice in of_operation.get(index, {}).values()])
             or not unsure.isdisjoint(operation.inputs)
         ):
             calls.discard(operation.unit_call)
@@ -304,7 +304,7 @@ class PlanMode(UnitDispatchMode):
         random = random_state(func, self._hooks.device) if recompute else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
-        if recompute and any(tensor.is_inference() for tensor in (*tensors_of((args, kwargs)), *tensors)):
+        if recompute and any([tensor.is_inference() for tensor in (*tensors_of((args, kwargs)), *tensors)]):
             return result  # changes of tensors made in inference mode are not counted, so that no result is recomputed
         node = (
             RecomputeNode(func, args, kwargs, tensors, random, self._hooks.pack, self._hooks.unpack)
@@ -341,5 +341,5 @@ def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:
     return frozenset(
         index
         for index, modules in enumerate(units)
-        if any(of_module.get(inner, index) != index for module in modules for inner in module.modules())
+        if any([of_module.get(inner, index) != index for module in modules for inner in module.modules()])
     )

@@ -87,7 +87,7 @@ class RecomputeNode:
                 continue
             node = stack.pop()
             waiting = (recomputed for reference in node._results if (recomputed := reference()) is not None)
-            if node is self or any(recomputed.views and recomputed.data is None for recomputed in waiting):
+            if node is self or any([recomputed.views and recomputed.data is None for recomputed in waiting]):
                 node._run()
 
     def remake(self, position: int) -> Tensor:
@@ -127,7 +127,7 @@ class RecomputeNode:
     def expire(self) -> None:
         """Called before an argument is changed: recomputes viewed results; later it is impossible."""
         results = [recomputed for reference in self._results if (recomputed := reference()) is not None]
-        if any(recomputed.views and recomputed.data is None for recomputed in results):
+        if any([recomputed.views and recomputed.data is None for recomputed in results]):
             self.make()
         for recomputed in results:
             recomputed.expired = True

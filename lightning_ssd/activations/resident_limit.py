@@ -134,7 +134,7 @@ class ResidentLimit:
         self._lowest = min(self._lowest, self._level)
         if not self._others:
             return
-        like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
+        like_a_measured_one = any([abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels])
         growth = 0 if like_a_measured_one else self._level - self._lowest
         self._room = self.room_bytes = max(0.0, limit - self._others - growth)
         self.scarce = self._room < self.SPARE * self.expected_bytes

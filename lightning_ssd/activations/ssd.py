@@ -15,7 +15,6 @@ waiting for staging memory can't deadlock, even with a pool of one piece.
 
 import contextlib
 import threading
-from concurrent.futures import CancelledError, Future
 from functools import partial
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import CopyEngine, Mark, StagedReader, h2d_and_release
+from lightning_ssd.futures import CancelledError, Future
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError, Urgency
 from lightning_ssd.waits import wait_for
 
@@ -74,6 +74,9 @@ class SSDTier(SSDTierBase):
 
     def reset_peak(self) -> None:
         self.staging.reset_peak()
+
+    def trim(self) -> None:
+        self.staging.trim()
 
     def close(self) -> None:
         self._reader.close()

@@ -2,10 +2,10 @@
 
 import logging
 from collections import deque
-from concurrent.futures import Future
 
 from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import CopyEngine
+from lightning_ssd.futures import Future
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
 from lightning_ssd.waits import wait_for

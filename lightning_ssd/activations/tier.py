@@ -1,12 +1,16 @@
 """The interface of tiers, which store the bytes of saved tensors and load them back to the device."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from lightning_ssd.device import Mark
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import OffloadTierName
+
+TRIM_EVERY = 5
+"""Micro-batches after which pinned memory that none of them needed is freed."""
 
 
 class Load(ABC):
@@ -123,3 +127,38 @@ class OffloadTier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees memory and removes files. No copy or load may be used afterwards."""
+
+
+class TierTrimmer:
+    """Frees pinned memory of tiers that no micro-batch has needed for a while.
+
+    Micro-batches that offload all of their saved tensors, as profiled ones and second attempts do, would otherwise
+    determine it until training ends. Where freed memory is needed again, because few micro-batches are large, it is
+    freed after twice as many micro-batches the next time.
+
+    Args:
+        tiers: the tiers.
+    """
+
+    def __init__(self, tiers: Sequence[OffloadTier]) -> None:
+        self._tiers = tiers
+        self._every = TRIM_EVERY
+        self._num_batches = 0
+        self._left: int | None = None
+        """Bytes of pinned memory after the tiers were last trimmed, if that has freed some."""
+
+    def begin_micro_batch(self) -> None:
+        self._num_batches += 1
+        if self._num_batches < self._every:
+            return
+        self._num_batches = 0
+        before = self._allocated()
+        if self._left is not None and before > self._left:
+            self._every *= 2
+        for tier in self._tiers:
+            tier.trim()
+        after = self._allocated()
+        self._left = after if after < before else None
+
+    def _allocated(self) -> int:
+        return sum(tier.host_bytes for tier in self._tiers)

@@ -282,4 +282,4 @@ def wraps(types: Iterable[type]) -> bool:
             which autograd unpacks a saved tensor.
     """
     dispatching = (kind for kind in types if getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH)
-    return any(not issubclass(kind, internals.FakeTensor) for kind in dispatching)
+    return any([not issubclass(kind, internals.FakeTensor) for kind in dispatching])

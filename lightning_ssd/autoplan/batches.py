@@ -67,6 +67,18 @@ class BatchShape(NamedTuple):
         """Returns whether steps with either batch take about the same time, by their bytes."""
         return ALIKE * self.nbytes <= other.nbytes and ALIKE * other.nbytes <= self.nbytes
 
+    def growth_over(self, other: "BatchShape") -> float | None:
+        """Returns an upper bound of the bytes that this batch saves / those that `other` does; `None`: not comparable.
+
+        Saved bytes are assumed to grow at most with the square of one dimension, as those of attention do with the
+        length of a sample.
+        """
+        if [len(shape) for shape in self.shapes] != [len(shape) for shape in other.shapes] or not other.nbytes:
+            return None
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        longer = max((a / max(1, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)), default=1.0)
+        return max(1.0, longer) * self.nbytes / other.nbytes
+
     def share_of(self, other: "BatchShape") -> float:
         """Returns this batch's size / that of `other`, which it is within: of the tensor that has shrunk least.
 

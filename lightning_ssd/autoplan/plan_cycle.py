@@ -2,14 +2,16 @@
 
 A training has these phases, in the order of the methods. All of them are called on the training thread.
 
-1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps.
-2. calibrate: steps under the calibration plan correct the profile (`_calibrate`).
-3. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
-4. correct: measured steps correct the profile once (`_compare`). If the corrected profile has a better plan, it is
+1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
+   a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
+   there is none, they offload all saved tensors.
+2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
+3. correct: measured steps correct the profile once (`_compare`). If the corrected profile has a better plan, it is
    applied. If its steps are slower, the first plan is applied again. Then the plan is final.
 
-A micro-batch follows the row of the plan for its size (`_follow`). It offloads all saved tensors if it may need more
-memory than all before: its batch is larger, or it trains other parameters.
+A micro-batch follows the row of the plan for its size (`_follow`). If its batch is larger than all before, all units
+are checkpointed that may be. It offloads all saved tensors if there is no room for that, or if it trains other
+parameters.
 """
 
 import logging
@@ -32,8 +34,6 @@ from lightning_ssd.autoplan.plan_report import (
 )
 from lightning_ssd.autoplan.plan_runner import (
     COMPARED_STEPS,
-    HISTORY,
-    WARMUP_AFTER_CHANGE,
     Comparison,
     PlanRow,
     PlanRunner,
@@ -48,14 +48,13 @@ from lightning_ssd.planning import (
     Plan,
     Prediction,
     exceeds_no_more,
-    plan_with_coefficient,
     render_summary,
-    simulate,
 )
 from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
     measure_training_machine,
+    offloading_plan,
     with_measured_step_rate,
 )
 from lightning_ssd.sizes import format_bytes
@@ -116,7 +115,7 @@ class PlanCycle(Uncopied):
         training: the training.
         profiled: profiles it.
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
-        stage: phase of the plan; the plan in force is a calibration plan in "calibrate".
+        stage: phase of the plan; in "calibrate", steps under the calibration plan are timed.
         comparison: the last comparison of a plan's prediction with measured steps.
     """
 
@@ -138,13 +137,12 @@ class PlanCycle(Uncopied):
         self._budget = budget
         self._logs_metrics = logs_metrics
         with budget.counted():
-            machine = options.machine or measure_training_machine(training.offloader)
+            machine = options.machine or measure_training_machine(training.offloader, training.state_format)
         device = training.offloader.device
         self._maker = PlanMaker(
             options.planner, options.plan, options.gpu_memory, machine, options.ssd_bytes_per_day, device
         )
-        calibration = 0 if options.plan is not None else WARMUP_AFTER_CHANGE + options.steps
-        self.profiled = ProfiledSteps(training, "SwapPlanner", options.warm_up, options.steps, budget, calibration)
+        self.profiled = ProfiledSteps(training, "SwapPlanner", options.warm_up, options.steps, budget)
         offload_all(training.offloader)
         self._states_moved = False
         """Whether model states were moved in this training. They are moved once at most."""
@@ -153,6 +151,8 @@ class PlanCycle(Uncopied):
         self._recorded = RecordedBatch(training.module.parameters())
         self._most = ROWS
         """Number of the row for the largest micro-batches that do not offload all saved tensors."""
+        self._calibration_fits = True
+        """Whether no timed step has run out of memory under the calibration plan."""
         self._seen_rows: set[int] = set()
         """Numbers of the rows for which there were micro-batches."""
         self._allocated = 0
@@ -189,7 +189,7 @@ class PlanCycle(Uncopied):
 
     @property
     def calibrating(self) -> bool:
-        """True while the calibration plan is in force."""
+        """True while the calibration plan is in force, whose steps are timed for the profile."""
         return self.stage == "calibrate"
 
     @property
@@ -200,7 +200,7 @@ class PlanCycle(Uncopied):
     @property
     def offloads_all(self) -> bool:
         """Whether the present micro-batch offloads all saved tensors."""
-        return self.measuring or self.runner is None or self.runner.row is None
+        return self.runner is None or self.runner.row is None
 
     @property
     def rule(self) -> object:
@@ -223,17 +223,21 @@ class PlanCycle(Uncopied):
         if self.profiled.phase == "recording":
             self._recorded.record(shape)
             self._allocated = self._level
-        if self.runner is None or self.measuring:
+        if self.runner is None or (self.measuring and not self.calibrating):
             return
         if begins:
-            self._begin_step(self.runner)
-        if self.measuring:  # the training is profiled anew
-            return
+            self.runner.begin_step()
+            if not self.calibrating:
+                self._compare(self.runner)
         self._follow(self.runner, shape, begins=begins)
 
     def discard(self) -> None:
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
+        if self.calibrating and self.runner is not None:
+            self.runner.stop()
+            self.runner.close()
+            self.runner, self.stage, self._calibration_fits = None, "profile", False
         self.profiled.discard()
 
     def begin_backward(self) -> None:
@@ -255,6 +259,8 @@ class PlanCycle(Uncopied):
             ends_step: whether it was the last one of its step.
             short: whether that step had fewer micro-batches than others.
         """
+        if self.calibrating and ends_step and self.runner is not None:
+            self.runner.end_step()
         profile = self.profiled.end_micro_batch(ends_step=ends_step)
         if self.offloads_all:
             self._recorded.end(self.training.offloader.stats().saved)
@@ -263,6 +269,9 @@ class PlanCycle(Uncopied):
             self.runner.skip_step()
         if profile is not None:
             self._plan_profile(profile)
+        elif ends_step and self.profiled.phase == "checking" and self._calibration_fits:
+            with self._budget.counted():
+                self._apply_calibration()
 
     def end_epoch(self) -> None:
         """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
@@ -289,10 +298,10 @@ class PlanCycle(Uncopied):
         if self._last is not None:
             report_last_plan(*self._last)
             return
-        # Warm-up with a recorded step, timed steps, those of the calibration plan, and one that ends the last of them;
-        # again after a move of model states, with one step of warm-up.
+        # Warm-up with a recorded step, a checked one, and timed steps; again after a move of model states, with a
+        # warm-up of one step.
         options = self._options
-        measured = options.steps + WARMUP_AFTER_CHANGE + options.steps + 1
+        measured = 1 + options.steps
         most = options.warm_up + measured + (1 + measured if self._states_moved else 0)
         log.warning(
             "SwapPlanner: training ended before it was profiled, which takes up to %d steps: there was no plan. Train "
@@ -306,56 +315,44 @@ class PlanCycle(Uncopied):
         if self.runner is not None:
             self.runner.close()
 
-    # ---- profile and calibrate ----
+    # ---- profile ----
 
-    def _plan_profile(self, profile: ModelProfile) -> None:
-        """Makes the runner of a new profile, and applies the calibration plan, or the first plan."""
+    def _make_runner(self, profile: ModelProfile) -> PlanRunner:
+        """Replaces the runner by one for a new profile."""
         training, profiler, maker = self.training, self.profiled.profiler, self._maker
-        offloader = training.offloader
-        placement = current_placement(profiler, offloader)
-        hardware = maker.limit(maker.machine, profile, placement, offloader)
-        hardware = with_measured_step_rate(profile, hardware, placement, profiler, offloader)
-        profile = add_unseen_memory(
-            profile, hardware, placement, profiler, offloader, automatic_optimization=training.automatic
-        )
         if self.runner is not None:
             self.runner.close()
-        self.runner = runner = PlanRunner(training, profiler, profile, hardware, placement)
-        self._most, self._replaced = ROWS, None
-        calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
-        fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
-        if self._options.plan is None and fits:
-            if self._budget.allows(WARMUP_AFTER_CHANGE + 1):
-                self.stage = "calibrate"
-                runner.apply(calibration)
-                return
-            self._skip_calibration()
-        self._decide(runner)
+        placement = current_placement(profiler, training.offloader)
+        hardware = maker.limit(maker.machine, profile, placement, training.offloader)
+        self.runner = PlanRunner(training, profiler, profile, hardware, placement)
+        return self.runner
 
-    def _skip_calibration(self) -> None:
-        self.training.inform(
-            f"SwapPlanner: the plan is made without a measured step of recomputation: {self._budget.describe()}."
-        )
-
-    def _begin_step(self, runner: PlanRunner) -> None:
-        """Ends the step before, corrects plans by it if it was measured, and begins a step."""
-        runner.begin_step()
-        if self.calibrating:
-            self._calibrate(runner)
-        else:
-            self._compare(runner)
-
-    def _calibrate(self, runner: PlanRunner) -> None:
-        """Corrects the profile by steps under the calibration plan, once there are enough, and makes the first plan."""
-        # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
-        count = self._options.steps if self._budget.allows(1) else 1
-        comparison = runner.measured(min(count, HISTORY), min)
-        if comparison is not None:
-            runner.calibrate(comparison)
-        elif runner.num_steps or self._budget.allows(1):
+    def _apply_calibration(self) -> None:
+        """Has the timed steps run under the calibration plan, if there is one."""
+        runner = self._make_runner(self.profiled.untimed_profile())
+        plan = self._maker.make_calibration(runner)
+        if plan is None:
+            self.runner = None
             return
-        else:  # batches of the recorded size are rare
-            self._skip_calibration()
+        self.stage = "calibrate"
+        runner.apply(plan, warm_up=0)  # the fastest of few steps is no first one
+
+    def _plan_profile(self, profile: ModelProfile) -> None:
+        """Corrects a new profile by the timed steps, and makes the plan."""
+        training, profiler = self.training, self.profiled.profiler
+        calibrating = self.runner if self.calibrating else None
+        runner = self._make_runner(profile)
+        plan = None if calibrating is None else calibrating.plan
+        timed = plan or offloading_plan(profile, runner.placement, training.offloader)
+        device = training.offloader.device
+        runner.hardware = with_measured_step_rate(profile, runner.hardware, timed, profiler, device)
+        runner.profile = add_unseen_memory(
+            profile, runner.hardware, timed, profiler, device, automatic_optimization=training.automatic
+        )
+        seconds = None if calibrating is None else calibrating.fastest_step()
+        if seconds is not None:
+            runner.correct(timed, seconds)
+        self._most, self._replaced = ROWS, None
         self._decide(runner)
 
     # ---- plan ----
@@ -474,12 +471,12 @@ class PlanCycle(Uncopied):
     # ---- the size of a micro-batch ----
 
     def _follow(self, runner: PlanRunner, shape: BatchShape | None, *, begins: bool) -> None:
-        """Applies the row for the size of the present micro-batch, or offloads all saved tensors."""
+        """Applies the row for the size of the present micro-batch, or one that needs least memory."""
         grown = self._level > self._allocated + GROWTH * (math.inf if self._meter is None else self._meter.limit())
         differs = grown or not self._recorded.trains_all
         if begins:
             self._num_differing = self._num_differing + 1 if differs else 0
-            if self._num_differing == LASTING:
+            if self._num_differing >= LASTING and not self.calibrating:
                 self._adapt(runner, grown=grown)
                 if self.measuring:
                     return
@@ -494,7 +491,7 @@ class PlanCycle(Uncopied):
             self._seen_rows.add(int(number))
             runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded.shape is not None)
         else:
-            runner.follow(None)
+            runner.follow(None if differs else self._safe_row(runner, shape))
         if number != ROWS or not self._recorded.is_like(shape):
             runner.skip_step()
 
@@ -514,6 +511,19 @@ class PlanCycle(Uncopied):
         row = runner.rows[number]
         exceeds = number > ROWS and row.prediction.gpu_peak_bytes > runner.hardware.gpu_bytes
         return None if exceeds else row
+
+    def _safe_row(self, runner: PlanRunner, shape: BatchShape | None) -> PlanRow | None:
+        """Returns the row of a micro-batch that may need more memory than all before; `None`: it offloads all."""
+        recorded, main = self._recorded.shape, runner.main
+        size = None if shape is None or recorded is None else shape.growth_over(recorded)
+        if size is None or main is None:
+            return None
+        number = max(ROWS, row_of(size))
+        if number not in runner.safe_rows:
+            size = size_of_row(number)
+            plan = self._maker.make_safe(runner, main.plan, size)
+            runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
+        return runner.safe_rows[number]
 
     def _adapt(self, runner: PlanRunner, *, grown: bool) -> None:
         """Makes the plan anew, for more allocated memory, or profiles the training with the parameters of now."""

@@ -12,6 +12,9 @@ from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
     Plan,
+    checkpoint_all,
+    default_plan,
+    default_window,
     exceeds_no_more,
     make_plan,
     plan_for_least_memory,
@@ -117,14 +120,51 @@ class PlanMaker:
         make = plan_for_least_memory if self._least else make_plan
         return make(runner.profile, runner.hardware, self.planner, runner.placement)
 
+    def make_calibration(self, runner: PlanRunner) -> Plan | None:
+        """Returns the plan that checkpoints all units that may be and keeps all else; `None`: it does not fit.
+
+        It needs little memory, pins none for saved tensors, and keeps the device busy.
+        """
+        if self.user_plan is not None:
+            return None
+        model, placement = runner.profile, runner.placement
+        kept = default_plan(model, placement, {}, default_window(model, placement.weights))
+        plan = checkpoint_all(model, kept)
+        fits = plan is not None and not simulate(model, runner.hardware, plan).excess_bytes(runner.hardware)
+        return plan if fits else None
+
     def make_row(self, runner: PlanRunner, plan: Plan, size: float) -> Plan:
         """Returns the plan for micro-batches of another size, which is relative to that of the profile.
 
-        Larger ones have a plan of their own, which takes as long as a first plan.
+        Larger ones have a plan of their own, which takes as long as a first plan, unless units can be checkpointed.
         """
-        if size < 1:
-            return shrink_plan(runner.profile, runner.hardware, plan, size)
-        return make_plan(runner.profile.with_size(size), runner.hardware, self.planner, runner.placement)
+        model, hardware = runner.profile, runner.hardware
+        freeing = plan if size < 1 else checkpoint_all(model, plan)
+        if freeing is not None:
+            return shrink_plan(model, hardware, freeing, size)
+        return make_plan(model.with_size(size), hardware, self.planner, runner.placement)
+
+    def make_safe(self, runner: PlanRunner, plan: Plan, size: float) -> Plan | None:
+        """Returns the plan for micro-batches of up to a size that is not known exactly: it checkpoints all units.
+
+        Args:
+            runner: runner with the profiles.
+            plan: plan with the other choices.
+            size: upper bound of their saved bytes / those of the profile.
+
+        Returns:
+            The plan; `None`: no unit may be checkpointed, or it may not fit, and offloading all tensors needs less.
+        """
+        model, hardware = runner.profile.with_size(size), runner.hardware
+        safe = checkpoint_all(model, plan) if self.has_rows else None
+        if safe is None:
+            return None
+        prediction = simulate(model, hardware, safe)
+        if prediction.excess_bytes(hardware):
+            offloading = default_plan(model, runner.placement, {"host": hardware.host_bytes}, 0)
+            if prediction.gpu_peak_bytes > simulate(model, hardware, offloading).gpu_peak_bytes:
+                return None
+        return safe
 
     def make_better(self, runner: PlanRunner, *, explained: bool) -> Plan | None:
         """Returns the plan for corrected profiles, if it is better than the plan in force.

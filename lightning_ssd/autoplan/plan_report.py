@@ -7,12 +7,14 @@ from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import (
     Plan,
+    largest_samples,
     largest_transient,
     make_report,
     render_report,
     simulate,
     swap_coefficient,
 )
+from lightning_ssd.remedies import CHUNKED_LOSS
 from lightning_ssd.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -22,14 +24,21 @@ LARGE_TRANSIENT = 0.1
 
 
 def report_large_transient(training: Training, runner: PlanRunner) -> None:
-    """Logs the largest temporary tensors, and what would reduce them, if the plan in force saves memory."""
+    """Logs the largest temporary tensors, and what would reduce them, if the plan in force saves memory.
+
+    If not even that plan fits, it also names the largest micro-batch that would.
+    """
     unit, nbytes = largest_transient(runner.profile)
     if runner.plan is None or runner.plan.keeps_all or nbytes < LARGE_TRANSIENT * runner.hardware.gpu_bytes:
         return
+    smaller = "A smaller micro-batch does"
+    if runner.prediction is not None and runner.prediction.excess_bytes(runner.hardware):
+        fitting, samples = largest_samples(runner.profile, runner.hardware, runner.placement), runner.profile.samples
+        if fitting < samples:  # else another plan fits
+            smaller += f" (it has {samples} samples, and {fitting or 'none'} would fit)"
     training.inform(
         f"SwapPlanner: temporary tensors of `{unit}` need {format_bytes(nbytes)} of the device at once, which no plan "
-        "reduces. A smaller micro-batch does; if they are logits, so does a loss in chunks of tokens "
-        "(`torch.nn.functional.linear_cross_entropy`, or `chunked_loss` of the recipes' models)."
+        f"reduces. {smaller}; if they are logits, so does {CHUNKED_LOSS}."
     )
 
 

@@ -62,7 +62,7 @@ class Comparison:
     Attributes:
         plan: the plan of these steps.
         predicted: result of the simulation.
-        step_seconds: duration of a step: the median of several, or the minimum for a calibration plan.
+        step_seconds: duration of a step: the median of several.
         gpu_peak_bytes: peak of allocated GPU memory (CUDA; 0 on a CPU).
         host_peak_bytes: peak of host memory for activations and model states.
         alloc_retries: allocations of GPU memory in all steps under the plan, after those of `WARMUP_AFTER_CHANGE`, that
@@ -116,6 +116,8 @@ class PlanRunner:
         placement: tiers of model states.
         main: the row of micro-batches of the recorded size, whose steps are measured; `None`: there is no plan.
         rows: rows of micro-batches of other sizes under the same plan, by their number (see `row_of`).
+        safe_rows: rows of micro-batches whose size is only bounded, by the number of the bound; `None`: they offload
+            all saved tensors.
         row: the row that the present micro-batch follows; `None`: all saved tensors are offloaded.
     """
 
@@ -134,6 +136,7 @@ class PlanRunner:
         self.row: PlanRow | None = None
         self.main: PlanRow | None = None
         self.rows: dict[int, PlanRow] = {}
+        self.safe_rows: dict[int, PlanRow | None] = {}
         self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
         self._training = training
         self._offloader = training.offloader
@@ -165,20 +168,21 @@ class PlanRunner:
         """Number of measured steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`."""
         return self._timer.num_steps
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: Plan, warm_up: int = WARMUP_AFTER_CHANGE) -> None:
         """Puts `plan` in force for the next step, and predicts its steps.
 
         Args:
             plan: a plan with the present tiers of model states.
+            warm_up: first steps under it that are not measured.
 
         Raises:
             ValueError: the plan does not match the model.
         """
-        self.main, self.rows = self.make_row(plan), {}
+        self.main, self.rows, self.safe_rows = self.make_row(plan), {}, {}
         self._place_steps(plan)
         self.follow(self.main)
         self._training.set_window(plan.window_bytes)
-        self._warm_up = WARMUP_AFTER_CHANGE
+        self._warm_up = warm_up
         for tier in self._offloader.tiers.values():
             tier.reset_peak()
         self._timer.reset()
@@ -278,6 +282,15 @@ class PlanRunner:
         self._timer.end()
         self._timer.begin()
 
+    def end_step(self) -> None:
+        """Called when a step has ended, to exclude the time until the next one begins."""
+        self._timer.end()
+
+    def fastest_step(self) -> float | None:
+        """Returns the seconds of the fastest measured step under the plan; `None`: the device has ended none."""
+        self._timer.end()
+        return min(self._timer.seconds, default=None)
+
     def skip_step(self) -> None:
         """Excludes the present step from measured ones: its work is not that of the recorded micro-batch."""
         self._timer.skip()
@@ -341,14 +354,20 @@ class PlanRunner:
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds
             self.hardware = calibrate_step_rate(self.profile, self.hardware, plan, rate, measured)
-        corrected = calibrate(self.profile, self.hardware, plan, measured)
+        corrected = self.correct(plan, measured)
+        self.rows.clear()  # they may need more memory than the corrected profiles leave
+        self.safe_rows.clear()
+        before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
+        self.row = self.main if self.row is before else self.row
+        return corrected or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
+
+    def correct(self, plan: Plan, step_seconds: float) -> bool:
+        """Corrects the profiles by the measured duration of steps under `plan`; returns whether they explain it."""
+        corrected = calibrate(self.profile, self.hardware, plan, step_seconds)
         if corrected is not None:
             self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
             self.profile, self.hardware = corrected
-        self.rows.clear()  # they may need more memory than the corrected profiles leave
-        before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
-        self.row = self.main if self.row is before else self.row
-        return corrected is not None or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
+        return corrected is not None
 
     # ---- implementation ----
 

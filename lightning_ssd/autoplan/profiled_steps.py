@@ -11,6 +11,9 @@ from lightning_ssd.uncopied import Uncopied
 
 __all__ = ["ProfiledSteps"]
 
+MAX_WAIT = 4
+"""Steps after the warm-up in which a large batch is waited for. Each of them offloads all saved tensors."""
+
 Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
 
@@ -26,13 +29,12 @@ class ProfiledSteps(Uncopied):
         warm_up: steps up to and including the step of the recorded micro-batch.
         steps: timed steps, fewer if the budget does not allow all.
         budget: steps and seconds that profiling may take; `None`: all steps are profiled.
-        later_steps: steps after the timed ones that count for the budget, too.
 
     Attributes:
         phase: purpose of the present micro-batch, or of the last one.
         profiler: measures the training. A move of model states replaces it.
         budget: the argument.
-        recordable: batches of which a large one may be recorded; `None`: any batch.
+        recordable: batches of which a large one is recorded, if there is one within `MAX_WAIT` steps; `None`: any is.
     """
 
     def __init__(
@@ -42,14 +44,12 @@ class ProfiledSteps(Uncopied):
         warm_up: int,
         steps: int,
         budget: ProfilingBudget | None = None,
-        later_steps: int = 0,
     ) -> None:
         self.budget = budget
         self.recordable: SeenBatches | None = None
         self._training = training
         self._name = name
         self._num_timed = steps
-        self._later_steps = later_steps
         self._step = 0
         """Number of ended steps."""
         self._timed_from = 0
@@ -178,12 +178,16 @@ class ProfiledSteps(Uncopied):
         self.phase = "idle"
         self.profiler.close()
 
+    def untimed_profile(self) -> ModelProfile:
+        """Returns the profile once recomputations were checked, without times of the host and between micro-batches."""
+        return self._profile(0)
+
     # ---- implementation ----
 
     def _is_due(self, batch: Any) -> bool:
-        """Returns whether the warm-up has ended and `batch` may be recorded."""
+        """Returns whether the warm-up has ended and `batch` may be recorded: it is large, or no large one has come."""
         large = self.recordable is None or self.recordable.is_large(BatchShape.of(batch))
-        return self._step >= self._due and large
+        return self._step >= self._due + (0 if large else MAX_WAIT)
 
     def _must_end_warm_up(self) -> bool:
         """Returns whether there is no time for the rest of the warm-up."""
@@ -195,7 +199,7 @@ class ProfiledSteps(Uncopied):
         return True
 
     def _has_time(self, steps: int) -> bool:
-        return self.budget is None or self.budget.allows(steps + self._later_steps)
+        return self.budget is None or self.budget.allows(steps)
 
     def _end_timing(self) -> ModelProfile | None:
         """Returns the profile if enough steps were timed, or if there is no time for more of them."""
@@ -206,6 +210,9 @@ class ProfiledSteps(Uncopied):
             self._inform_shortened(f"{timed} of {self._num_timed} steps were timed")
         self.phase = "idle"
         self.profiler.end_timing()
+        return self._profile(timed)
+
+    def _profile(self, timed: int) -> ModelProfile:
         training = self._training
         return self.profiler.profile(
             type(training.module).__name__,

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.model_states import ModelStates, Unit
 from lightning_ssd.planning import Plan
+from lightning_ssd.types import StateFormat
 
 __all__ = ["MicroBatchPlanner", "StatesOwner", "Training"]
 
@@ -134,6 +135,10 @@ class Training(Protocol):
     @property
     def scales_gradients(self) -> bool:
         """Whether gradients are clipped by their norm, or a step is skipped if they are not finite."""
+
+    @property
+    def state_format(self) -> StateFormat:
+        """Format of offloaded master weights and optimizer states."""
 
     @property
     def fixed_window(self) -> bool:

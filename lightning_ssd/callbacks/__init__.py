@@ -7,7 +7,8 @@ The modules, by subject, in the order in which they are best read:
 - plans of operators: `swap_planner`, `step_profiling` (passes events to `autoplan`), `training` (a Trainer's training,
   as `autoplan` sees it).
 - for a user to add: `activation_offload`, `model_profiler`, `timeline_recorder`, `save_folder`.
-- helpers: `offloader` (finds the offloader of a training), `output_files` (checks files before the training).
+- helpers: `offloader` (finds the offloader of a training), `output_files` (checks files before the training),
+  `wear_line` (of `offload_monitor`).
 """
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload

@@ -40,7 +40,8 @@ class ActivationOffload(pl.Callback):
         ssd_capacity: bytes of scratch space, preallocated at the start; `None`: allocated as needed.
         spill: tier that is filled first if there are two: `"host_first"` or `"ssd_first"`.
         min_bytes: saved tensors with a smaller storage are kept on the device.
-        staging_memory: bytes of pinned memory through which data are transferred to and from the SSDs.
+        staging_memory: most bytes of pinned memory through which data are transferred to and from the SSDs. If
+            `host_memory` is given, it is a part of that, and an eighth of it at most.
         backend: I/O backend of scratch files: `"posix"`, `"kvikio"` or `"auto"`.
         checksum: hash written bytes and compare the hashes at reads, on the I/O threads. Transfers pass through host
             memory then; GPUDirect Storage needs `False`.
@@ -100,19 +101,18 @@ class ActivationOffload(pl.Callback):
         strategy = trainer.strategy
         assert strategy.model is not None
         mark_weights(strategy.model)
+        default_path, processes = trainer.default_root_dir, trainer.num_devices
         offloader = make_offloader(
-            self.config,
+            self.config.resolve(default_path, processes).without(0, 0),
             strategy.root_device,
-            default_path=trainer.default_root_dir,
+            default_path=default_path,
             rank=trainer.global_rank,
-            processes=trainer.num_devices,
+            processes=processes,
         )
         self.offloader = offloader
-        lines = (
-            describe_activations(offloader, self.config),
-            describe_totals(offloader, None, self.config, trainer.default_root_dir),
-        )
-        pl.utilities.rank_zero_info("\n".join(f"ActivationOffload: {line}" for line in lines if line is not None))
+        totals = describe_totals(offloader, None, self.config, trainer.default_root_dir)
+        lines = [describe_activations(offloader, self.config), *totals]
+        pl.utilities.rank_zero_info("\n".join(f"ActivationOffload: {line}" for line in lines))
         training_step = strategy.training_step
 
         def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:

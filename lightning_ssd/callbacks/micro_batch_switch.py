@@ -29,7 +29,7 @@ def ends_short_window(trainer: pl.Trainer) -> bool:
 
     It is the last one of an epoch. If all epochs have fewer batches than steps may accumulate, it is none.
     """
-    switch = next(one for one in trainer_callbacks(trainer) if isinstance(one, MicroBatchSwitch))
+    switch = [one for one in trainer_callbacks(trainer) if isinstance(one, MicroBatchSwitch)][0]
     usual = min(trainer.accumulate_grad_batches, switch.longest_window)
     return switch.current is not None and switch.current.index + 1 < usual
 

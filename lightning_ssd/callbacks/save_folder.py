@@ -44,7 +44,7 @@ class SaveFolder(pl.Callback):
                 f"SaveFolder writes models that have `save_folder` and `check_folder`, and not"
                 f" {type(pl_module).__name__}"
             )
-        pl_module.check_folder(self._path(trainer))  # type: ignore[operator]
+        pl_module.check_folder(self.path(trainer))  # type: ignore[operator]
         self._saved_step = trainer.global_step
 
     @override
@@ -62,7 +62,8 @@ class SaveFolder(pl.Callback):
         if trainer.global_step > self._saved_step or self.every_n_steps is None:
             self._save(trainer, pl_module)
 
-    def _path(self, trainer: pl.Trainer) -> Path:
+    def path(self, trainer: pl.Trainer) -> Path:
+        """Returns the folder that a training of `trainer` writes."""
         log_dir = trainer.log_dir  # on all devices: it is broadcast
         return self.folder or Path(log_dir or trainer.default_root_dir) / "model"
 
@@ -75,7 +76,7 @@ class SaveFolder(pl.Callback):
             # `values` reads without caching: a cached tensor would stay in memory until the last one is written.
             return tensor.values() if isinstance(tensor, LazyTensor) else tensor
 
-        folder = self._path(trainer)
+        folder = self.path(trainer)
         if trainer.is_global_zero:
             pl_module.save_folder(value, folder)  # type: ignore[operator]
             log.info("the model of step %d is in %s", trainer.global_step, folder)

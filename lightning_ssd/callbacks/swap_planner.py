@@ -35,18 +35,17 @@ class SwapPlanner(StepProfiling):
     """Chooses by measurement, for each saved tensor: keep it on the GPU, offload it, or recompute it in backward.
 
     Training begins with all saved tensors offloaded, which needs least GPU memory. After `warm_up` steps some steps are
-    profiled. The next steps run under a calibration plan, which recomputes as much as possible, so that the GPU is
-    always busy and runs at the clock rate that it sustains. Between two steps the plan is made and applied: each saved
-    tensor of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are ordinary
-    training steps: losses, gradients and weights are the same bit for bit.
+    profiled, under a plan that checkpoints all units that may be. Between two steps the plan is made and applied: each
+    saved tensor of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are
+    ordinary training steps: losses, gradients and weights are the same bit for bit.
 
-    The first plan is in force after 12 steps, or 22 if model states were moved. If profiling is expected to take more
-    than 25 steps or 30 seconds, its warm-up, its timed steps and the steps of the calibration plan are shortened, to
-    four steps in all at least. A log line names each part that is shorter.
+    The first plan is in force after 7 steps, or 12 if model states were moved. If profiling is expected to take more
+    than 25 steps or 30 seconds, its warm-up and its timed steps are shortened, to four steps in all at least. A log
+    line names each part that is shorter.
 
     The first steps under the plan correct it once, if their duration is not as predicted; then it is final. It is for
-    batches of every size: smaller ones than the recorded one offload less, and those that may need more memory than all
-    before offload all saved tensors.
+    batches of every size: smaller ones than the recorded one offload less. Those that may need more memory than all
+    before have all units checkpointed that may be, or offload all saved tensors.
 
     Steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
@@ -76,8 +75,7 @@ class SwapPlanner(StepProfiling):
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: no limit.
         warm_up: steps before the timed ones, the last of which is recorded; fewer if profiling would take more than 25
             steps or 30 seconds.
-        steps: steps that are timed, once with all saved tensors offloaded and once under the calibration plan; fewer
-            if profiling would take more than 25 steps or 30 seconds.
+        steps: steps that are timed; fewer if profiling would take more than 25 steps or 30 seconds.
         tolerance: relative error of the predicted duration of a step, up to which the plan is not corrected.
 
     Raises:

@@ -12,6 +12,7 @@ from lightning_ssd.autoplan import StatesOwner
 from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
 from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.model_states import ModelStates, StatesConfig, Unit, find_units
+from lightning_ssd.types import StateFormat
 from lightning_ssd.uncopied import Uncopied
 
 __all__ = ["LightningTraining", "clips_norm", "states_owner"]
@@ -74,8 +75,16 @@ class LightningTraining(Uncopied):
     def fixed_window(self) -> bool:
         return any(one.is_fixed for one in find_schedulers(self._trainer))
 
-    def units(self) -> list[Unit]:
+    @property
+    def state_format(self) -> StateFormat:
+        return "fp32" if (config := self._states_config()) is None else config.state_format
+
+    def _states_config(self) -> StatesConfig | None:
         config: StatesConfig | None = getattr(self._trainer.strategy, "states_config", None)
+        return config
+
+    def units(self) -> list[Unit]:
+        config = self._states_config()
         return list(find_units(self._module, None if config is None else config.units))
 
     def set_window(self, window_bytes: int | None) -> None:

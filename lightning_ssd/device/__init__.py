@@ -1,4 +1,4 @@
-"""Streams, events, copies, threads, futures, cores and memory sizes. Knows torch's devices and `storage`.
+"""Streams, events, copies, threads, cores and memory sizes. Knows torch's devices and `storage`.
 
 `CopyEngine` copies bytes between the training device and host memory, `Clock` measures spans of the compute stream,
 `Worker` runs jobs when the futures that they depend on are done, and `StagedReader` reads from SSDs to the host memory
@@ -11,12 +11,12 @@ from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngin
 from lightning_ssd.device.cores import available_cores, kernel_threads, share_cores
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.empty_storage import allow_access, refuse_access
-from lightning_ssd.device.futures import all_of, ended, error_of, failed, finished, pass_on, succeeded, then
 from lightning_ssd.device.memory import (
     CUDAMemory,
     allocator_memory,
     available_memory,
     process_gpu_memory,
+    process_ram,
     usable_gpu_memory,
     usable_memory,
 )
@@ -39,25 +39,18 @@ __all__ = [
     "Stopwatch",
     "WorkCounter",
     "Worker",
-    "all_of",
     "allocator_memory",
     "allow_access",
     "available_cores",
     "available_memory",
-    "ended",
-    "error_of",
-    "failed",
-    "finished",
     "h2d_and_release",
     "kernel_threads",
     "make_clock",
     "make_copy_engine",
-    "pass_on",
     "process_gpu_memory",
+    "process_ram",
     "refuse_access",
     "share_cores",
-    "succeeded",
-    "then",
     "usable_gpu_memory",
     "usable_memory",
 ]

@@ -12,7 +12,6 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device.cuda_events import Event, Events, Mark
-from lightning_ssd.device.futures import finished
 from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 from lightning_ssd.waits import wait_for, watch
 

@@ -11,6 +11,7 @@ __all__ = [
     "allocator_memory",
     "available_memory",
     "process_gpu_memory",
+    "process_ram",
     "usable_gpu_memory",
     "usable_memory",
 ]
@@ -56,6 +57,16 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
             nbytes = max(0, int(read_text(folder / used) or 0) - sum(int(stat.get(name, 0)) for name in cached))
             available = min(available, int(text) - nbytes)
     return max(0, available)
+
+
+def process_ram(proc: Path = PROC) -> int:
+    """Returns the bytes of RAM of this process: its proportional set size, in which shared pages are divided.
+
+    Args:
+        proc: folder of the kernel's files about processes.
+    """
+    lines = (proc / "self" / "smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def process_gpu_memory(device: torch.device) -> int:

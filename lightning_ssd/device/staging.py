@@ -5,15 +5,14 @@ read, copy to the device, release. Values that are needed on the host are used b
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 
 from lightning_ssd.device.copies import CopyEngine
 from lightning_ssd.device.cuda_events import Mark
-from lightning_ssd.device.futures import error_of
 from lightning_ssd.device.worker import Worker
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import PinnedBuffer, PinnedPool, Urgency
 
 
@@ -67,7 +66,7 @@ class StagedReader:
             reading.add_done_callback(lambda reading: end(reading, buffer))
 
         def end(reading: "Future[None]", buffer: PinnedBuffer) -> None:  # on an I/O thread
-            if (error := error_of(reading)) is not None:
+            if (error := reading.exception()) is not None:
                 buffer.release()
                 filled.set_exception(error)
             else:

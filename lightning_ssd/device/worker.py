@@ -14,11 +14,10 @@ completes.
 import itertools
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ssd.device.futures import all_of
+from lightning_ssd.futures import Future, all_of
 from lightning_ssd.storage import PriorityQueue, Urgency
 from lightning_ssd.waits import watch
 

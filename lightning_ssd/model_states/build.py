@@ -44,7 +44,7 @@ from lightning_ssd.model_states.placement import (
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore
+from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -139,7 +139,10 @@ def make_model_states(
             if ranks.ranks.rank > 0:
                 versions = dict.fromkeys(stores, 0)  # rank 0 writes them
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
-        if ranks is not None:
+        if ranks is None:
+            # After the model has given its memory to the stores: host memory need not have room for both.
+            commit_memory(stores.values(), pin=device.type == "cuda")
+        else:
             ranks.ranks.messages.exchange(b"written")  # rank 0 has written the values of the stores
             RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}

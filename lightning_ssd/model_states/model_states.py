@@ -72,6 +72,7 @@ from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankValues
 from lightning_ssd.shutdown import Shutdown
+from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for_all
 
@@ -200,11 +201,12 @@ class ModelStates(Uncopied):
             setup.config.overlap,
         )
         # Gradients.
-        pin = copies.device.type == "cuda"
         shared = {} if ranks is None else ranks.gradients
-        gradients = {
-            flat: Gradient(flat, pin=pin, pool=pool, shared=shared.get(flat)) for flat in offloaded.flat_optimizers
-        }
+        slabs = {flat: one.copies[one.rank] for flat, one in shared.items()}
+        if pool is None and ranks is None:
+            slabs = {flat: Slab(flat.nbytes, pin=False) for flat in offloaded.flat_optimizers}
+            commit(list(slabs.values()), pin=copies.device.type == "cuda")
+        gradients = {flat: Gradient(flat, pool or slabs[flat], shared.get(flat)) for flat in offloaded.flat_optimizers}
         self.decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
@@ -387,7 +389,7 @@ class ModelStates(Uncopied):
     def gradients_are_hooked(self) -> bool:
         """Whether user code has registered hooks of gradients of offloaded parameters, beside the one of this class."""
         with internals.without_torch_function():
-            return any(one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of)
+            return any([one._backward_hooks or len(one._post_accumulate_grad_hooks) > 1 for one in self._flat_of])
 
     @uninterrupted
     def end_backward(self, *, by_user: bool = False) -> None:
@@ -513,7 +515,7 @@ class ModelStates(Uncopied):
             device = self._copies.device
             measured = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
             large = [parameter for parameter, norm in zip(norms, measured, strict=True) if not math.isfinite(norm)]
-            infinite = any(not self._is_finite(parameter) for parameter in large)
+            infinite = any([not self._is_finite(parameter) for parameter in large])
             add_check(found, torch.full((), float(infinite), device=device))
         self._clipping.unscale(optimizer, scaler, found)
 
@@ -534,6 +536,11 @@ class ModelStates(Uncopied):
         """
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
+        if optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
+            self.end_backward()  # user code may have called `loss.backward` without Lightning
+            with self._grads.hidden():
+                self._clipping.clip(optimizer, algorithm, limit)
+            return
         parameters = (parameter for parameter in parameters_of(optimizer))  # torch warns of an empty generator
         if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded. `full_grads` would stage and store frozen weights for nothing.
@@ -665,7 +672,7 @@ class ModelStates(Uncopied):
         Raises:
             Exception: the error of a step.
         """
-        if any(isinstance(one, GenericOptimizer) for one in self.offloaded.flat_optimizers.values()):
+        if any([isinstance(one, GenericOptimizer) for one in self.offloaded.flat_optimizers.values()]):
             self.drain()
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ The modules, by subject, in the order in which they are best read:
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import DAY, YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
+from lightning_ssd.planning.few_launches import checkpoint_all
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.holistic import exceeds_no_more
 from lightning_ssd.planning.io_timeline import Floats
@@ -38,6 +39,7 @@ from lightning_ssd.planning.model import (
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
+    largest_samples,
     largest_transient,
     make_report,
     render_answer,
@@ -95,6 +97,7 @@ __all__ = [
     "bytes_per_day",
     "calibrate",
     "calibrate_step_rate",
+    "checkpoint_all",
     "check_not_negative",
     "check_positive",
     "default_plan",
@@ -107,6 +110,7 @@ __all__ = [
     "lifetime_seconds",
     "load_json",
     "make_plan",
+    "largest_samples",
     "largest_transient",
     "make_report",
     "offload_amounts",

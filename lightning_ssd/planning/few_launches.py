@@ -64,6 +64,12 @@ def checkpoint(base: Plan, names: Collection[str]) -> Plan:
     return replace(base, units=units)
 
 
+def checkpoint_all(model: ModelProfile, base: Plan) -> Plan | None:
+    """Returns `base` with all units checkpointed that may be; None: none may be."""
+    names = [unit.name for unit in model.units if unit.checkpoint_bytes is not None]
+    return checkpoint(base, names) if names else None
+
+
 def _kept(unit: UnitPlan) -> UnitPlan:
     return replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=False)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.holistic import plan_holistic
+from lightning_ssd.planning.holistic import CAUTION, plan_holistic
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.plan import Plan
@@ -16,11 +16,8 @@ from lightning_ssd.sizes import check_choice
 Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
 SLACK = 0.02
-"""Share of a step's time that a plan for less memory may add."""
-
-CAUTION = 1.5
-"""Factor on the host's overhead. A plan for less memory must meet `SLACK` with and without it, because the host's speed
-varies during a training, and matters more for plans that keep fewer tensors on the GPU."""
+"""Share of a step's time that a plan for less memory may add, with and without `CAUTION`: the host's speed varies
+during a training, and matters more for plans that keep fewer tensors on the GPU."""
 
 CLOSE_BYTES = 0.01
 """Relative precision of GPU bytes at which the search for the least memory ends."""
@@ -82,7 +79,7 @@ def plan_for_least_memory(
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
     while high - low > max(1, CLOSE_BYTES * high):
         budget = (low + high) // 2
-        plan = make_plan(model, replace(slow_host, gpu_bytes=max(1, budget)), planner, fixed)
+        plan = make_plan(model, replace(hardware, gpu_bytes=max(1, budget)), planner, fixed)
         prediction, cautious = (simulate(model, machine, plan) for machine in (hardware, slow_host))
         fast_enough = prediction.step_seconds <= limits[0] and cautious.step_seconds <= limits[1]
         if prediction.gpu_peak_bytes <= budget and fast_enough:

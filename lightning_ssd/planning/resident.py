@@ -62,12 +62,25 @@ def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
     return sorted(nbytes.items())
 
 
+def steps_on_gpu_fit(model: ModelProfile, plan: Plan) -> bool:
+    """Returns whether the GPU can step offloaded parts: the pieces take a part of the budget of streamed parameters.
+
+    The runtime makes such steps only if three of the largest units still fit into the rest.
+    """
+    if model.param_budget_bytes is None:
+        return True
+    largest = max((nbytes for _, nbytes in streamed_weights(model, plan)), default=0)
+    return model.param_budget_bytes - DEVICE_STEP_BYTES >= 3 * largest
+
+
 def param_budget(model: ModelProfile, plan: Plan) -> int:
     """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
     sizes = [nbytes for _, nbytes in streamed_weights(model, plan)]
     if model.param_budget_bytes is None or not sizes:
         return 0
-    return min(max(model.param_budget_bytes, *sizes), sum(sizes))
+    steps = any(part.step == "gpu" for part in plan.placements)
+    budget = model.param_budget_bytes - DEVICE_STEP_BYTES * steps
+    return min(max(budget, *sizes), sum(sizes))
 
 
 def kept_weights(model: ModelProfile, plan: Plan) -> set[int]:

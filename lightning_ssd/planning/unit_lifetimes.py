@@ -16,6 +16,7 @@ from lightning_ssd.planning.migration import (
 )
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.resident import steps_on_gpu_fit
 from lightning_ssd.planning.saved_groups import (
     INPUT,
     FixedPlacement,
@@ -83,7 +84,7 @@ def _add_plans(
         plan = made if fixed is None else fixed.apply(model, made)
         found = consider(plan)
         migrating = steps.units_of(migrations, "gradient")
-        if model.micro_batches == 1:  # sums of gradients are on the CPU
+        if model.micro_batches == 1 and steps_on_gpu_fit(model, plan):  # sums of gradients are on the CPU
             for in_host in (True, False):
                 among = offloaded_parts(model, plan, in_host=in_host)
                 if among:

@@ -7,6 +7,7 @@ from lightning_ssd.profiling.limits import (
     current_placement,
     limit_hardware,
     measure_training_machine,
+    offloading_plan,
     with_measured_step_rate,
 )
 from lightning_ssd.profiling.machine import adam_step, copy_bandwidths, measure_machine, memory_bandwidth
@@ -32,6 +33,7 @@ __all__ = [
     "measure_training_machine",
     "memory_bandwidth",
     "moved_bytes",
+    "offloading_plan",
     "with_measured_step_rate",
     "trace",
     "unit_profiles",

@@ -17,15 +17,20 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.profiling.machine import measure_machine, mixed_bandwidth
 from lightning_ssd.profiling.profiler import Profiler
-from lightning_ssd.types import InputChoice, OffloadTierName
+from lightning_ssd.types import InputChoice, OffloadTierName, StateFormat
 
 HOST_FILL = 0.85
 """Share of the host tier that tensors of different sizes fill before fragments leave no room."""
 
 
-def measure_training_machine(offloader: ActivationOffloader) -> HardwareProfile:
-    """Measures the machine of a training, whose SSDs are those of `offloader`."""
-    machine = measure_machine(None)
+def measure_training_machine(offloader: ActivationOffloader, state_format: StateFormat) -> HardwareProfile:
+    """Measures the machine of a training, in the host memory that it leaves.
+
+    Its SSDs are those of `offloader`, and its states have `state_format`.
+    """
+    tiers = offloader.tiers.values()
+    room = sum(tier.host_limit - tier.host_bytes for tier in tiers)
+    machine = measure_machine(None, state_format=state_format, host_memory=room if tiers else None)
     if offloader.device.type == "cuda":
         torch.cuda.empty_cache()  # free the measurement's tensors
     ssd = offloader.tiers.get("ssd")
@@ -76,9 +81,9 @@ def limit_hardware(
 def add_unseen_memory(
     profile: ModelProfile,
     hardware: HardwareProfile,
-    placement: FixedPlacement,
+    plan: Plan,
     profiler: Profiler,
-    offloader: ActivationOffloader,
+    device: torch.device,
     *,
     automatic_optimization: bool,
 ) -> ModelProfile:
@@ -87,20 +92,19 @@ def add_unseen_memory(
     Args:
         profile: profile of the model.
         hardware: measured machine.
-        placement: tiers of model states.
-        profiler: profiler that has measured steps in which all saved tensors were offloaded.
-        offloader: activation offloader of these steps.
+        plan: plan of the timed steps.
+        profiler: profiler that has measured them.
+        device: training device.
         automatic_optimization: True if Lightning calls the optimizers, so that no optimizer step is part of a timed
             backward.
     """
-    if offloader.device.type != "cuda":
+    if device.type != "cuda":
         return profile
-    plan = _profiled_plan(profile, placement, offloader)
     resident = resident_bytes(profile, plan)[0]
     # At least 0: the steps may have had fewer bytes in flight than the simulation assumes.
     other = max(0, profiler.peak_bytes - simulate(profile, hardware, plan).gpu_peak_bytes)
     # Between steps no transfer is in flight, and all saved tensors are freed.
-    if set(placement.weights) == {"gpu"} and automatic_optimization:
+    if not plan.offloads_states and automatic_optimization:
         other = min(other, profiler.resting_bytes - resident)
     between = max(0, profiler.between_bytes - resident - other)
     return replace(profile, other_gpu_bytes=other, between_gpu_bytes=between)
@@ -109,9 +113,9 @@ def add_unseen_memory(
 def with_measured_step_rate(
     profile: ModelProfile,
     hardware: HardwareProfile,
-    placement: FixedPlacement,
+    plan: Plan,
     profiler: Profiler,
-    offloader: ActivationOffloader,
+    device: torch.device,
 ) -> HardwareProfile:
     """Returns the machine with the rate of the CPU optimizer in the timed steps (CUDA).
 
@@ -120,15 +124,14 @@ def with_measured_step_rate(
     Arguments are those of `add_unseen_memory`.
     """
     stepped = profiler.stepped
-    if offloader.device.type != "cuda" or not (stepped.amount and stepped.seconds):
+    if device.type != "cuda" or not (stepped.amount and stepped.seconds):
         return hardware
-    plan = _profiled_plan(profile, placement, offloader)
     step_seconds = simulate(profile, hardware, plan).step_seconds
     return calibrate_step_rate(profile, hardware, plan, stepped.amount / stepped.seconds, step_seconds)
 
 
-def _profiled_plan(profile: ModelProfile, placement: FixedPlacement, offloader: ActivationOffloader) -> Plan:
-    """Returns the plan of profiled steps, in which all saved tensors are offloaded."""
+def offloading_plan(profile: ModelProfile, placement: FixedPlacement, offloader: ActivationOffloader) -> Plan:
+    """Returns the plan of steps in which all saved tensors are offloaded."""
     tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in offloader.tiers.items()}
     return default_plan(profile, placement, tiers, offloader.policy.window_bytes)
 

@@ -14,14 +14,15 @@ from lightning_ssd.model_states import (
     AdamOptimizer,
     FlatParameter,
     Layout,
-    MomentFormat,
     StagedState,
     StepHalf,
     StepInput,
+    moments_of,
 )
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore, Slab
+from lightning_ssd.types import StateFormat
 
 MATRIX_SIZE = 8192
 """Rows and columns of the matrices that a GPU multiplies; a CPU multiplies matrices of an eighth of this size."""
@@ -39,19 +40,32 @@ REPEATS = 5
 """Measured calls, after one that warms up."""
 
 
-def measure_machine(path: Path | None, *, attention: bool = False) -> HardwareProfile:
+def measure_machine(
+    path: Path | None,
+    *,
+    attention: bool = False,
+    state_format: StateFormat = "fp32",
+    host_memory: int | None = None,
+) -> HardwareProfile:
     """Returns the measured rates of the host, the GPU if there is one, and the SSD.
 
     Args:
         path: a directory on the SSD; None: no SSD is measured.
         attention: whether to measure the FLOP/s of attention, which dry runs need.
+        state_format: format of the states that the optimizer steps on the CPU.
+        host_memory: most bytes of host memory that measurements take; None: no limit. They need 1.5 GiB, and are less
+            exact with less.
 
     Raises:
         StorageError: the directory can't be used.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    copy_in, copy_out, both = copy_bandwidths(device)
+    copied, stepped = COPY_BYTES, STEP_PARAMETERS
+    if host_memory is not None:  # two copies, and 16 bytes for each parameter, are in memory at a time
+        copied = min(copied, max(host_memory // 8, 2**22))
+        stepped = min(stepped, max(host_memory // 32 // 64 * 64, 2**16))
+    copy_in, copy_out, both = copy_bandwidths(device, copied)
     write = read = 1.0
     ssd_bytes = 0
     if path is not None:
@@ -66,11 +80,11 @@ def measure_machine(path: Path | None, *, attention: bool = False) -> HardwarePr
     ):  # a measurement during a training must not change its random numbers
         flops = _products(device)
         attention_flops = _attention(device) if attention else None
-        run_step = adam_step(STEP_PARAMETERS)
+        run_step = adam_step(stepped, state_format=state_format)
         step_seconds = _seconds(torch.device("cpu"), run_step)
         # Twice as many copies as fit into the time of a step, because copies slow the step down.
-        count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / COPY_BYTES)
-        seconds_with_copies = _beside_copies(device, count, run_step) if cuda else step_seconds
+        count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / copied)
+        seconds_with_copies = _beside_copies(device, copied, count, run_step) if cuda else step_seconds
     slowdown = 1 - step_seconds / seconds_with_copies
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
@@ -83,7 +97,7 @@ def measure_machine(path: Path | None, *, attention: bool = False) -> HardwarePr
         ssd_read=read,
         ssd_write=write,
         ssd_mixed=mixed_bandwidth(read, write),
-        cpu_step_rate=STEP_PARAMETERS / step_seconds,
+        cpu_step_rate=stepped / step_seconds,
         gpu_bytes=usable_gpu_memory(device) if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
@@ -147,13 +161,13 @@ def memory_bandwidth(device: torch.device) -> float:
     return 2 * COPY_BYTES / _seconds(device, lambda: other.copy_(values))
 
 
-def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) -> float:
-    """Returns the minimum seconds of `run`, on the CPU, while `count` copies run each way.
+def _beside_copies(device: torch.device, nbytes: int, count: int, run: Callable[[], None]) -> float:
+    """Returns the minimum seconds of `run`, on the CPU, while `count` copies of `nbytes` bytes run each way.
 
     The result is infinity if the copies end before the first call of `run` does.
     """
-    slabs = [Slab(COPY_BYTES, pin=True) for _ in range(2)]
-    others = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    slabs = [Slab(nbytes, pin=True) for _ in range(2)]
+    others = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     for _ in range(count):
         _copy_both_ways([slab.tensor for slab in slabs], others, streams)
@@ -178,12 +192,17 @@ def _copy_both_ways(hosts: Sequence[Tensor], others: Sequence[Tensor], streams: 
             target.copy_(source, non_blocking=True)
 
 
-def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
-    """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use."""
+def copy_bandwidths(device: torch.device, nbytes: int = COPY_BYTES) -> tuple[float, float, float]:
+    """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use.
+
+    Args:
+        device: the device.
+        nbytes: bytes of a copy, two of which are in host memory.
+    """
     pin = device.type == "cuda"
-    slabs = [Slab(COPY_BYTES, pin=pin) for _ in range(2)]
+    slabs = [Slab(nbytes, pin=pin) for _ in range(2)]
     hosts = [slab.tensor for slab in slabs]
-    others = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    others = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def into(target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -191,9 +210,9 @@ def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
     def both() -> None:
         _copy_both_ways(hosts, others, [torch.cuda.Stream(), torch.cuda.Stream()])
 
-    alone_in = COPY_BYTES / _seconds(device, lambda: into(others[0], hosts[0]))
-    alone_out = COPY_BYTES / _seconds(device, lambda: into(hosts[1], others[1]))
-    at_once = COPY_BYTES / _seconds(device, both) if pin else min(alone_in, alone_out) / 2
+    alone_in = nbytes / _seconds(device, lambda: into(others[0], hosts[0]))
+    alone_out = nbytes / _seconds(device, lambda: into(hosts[1], others[1]))
+    at_once = nbytes / _seconds(device, both) if pin else min(alone_in, alone_out) / 2
     for slab in slabs:
         slab.close()
     return alone_in, alone_out, at_once
@@ -202,28 +221,27 @@ def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
 def adam_step(
     numel: int,
     *,
-    split: bool = False,
+    state_format: StateFormat = "fp32",
     compiled: bool = True,
     two_versions: bool = False,
     half: StepHalf = "whole",
-    moments: MomentFormat = "fp32",
 ) -> Callable[[], None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
     Args:
         numel: number of parameters, a multiple of 64.
-        split: whether master weights are split (16 bits are the compute weight) instead of whole fp32 numbers.
+        state_format: format of master weights and moments (see `SSDOffloadStrategy`).
         compiled: whether to use our own kernel instead of torch's.
         two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
             in place.
         half: half of a step that the function makes.
-        moments: format of the moments.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)  # a GPU's optimizer is stepped by that kernel
     flat_optimizer = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    split, moments = state_format != "fp32", moments_of(state_format)
     layout = Layout(flat, split, flat_optimizer.state_names(options), steps=True, versions=1, moments=moments)
 
     def make_version() -> StagedState:

@@ -5,9 +5,9 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import Future
 from enum import IntEnum, auto
 
+from lightning_ssd.futures import Future
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for, watch
 

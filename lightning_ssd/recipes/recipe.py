@@ -130,7 +130,9 @@ def read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
 def strategy_argument(config: Any, name: str) -> Any:
     """Returns an argument of a recipe's strategy, or None if it is not given."""
     strategy = config["trainer"]["strategy"]
-    return None if isinstance(strategy, str) else (strategy.get("init_args") or {}).get(name)
+    if isinstance(strategy, str):
+        return STRATEGIES[strategy][1].get(name) if strategy in STRATEGIES else None
+    return (strategy.get("init_args") or {}).get(name)
 
 
 def scratch_path(config: Any) -> Path:

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks import SaveFolder, trainer_callbacks
 from lightning_ssd.sizes import format_count
 
 _COLUMNS = 80
@@ -81,9 +82,10 @@ class ProgressLine(pl.callbacks.ProgressBar):
         if not rewrites and trainer.fit_loop._should_accumulate():
             return
         line = self._line(trainer, pl_module)[: min(_COLUMNS, shutil.get_terminal_size().columns) - 1]
-        sys.stdout.write(f"\r{line}\x1b[K" if rewrites else f"{line}\n")
+        self._open = rewrites and not ends
+        # The cursor returns to the first column, where messages of others begin.
+        sys.stdout.write((f"{line}\x1b[K" if rewrites else line) + ("\r" if self._open else "\n"))
         sys.stdout.flush()
-        self._open = rewrites
 
     def _line(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
         metrics = self.get_metrics(trainer, pl_module)
@@ -151,12 +153,15 @@ def describe_files(trainer: pl.Trainer, recipe: str) -> list[str]:
     checkpoints = [callback for callback in trainer.checkpoint_callbacks if callback is not None]
     saved = [str(getattr(one, "last_model_path", "") or getattr(one, "best_model_path", "")) for one in checkpoints]
     checkpoint = next((os.path.relpath(path) for path in saved if path), None)
+    folders = [callback.path(trainer) for callback in trainer_callbacks(trainer) if isinstance(callback, SaveFolder)]
     files = {"metrics": folder / "metrics.csv", "config": folder / "config.yaml"}
     lines = [f"checkpoint: {checkpoint}"] if checkpoint is not None else []
+    lines += [f"model: {os.path.relpath(saved_folder)}" for saved_folder in folders]
     lines += [f"{name}: {os.path.relpath(file)}" for name, file in files.items() if file.is_file()]
     if checkpoint is not None:
         more = f" --trainer.max_steps={2 * trainer.max_steps}" if trainer.max_steps > 0 else ""
         run = f"lightning-ssd run {shlex.quote(recipe)} --ckpt_path={shlex.quote(checkpoint)}{more}"
         lines.append(f"to continue: {run}")
-        lines.append(f"to export: lightning-ssd export {shlex.quote(checkpoint)} FOLDER --prefix model.")
+        if not folders:
+            lines.append(f"to export: lightning-ssd export {shlex.quote(checkpoint)} FOLDER")
     return lines

@@ -226,7 +226,7 @@ class MicroBatchRetry:
         for name in _BETWEEN:
             if getattr(type(module), name) is not getattr(pl.LightningModule, name) or name in vars(module):
                 return f"`{name}` of the module can't be run again"
-        if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+        if any([part._backward_hooks or part._backward_pre_hooks for part in module.modules()]):
             return "hooks of modules have run in backward"
         states = self._states()
         leaves = [] if self._state is None else self._state.leaves
@@ -267,18 +267,21 @@ class _Gradients:
 
     def obstacle(self) -> str | None:
         """Returns why a forward can't be run again: a backward has run in it."""
-        changed = any(one.grad is not grad or _is_changed(grad, version) for one, grad, version in self._before)
+        changed = any([one.grad is not grad or _is_changed(grad, version) for one, grad, version in self._before])
         return "a backward has run in `training_step`" if changed else None
 
     def accumulated(self) -> bool:
         """Returns whether a gradient of earlier micro-batches was changed in place."""
-        return bool(self._complete) or any(_is_changed(grad, version) for _, grad, version in self._before)
+        return bool(self._complete) or any([_is_changed(grad, version) for _, grad, version in self._before])
 
     def are_hooked(self, parameters: Sequence[Tensor]) -> bool:
         """Returns whether some parameters have hooks of other code on their gradients."""
         return any(
-            one._backward_hooks or (one._post_accumulate_grad_hooks and one not in self._complete)  # a hook of `kept`
-            for one in parameters
+            [
+                one._backward_hooks
+                or (one._post_accumulate_grad_hooks and one not in self._complete)  # a hook of `kept`
+                for one in parameters
+            ]
         )
 
     def drop(self) -> None:
@@ -371,7 +374,7 @@ def _named_operators() -> contextlib.AbstractContextManager[object]:
 
 def _has_nested_backward(loss: Tensor) -> bool:
     """Returns whether nodes of a graph run a backward of their own, as reentrant checkpointing does."""
-    return any("Checkpoint" in node.name() for node in backward_nodes(loss))
+    return any(["Checkpoint" in node.name() for node in backward_nodes(loss)])
 
 
 def _refuse(error: BaseException, obstacle: str) -> None:

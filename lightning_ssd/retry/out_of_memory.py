@@ -14,6 +14,7 @@ from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
 from lightning_ssd.model_states import ModelStates, TensorLocation
+from lightning_ssd.remedies import CHUNKED_LOSS
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -60,15 +61,14 @@ def explain_out_of_memory(
     total = sum(states.values())
     helps = [_help_for_activations(config, planned)]
     helps.insert(1 if activations > total else 0, _help_for_states(total, model_states))
-    helps += ["gradient checkpointing of the model", "a smaller batch"]
+    checkpointing = "gradient checkpointing of the model"
+    if activations:
+        checkpointing += f", which drops most of the {format_bytes(activations)} of saved activations"
+    helps += [checkpointing, _help_by_samples(error, device, total)]
     failure = _describe_failure(error, module)
     code = [failure, *(frame.line or "" for frame in traceback.extract_tb(error.__traceback__))]
     if any(name in text for name in LOSSES for text in code):
-        helps.insert(
-            0,
-            "a loss in chunks of tokens, as logits of all tokens need several times their bytes "
-            "(`torch.nn.functional.linear_cross_entropy`, or `chunked_loss` of the recipes' models)",
-        )
+        helps.insert(0, CHUNKED_LOSS)
     allowed, fragmented = _describe_device(device, error)
     if fragmented:
         helps.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments of reserved memory")
@@ -137,19 +137,59 @@ def _describe_device(device: torch.device, error: BaseException) -> tuple[str, b
     return text, reserved - allocated > FRAGMENTED * allowed
 
 
-def _describe_missing(message: str, allowed: int, allocated: int) -> str:
-    """Returns a clause with the bytes that the failed allocation needed beyond the allowed ones.
+def _needed_bytes(message: str, allocated: int) -> int | None:
+    """Returns the bytes that would be allocated if the failed allocation had not failed; None: they are not known.
 
     Args:
         message: torch's message, with the bytes at the time of the failure.
-        allowed: bytes that this process may use.
         allocated: bytes that are allocated now, where the message does not have them.
     """
     tried = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
     if tried is None:
-        return ""
+        return None
     used = re.search(r"([\d.]+) (\w+) is allocated by PyTorch", message)
-    missing = _bytes_of(tried) + (allocated if used is None else _bytes_of(used)) - allowed
+    return _bytes_of(tried) + (allocated if used is None else _bytes_of(used))
+
+
+def _help_by_samples(error: BaseException, device: torch.device, states: int) -> str:
+    """Returns the remedy of a smaller batch, with the samples that would fit by the bytes that the failed ones needed.
+
+    Args:
+        error: the OutOfMemoryError.
+        device: device of the model's computation.
+        states: bytes of model states on the device, which the number of samples does not change.
+    """
+    memory, samples = allocator_memory(device), _num_samples(error)
+    needed = None if memory is None else _needed_bytes(str(error), memory.allocated())
+    if needed is None or samples is None or needed <= states:
+        return "a smaller batch"
+    fitting = int(samples * (process_gpu_memory(device) - states) / (needed - states))
+    if not 0 < fitting < samples:
+        return "a smaller batch"
+    return f"a smaller batch: of {samples} samples, at most about {fitting} fit"
+
+
+def _num_samples(error: BaseException) -> int | None:
+    """Returns the length of the first dimension of the batch in Lightning's loop; None: it is not known."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        tensors = [one for one in internals.tree_leaves(frame.f_locals.get("batch")) if isinstance(one, Tensor)]
+        if tensors and tensors[0].dim():
+            return len(tensors[0])
+    return None
+
+
+def _describe_missing(message: str, allowed: int, allocated: int) -> str:
+    """Returns a clause with the bytes that the failed allocation needed beyond the allowed ones.
+
+    Args:
+        message: as in `_needed_bytes`.
+        allowed: bytes that this process may use.
+        allocated: as in `_needed_bytes`.
+    """
+    tried, needed = re.search(r"Tried to allocate ([\d.]+) (\w+)", message), _needed_bytes(message, allocated)
+    if tried is None or needed is None:
+        return ""
+    missing = needed - allowed
     if missing > 0:
         return f"{format_bytes(missing)} are missing; "
     free = re.search(r"of which ([\d.]+) (\w+) is free", message)

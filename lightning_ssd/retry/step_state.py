@@ -4,10 +4,10 @@
 |---|---|
 | random number generators, grad mode, `requires_grad`, logged values | restored |
 | attributes of modules, and of the objects and containers that these refer to | restored |
-| what their hooks refer to (callbacks, variables of functions), and attributes of their classes | restored |
+| what their hooks refer to (callbacks, variables of functions: many hooks of user code are closures) | restored |
 | parameters, the batch, tensors and arrays that are too large to copy | compared; a change is an obstacle |
 | iterators, open files, large arrays | an obstacle, because their use can't be seen |
-| global variables, files that are not attributes of the module, loggers | not restored (`UNRECORDED`) |
+| global variables, attributes of classes, slots, loggers, files of others | not restored (`UNRECORDED`) |
 
 Tensors are copied to the host. The references end with the micro-batch, so that replaced values are freed then.
 """
@@ -23,7 +23,7 @@ from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.interrupts import uninterrupted
 
-UNRECORDED = "Effects of the first attempt on global variables, files and loggers remain."
+UNRECORDED = "Effects of the first attempt on global variables, class attributes, slots, files and loggers remain."
 """Sentence of the log line about a micro-batch that is run again."""
 
 COPIED = 2**24
@@ -122,7 +122,7 @@ class StepState:
         self._opaque: type | None = None
         """Class of an object that can't be restored; `None`: there is none."""
         self._code: list[object] = []
-        """Functions, and values of classes, which are recorded last."""
+        """Functions, which are recorded last."""
         self._is_code = False
         """Whether objects are recorded that only code reaches: files and iterators among them are no obstacle, as most
         code only has them to log to."""
@@ -147,7 +147,7 @@ class StepState:
     def obstacle(self) -> str | None:
         """Returns why the state can't be restored; `None`: it can."""
         with internals.without_torch_function():
-            changed = any(internals.version_of(tensor) != version for tensor, version in self._compared)
+            changed = any([internals.version_of(tensor) != version for tensor, version in self._compared])
         if changed:
             return "`training_step` has changed a parameter, its batch, or a large tensor in place"
         return None if self._opaque is None else f"`training_step` may have read or written a {self._opaque.__name__}"
@@ -199,12 +199,12 @@ class StepState:
         if issubclass(kind, _FUNCTIONS):
             return self._record_code(value)
         referred: list[object] = []
-        if (base := next((base for base in _CONTAINERS if issubclass(kind, base)), None)) is not None:
+        if (base := _base_of(kind, _CONTAINERS)) is not None:
             before = _copy(base, value)
             self._containers.append((base, value, before))
             if len(before) <= FEW:
                 referred += [*before, *before.values()] if isinstance(before, dict) else before
-        elif (base := next((base for base in _CONSTANT if issubclass(kind, base)), None)) is not None:
+        elif (base := _base_of(kind, _CONSTANT)) is not None:
             referred += base.__iter__(value) if base.__len__(value) <= FEW else ()
         if not _has_attributes(kind):
             return referred
@@ -215,32 +215,7 @@ class StepState:
             attributes = object.__getattribute__(value, "__dict__")  # calls no `__getattr__`
             self._containers.append((dict, attributes, before := dict(attributes)))
             referred += before.values()
-        for owner in kind.__mro__:
-            if not _is_library(owner.__module__):
-                referred += self._record_slots(value, owner)
-                self._record_class(owner)
         return referred
-
-    def _record_slots(self, value: object, owner: Any) -> list[object]:
-        referred: list[object] = []
-        for slot in vars(owner).values() if "__slots__" in vars(owner) else ():
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):  # not assigned yet
-                    referred.append(slot.__get__(value))
-                    write = functools.partial(slot.__set__, value)
-                    self._variables.append((functools.partial(slot.__get__, value), write, referred[-1]))
-        return referred
-
-    def _record_class(self, kind: Any) -> None:
-        """Records the attributes of a user's class, without methods and other descriptors."""
-        if id(kind) in self._seen:
-            return
-        self._seen[id(kind)] = kind
-        for name, value in vars(kind).copy().items():  # other threads may set attributes
-            if not (name.startswith("__") or isinstance(value, type) or hasattr(type(value), "__get__")):
-                read, write = functools.partial(vars(kind).get, name), functools.partial(setattr, kind, name)
-                self._variables.append((read, write, value))
-                self._code.append(value)
 
     def _record_code(self, function: Any) -> list[object]:
         """Records the variables that a function shares with the code around it, and returns objects that it reaches."""
@@ -343,6 +318,13 @@ def _is_special(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
+def _base_of(kind: type, bases: tuple[Any, ...]) -> Any:
+    """Returns the first of some classes that a class is, or is a subclass of; None: there is none."""
+    found = [base for base in bases if issubclass(kind, base)]
+    return found[0] if found else None
+
+
+@functools.lru_cache(maxsize=1024)
 def _has_attributes(kind: type) -> bool:
     """Returns whether attributes of objects of a class are recorded.
 
@@ -367,7 +349,7 @@ def _package(module: object) -> str:
 def _acts_before_backward(callback: pl.Callback) -> bool:
     """Returns whether a callback has hooks that run between forward and backward."""
     own, kind = vars(callback), type(callback)
-    return any(hook in own or getattr(kind, hook) is not getattr(pl.Callback, hook) for hook in _BEFORE_BACKWARD)
+    return any([hook in own or getattr(kind, hook) is not getattr(pl.Callback, hook) for hook in _BEFORE_BACKWARD])
 
 
 def _copy(base: Any, container: Any) -> Any:

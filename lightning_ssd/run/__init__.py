@@ -11,12 +11,12 @@ The modules, by subject, in the order in which they are best read:
 - `checkpoints`: files that the strategy writes and reads itself.
 """
 
-from lightning_ssd.run.attempts import prepare_retry, run_before_step
+from lightning_ssd.run.attempts import end_retry, prepare_retry, retry_backward, run_before_step
 from lightning_ssd.run.averaging import average_of, averaging_callbacks
 from lightning_ssd.run.blocks import compile_blocks
 from lightning_ssd.run.checkpoints import CheckpointFiles, copy_mapped_states, present_path, read_checkpoint
 from lightning_ssd.run.data_parallel import DataParallelStrategy
-from lightning_ssd.run.precision import scale, scales_only
+from lightning_ssd.run.precision import scales_only
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.run.states import RunStates
 
@@ -28,11 +28,12 @@ __all__ = [
     "averaging_callbacks",
     "compile_blocks",
     "copy_mapped_states",
+    "end_retry",
     "is_fitting",
     "prepare_retry",
     "present_path",
     "read_checkpoint",
+    "retry_backward",
     "run_before_step",
-    "scale",
     "scales_only",
 ]

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import MicroBatchPlanner
 from lightning_ssd.model_states import runs_within_step, steps_whole
 from lightning_ssd.retry import UNRECORDED, MicroBatchRetry
+from lightning_ssd.run.precision import scale
 from lightning_ssd.run.states import RunStates
 
-__all__ = ["prepare_retry", "run_before_step"]
+__all__ = ["end_retry", "prepare_retry", "retry_backward", "run_before_step"]
 
 
 def prepare_retry(
@@ -46,6 +48,25 @@ def prepare_retry(
         )
 
 
+def retry_backward(plugin: pl.plugins.Precision, retry: MicroBatchRetry, loss: Tensor) -> None:
+    """Has the next `backward` of a precision plugin run as often as the micro-batch, between hooks that run once.
+
+    Lightning's `Strategy.backward` calls it, so that code that wraps that method sees one call for each micro-batch.
+
+    Args:
+        plugin: the Trainer's plugin, whose `pre_backward` is about to be called.
+        retry: runs the micro-batch.
+        loss: the loss before the plugin scales it.
+    """
+    vars(plugin)["backward"] = _RetriedBackward(plugin, retry, loss)
+
+
+def end_retry(plugin: pl.plugins.Precision) -> None:
+    """Restores a plugin whose `backward` was not called after `retry_backward`, because a hook has failed."""
+    if isinstance(retried := vars(plugin).get("backward"), _RetriedBackward):
+        retried.end()
+
+
 def run_before_step(run: RunStates, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     """Runs the closure of an optimizer step before the step, if model states may be offloaded for a third attempt.
 
@@ -65,6 +86,39 @@ def run_before_step(run: RunStates, optimizer: Optimizer, closure: Callable[[], 
     with torch.enable_grad():  # as in `step`
         results = [closure()]
     return lambda: results.pop() if results else closure()
+
+
+class _RetriedBackward:
+    """The attribute `backward` of a precision plugin, from before its `pre_backward` until it is called.
+
+    Args:
+        plugin: the Trainer's plugin.
+        retry: runs the micro-batch.
+        loss: the loss before the plugin scales it.
+    """
+
+    def __init__(self, plugin: pl.plugins.Precision, retry: MicroBatchRetry, loss: Tensor) -> None:
+        self._plugin, self._retry, self._loss = plugin, retry, loss
+        self._backward = plugin.backward
+        self._replaced = vars(plugin).get("backward")
+
+    def __call__(self, scaled: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.end()
+        self._retry.backward(
+            (self._loss, scaled),
+            lambda loss: self._backward(loss, *args, **kwargs),
+            lambda loss: scale(self._plugin, loss),
+        )
+
+    def __reduce__(self) -> Any:  # in a copy of the plugin that a hook before backward makes
+        return MethodType, (type(self._plugin).backward, self._plugin)
+
+    def end(self) -> None:
+        """Restores the plugin's attribute."""
+        if self._replaced is None:
+            del vars(self._plugin)["backward"]
+        else:
+            vars(self._plugin)["backward"] = self._replaced
 
 
 def _offload_states(run: RunStates, planner: MicroBatchPlanner, part: str, zeroed: bool) -> None:

@@ -68,7 +68,7 @@ def make_setup(
         or user_sees_gradients(trainer)
         or bool(whole)
         or (clips_norm(trainer) and not exact)
-        or any(zeroes_otherwise(optimizer) for optimizer in strategy.optimizers)
+        or any([zeroes_otherwise(optimizer) for optimizer in strategy.optimizers])
     )
     return Setup(
         config=config,
@@ -149,7 +149,9 @@ def _ends_window(trainer: pl.Trainer) -> bool:
 def _accumulates(trainer: pl.Trainer) -> bool:
     """Returns whether steps have several micro-batches, now or in a later epoch."""
     return trainer.accumulate_grad_batches > 1 or any(
-        callback.going_to_accumulate_grad_batches()
-        for callback in trainer_callbacks(trainer)
-        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        [
+            callback.going_to_accumulate_grad_batches()
+            for callback in trainer_callbacks(trainer)
+            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        ]
     )

@@ -32,6 +32,8 @@ from lightning_ssd.model_states import (
     StatesConfig,
     UnitTiers,
     bytes_on_device,
+    check_state_format,
+    describe_smaller_formats,
     find_units,
     make_model_states,
     materialize_on,
@@ -140,7 +142,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def _choose_offloads(self) -> bool:
         if self._fitting and (plan := self._placing_plan()) is not None:
-            return any(part.states != "gpu" for part in plan.placements)
+            return any([part.states != "gpu" for part in plan.placements])
         movable = self._fitting and self.can_offload_states()
         device = self._strategy.root_device
         return self._states_config.offloads(self._model, device, fitting=self._fitting, movable=movable)
@@ -232,11 +234,16 @@ class RunStates(Uncopied, StatesOwner):
         self.connection.connect(self.model_states)
 
     def make_offloader(self) -> None:
-        """Makes the activation offloader of a training, with the memory that model states leave."""
+        """Makes the activation offloader of a training, with the memory that model states leave.
+
+        Raises:
+            ValueError: `state_format` does not support an optimizer.
+        """
+        check_state_format(self._states_config, self._strategy.optimizers)
         mark_weights(self._model)
         config, states = self._storage, self.model_states
-        if states is not None:
-            config = config.without(states.nbytes.host_limit, states.nbytes.ssd)
+        used = (0, 0) if states is None else (states.nbytes.host_limit, states.nbytes.ssd)
+        config = config.without(*used)
         self.offloader = make_offloader(
             config,
             self._strategy.root_device,
@@ -249,7 +256,7 @@ class RunStates(Uncopied, StatesOwner):
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def describe(self) -> list[str]:
-        """Returns four lines: tiers of weights, optimizer states and activations with their reasons, and totals."""
+        """Returns lines: tiers of weights, optimizer states and activations, reasons, totals, limits, and remedies."""
         offloader, states, device = self.offloader, self.model_states, self._strategy.root_device
         assert offloader is not None
         need = 0
@@ -267,7 +274,13 @@ class RunStates(Uncopied, StatesOwner):
         totals = describe_totals(
             offloader, states, self._config, self._default_path, resident=need, decided_by=planned_by
         )
-        return [*of_states, of_activations, *([] if totals is None else [totals])]
+        lines = [*of_states, of_activations, *totals]
+        config = self._states_config
+        if states is not None and states.nbytes.ssd and config.states == "auto" and not config.recover:
+            smaller = describe_smaller_formats([store.layout for store in states.stores.values()])
+            if smaller is not None:
+                lines.append(f"host memory is short: optimizer states that are rounded save {smaller}")
+        return lines
 
     # ---- steps ----
 
@@ -346,11 +359,11 @@ class RunStates(Uncopied, StatesOwner):
             return False
         if type(self._strategy.precision_plugin) not in _FP32_PRECISIONS:
             return False
-        if any(steps_whole(optimizer) for optimizer in self._strategy.optimizers):
+        if any([steps_whole(optimizer) for optimizer in self._strategy.optimizers]):
             return False
         offloaded = self.find_offloadable(fitting=True)
         # A 16-bit weight would get a master weight, and other numbers than before.
-        return bool(offloaded) and all(parameter.dtype == torch.float32 for parameter in offloaded)
+        return bool(offloaded) and all([parameter.dtype == torch.float32 for parameter in offloaded])
 
     @override
     def states_need_most_memory(self) -> bool:

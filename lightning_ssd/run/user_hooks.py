@@ -9,20 +9,22 @@ def user_sees_gradients(trainer: pl.Trainer) -> bool:
     module = trainer.lightning_module
     hooks = ("on_after_backward", "on_before_optimizer_step")
     own = (*hooks, "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad")
-    if any(_overridden(hook, module, pl.LightningModule) for hook in own):
+    if any([_overridden(hook, module, pl.LightningModule) for hook in own]):
         return True
-    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+    if any([part._backward_hooks or part._backward_pre_hooks for part in module.modules()]):
         return True
     for parameter in module.parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return True
-    if any(isinstance(callback, pl.callbacks.StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        if any(isinstance(part, internals.BatchNorm) for part in module.modules()):
+    if any([isinstance(callback, pl.callbacks.StochasticWeightAveraging) for callback in trainer.callbacks]):  # type: ignore[attr-defined]
+        if any([isinstance(part, internals.BatchNorm) for part in module.modules()]):
             return True  # Lightning's epoch for the statistics of BatchNorm ends with a step of the last gradients
     return any(
-        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(callback, hook, None))
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        for hook in hooks
+        [
+            _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(callback, hook, None))
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            for hook in hooks
+        ]
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from lightning_ssd.futures import Future
 from lightning_ssd.spans import SSD_READ, SSD_WRITE, span
 from lightning_ssd.storage.backend import BackendFile
 from lightning_ssd.storage.blob import Piece
@@ -132,8 +132,7 @@ class Engine:
         """Cancels queued requests, waits for running ones, and ends the threads. Idempotent."""
         for target in self._queues:
             for request in target.queue.close():
-                if request.cancel():
-                    request.set_running_or_notify_cancel()  # wakes threads in concurrent.futures.wait
+                request.cancel()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():  # a callback may close the store
                 thread.join()
@@ -149,7 +148,7 @@ class Engine:
 
     def _work(self, target: _IOQueue) -> None:
         while (request := target.queue.get()) is not None:
-            if request.set_running_or_notify_cancel():
+            if request.begin():
                 try:
                     self._serve(target, request)
                 except Exception as error:  # a bug outside `_transfer`: a future that is never done would hang training

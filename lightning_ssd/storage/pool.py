@@ -10,7 +10,7 @@ import torch
 
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.errors import StorageError
-from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage.slab import Slab, device_setter
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_down, align_up
 from lightning_ssd.waits import watch
 
@@ -70,6 +70,8 @@ class PinnedPool:
         """Peak of `used_bytes` since the last `trim`."""
         self._refused = False
         self._closed = False
+        self._use_device = device_setter()
+        """Slabs are added by any thread, for the device of the one that has made the pool."""
         if self._slab_bytes is None:
             self._add_slab(self.largest)
         watch(self)
@@ -235,6 +237,7 @@ class PinnedPool:
         self._idle.clear()
 
     def _add_slab(self, nbytes: int) -> None:
+        self._use_device()
         self._slabs.append(_SlabSlots(Slab(nbytes, pin=self._pin), SlotAllocator(nbytes)))
         self.slab_total += nbytes
 

@@ -11,7 +11,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_ssd.futures import Future
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.blob import Blob, FileRange, Piece

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
+from lightning_ssd.futures import all_of
 from lightning_ssd.storage.blob import Piece
 from lightning_ssd.storage.engine import Engine
 from lightning_ssd.storage.errors import StorageFullError
@@ -107,7 +107,7 @@ def _transfer(
     """Transfers pieces for up to `_MAX_PASS_SECONDS`. Returns the transferred pieces, at least one, and the seconds."""
     begin = perf_counter()
     futures = [engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write) for piece in pieces]
-    wait(futures, timeout=_MAX_PASS_SECONDS, return_when=FIRST_EXCEPTION)
+    all_of(futures).wait(_MAX_PASS_SECONDS)
     for future in futures[1:]:
         future.cancel()
     moved = [piece for piece, future in zip(pieces, futures, strict=True) if not future.cancelled()]

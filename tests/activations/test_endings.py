@@ -1,7 +1,6 @@
 """With a device that is behind the host, or lost, training ends with an error and does not hang."""
 
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_ssd.activations import config
 from lightning_ssd.activations.in_flight import InFlight
 from lightning_ssd.device import CPUCopyEngine, Mark
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import BackendFile, PosixBackend
 from tests.support.offloader import change_policy, open_offloader, wait_for_writes
 

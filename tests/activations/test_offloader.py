@@ -4,7 +4,6 @@ import errno
 import gc
 import weakref
 from collections.abc import Container, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.activations.offloader import TRIM_EVERY
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadOnPressure
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
+from lightning_ssd.activations.tier import TRIM_EVERY
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from lightning_ssd.waits import wait_for
 from tests.support.faults import FaultyBackend, GatedBackend
@@ -1221,12 +1221,19 @@ def test_host_memory_of_earlier_micro_batches_is_freed(tmp_path: Path) -> None:
             offloader.end_backward()
             return pool.slab_total  # type: ignore[no-any-return]
 
-        for _ in range(2):
-            assert run(offloads=True) == 64 * MIB
-            for _ in range(2 * TRIM_EVERY):
+        assert run(offloads=True) == 32 * MIB
+        for _ in range(2 * TRIM_EVERY):
+            run(offloads=False)
+        assert pool.slab_total == 0
+        # Memory that is needed again is freed later each time.
+        for times in (2, 4):
+            assert run(offloads=True) == 32 * MIB
+            for _ in range(times * TRIM_EVERY):
+                run(offloads=False)
+            assert pool.slab_total == 32 * MIB
+            for _ in range(times * TRIM_EVERY):
                 run(offloads=False)
             assert pool.slab_total == 0
-            assert run(offloads=True) == 64 * MIB
 
 
 def test_a_closed_offloader_has_no_host_memory(tmp_path: Path) -> None:

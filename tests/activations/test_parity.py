@@ -9,7 +9,7 @@ import pytest
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.callbacks.offloader import find_offloader
 from tests.support.compare import assert_same
-from tests.support.offloader import KIB, MIB
+from tests.support.offloader import KIB
 from tests.support.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, train
 
 pytestmark = pytest.mark.timeout(120)
@@ -24,7 +24,7 @@ class Moved(pl.Callback):
     """Statistics of the activation offloader at the end of training.
 
     Args:
-        host_left: bytes that are left of 64 MiB of host memory, so that a tiny model fills it; `None`: all.
+        host_left: bytes that are left of the host tier, so that a tiny model fills it; `None`: all.
     """
 
     def __init__(self, host_left: int | None = None) -> None:
@@ -37,7 +37,8 @@ class Moved(pl.Callback):
         if self._host_left is not None:
             offloader = find_offloader(trainer)
             assert offloader is not None
-            offloader.tiers["host"].pool.acquire(64 * MIB - self._host_left)  # type: ignore[attr-defined]
+            pool = offloader.tiers["host"].pool  # type: ignore[attr-defined]
+            pool.acquire(pool.budget - self._host_left)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         offloader = find_offloader(trainer)

@@ -97,12 +97,16 @@ def test_shapes_of_which_none_is_within_the_other_follow_one_plan(monkeypatch: p
 
 
 def test_smaller_batches_offload_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths are drawn anew for each batch. All follow the rows of one plan, which is made for the longest ones."""
+    """Lengths are drawn anew for each batch. All follow the rows of one plan, which is made for the longest ones.
+
+    Measured times decide which operators are offloaded: a smaller batch may offload more of them, of fewer bytes.
+    """
     lengths = [32, 32, 32, *(random.Random(0).choices([8, 16, 24, 31, 32], k=40))]
     see = fit_short([(16, length) for length in lengths], monkeypatch, most=120_000)
     assert see.modes.count("TraceMode") == 1
     rows = dict(zip(lengths[20:], see.rows[20:], strict=True))
-    assert offloaded(rows[8]) < offloaded(rows[24]) <= offloaded(rows[32]) == offloaded(rows[31])
+    assert offloaded(rows[8]) < min(offloaded(rows[24]), offloaded(rows[32]))
+    assert rows[31] is rows[32]
 
 
 def test_larger_batches_have_a_row_once_they_recur(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +144,7 @@ def test_rows_have_the_memory_that_measured_steps_leave(monkeypatch: pytest.Monk
                     rows.append(cycle.runner.row.plan)
 
     monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: meter)
-    fit(SSDOffloadStrategy(**BOTH), [*[(16, 32)] * 10, *[(16, 32), (16, 16)] * 12], [swaps, Look()])
+    fit(SSDOffloadStrategy(**BOTH), [*[(16, 32)] * 8, *[(16, 32), (16, 16)] * 12], [swaps, Look()])
     assert swaps.cycle.stage == "final"
     assert offloaded(rows[0]) < offloaded(rows[-1])
 
@@ -192,16 +196,16 @@ def test_micro_batches_with_other_trained_parameters_offload_all(monkeypatch: py
     assert (None in last) == (last[0] is None or last[1] is None) and len({row is None for row in last[::2]}) == 1
 
 
-def test_parameters_that_are_unfrozen_under_a_calibration_plan_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated = False
+def test_parameters_that_are_unfrozen_while_steps_are_timed_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = False
 
     def frozen(auto: AutoPlanner, batch_idx: int) -> bool:
-        nonlocal calibrated
-        calibrated = calibrated or (auto.planner is not None and auto.planner.calibrating)
-        return not calibrated
+        nonlocal timed
+        timed = timed or (auto.planner is not None and auto.planner.profiled.phase == "timing")
+        return not timed
 
     see = fit_and_freeze(frozen, monkeypatch)
-    assert calibrated and see.modes.count("TraceMode") == 2 and None not in see.rows[-8:]
+    assert timed and see.modes.count("TraceMode") == 2 and None not in see.rows[-8:]
 
 
 class BatchClock:

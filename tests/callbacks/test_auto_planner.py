@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy
-from lightning_ssd.activations import OffloadAll, OffloadExcess
+from lightning_ssd.activations import OffloadExcess
 from lightning_ssd.autoplan import plan_cycle
+from lightning_ssd.autoplan.profiled_steps import MAX_WAIT
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.model_states import StatesConfig
@@ -206,16 +207,23 @@ def test_a_training_that_outgrows_its_memory_is_planned(
     assert all(see.hooks[5:]) and see.outcomes[-1] == "plan"
 
 
-def test_larger_batches_have_rows_of_the_plan_once_they_recur(
+def test_units_are_checkpointed_in_batches_that_are_larger_than_all_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Until then they offload all saved tensors. No second profile is made."""
-    use(Meter(8e5, 750_000), monkeypatch)
-    fit(tmp_path, [2] * 14 + [3] + [2, 1] + [3] * 6, [see])
-    assert see.followed[13]
-    assert see.modes[14] == "NoneType" and see.placements[14] is OffloadAll
-    assert see.followed[14:] == [False, True, True, False, False, *[True] * 4]
-    assert see.modes.count("TraceMode") == 1
+    """As a person would write, and without a second profile: nothing is offloaded for them."""
+    checkpointed: list[int] = []
+
+    class Rows(pl.Callback):
+        def on_before_backward(self, *_: Any) -> None:
+            assert see.auto is not None
+            runner = None if see.auto.planner is None else see.auto.planner.runner
+            units = () if runner is None or runner.row is None else runner.row.plan.units.values()
+            checkpointed.append(sum(unit.checkpoint for unit in units))
+
+    use(Meter(1e6, 950_000), monkeypatch)
+    fit(tmp_path, [4] * 14 + [5] + [4, 1] + [5] * 2, [see, Rows()])
+    assert checkpointed[14] == checkpointed[-1] == max(checkpointed) > checkpointed[13]
+    assert all(see.followed[13:]) and see.modes.count("TraceMode") == 1
 
 
 def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
@@ -226,13 +234,13 @@ def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pyt
     assert see.planned[-3:] == [True] * 3 and see.modes[-3:] == ["PlanMode"] * 3
 
 
-def test_waiting_for_a_large_batch_takes_the_whole_budget_of_profiling(
+def test_a_large_batch_is_waited_for_during_a_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Each step counts once, although two callbacks follow the budget."""
+    """Each of them offloads all saved tensors."""
     use(Meter(5e5, 450_000), monkeypatch)
-    fit(tmp_path, [3, *[2] * 11, 3, 2], [see])
-    assert see.modes.index("TraceMode") == 12
+    fit(tmp_path, [3, *[2] * 11], [see])
+    assert see.modes.index("TraceMode") == 3 + MAX_WAIT
 
 
 def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(

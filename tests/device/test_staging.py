@@ -1,13 +1,13 @@
 """The staged transfer releases its memory exactly once, at whatever step it fails."""
 
-from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CPUCopyEngine, StagedReader, finished, h2d_and_release
+from lightning_ssd.device import CPUCopyEngine, StagedReader, h2d_and_release
+from lightning_ssd.futures import CancelledError, Future, finished
 from lightning_ssd.storage import PinnedBuffer, PinnedPool, Urgency
 
 PAGE = 4096

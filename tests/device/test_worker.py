@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Generator, Sequence
-from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
 
 from lightning_ssd.device import Worker
+from lightning_ssd.futures import CancelledError, Future
 
 
 def held(worker: Worker) -> tuple[threading.Event, "Future[None]"]:

@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from concurrent.futures import Future
 from errno import EIO
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, CPUCopyEngine, Mark
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.placement.state_storage import make_store
 from lightning_ssd.model_states.stores.buffers import StateStaging

@@ -2,13 +2,13 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.gradients.gradient import GradientPool
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
 from tests.support.models import Model

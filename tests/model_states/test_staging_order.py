@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import waits
 from lightning_ssd.device import CPUCopyEngine, Worker
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.placement.state_storage import make_store
 from lightning_ssd.model_states.stores.layout import Layout
 from lightning_ssd.model_states.stores.staged import StagedFlats

@@ -7,8 +7,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.locations import tensor_locations
+from lightning_ssd.model_states import AdamOptimizer, StagedState, StepHalf, StepInput
 from lightning_ssd.model_states.optimizers import adam_c
+from lightning_ssd.profiling import machine
 from tests.support.compare import assert_same, same
 from tests.support.device_steps import Shared
 from tests.support.models import Model
@@ -117,20 +120,23 @@ def test_bytes_of_a_parameter(tmp_path: Path, state_format: Any, nbytes: int) ->
 
 
 @pytest.mark.parametrize("state_format", FORMATS)
+@pytest.mark.parametrize("states", ["host", "auto"])
 @pytest.mark.parametrize(
     ("make_optimizer", "message"),
     [
-        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "parameters of SGD are offloaded"),
-        (lambda parameters: torch.optim.RMSprop(parameters), "parameters of RMSprop are offloaded"),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "parameters have the optimizer SGD"),
+        (lambda parameters: torch.optim.RMSprop(parameters), "parameters have the optimizer RMSprop"),
         (amsgrad, "AdamW: .*without `amsgrad`.*state_format='split'"),
     ],
     ids=["sgd", "rmsprop", "amsgrad"],
 )
 def test_other_optimizers_are_refused_at_start(
-    tmp_path: Path, make_optimizer: Any, message: str, state_format: Any
+    tmp_path: Path, make_optimizer: Any, message: str, states: Any, state_format: Any
 ) -> None:
+    """With `states="auto"`, all states fit on the device."""
+    strategy = SSDOffloadStrategy(states=states, min_bytes=1, state_format=state_format)
     with pytest.raises(ValueError, match=message):
-        train(tmp_path, host(state_format=state_format), Model(make_optimizer))
+        train(tmp_path, strategy, Model(make_optimizer))
 
 
 def test_the_cpu_makes_steps_in_8_bits_that_a_plan_gives_to_the_gpu(
@@ -150,3 +156,20 @@ def test_options_that_change_to_unsupported_ones_are_refused(tmp_path: Path) -> 
 
     with pytest.raises(RuntimeError, match="numbers as `betas`"):
         train(tmp_path, host(state_format="bf16"), Changing(slow))
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "8bit"])
+def test_plans_have_the_rate_of_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_format: Any) -> None:
+    """The planner times steps of the CPU's optimizer on states of the training's format."""
+    timed: list[int] = []
+
+    class Watched(AdamOptimizer):
+        def step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> None:
+            timed.append(sum(values.nbytes for values in staged.states.values()) // len(staged.weights))
+            super().step(given, staged, half)
+
+    monkeypatch.setattr(machine, "AdamOptimizer", Watched)
+    for size in ("STEP_PARAMETERS", "COPY_BYTES"):
+        monkeypatch.setattr(machine, size, 2**16)
+    train(tmp_path, host(state_format=state_format), Model(slow), batches=1, max_epochs=1, callbacks=[SwapPlanner()])
+    assert set(timed) == {8 if state_format == "fp32" else 2}

@@ -25,8 +25,8 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units
-from lightning_ssd.planning.holistic import SAME_EXCESS, min_memory_plan
-from lightning_ssd.planning.resident import resident_by_kind
+from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_by_kind, resident_bytes
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
 from lightning_ssd.types import Choice, InputChoice, Tier
 from tests.support.products import combinations
@@ -39,13 +39,14 @@ from tests.support.transformer import transformer_profile
 def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) -> None:
     """All plans match the model. Holistic's fits if another one does, and is no slower than any that fits.
 
-    If none fits, no plan of about its excess is faster, and none has far less.
+    If it intercepts no unit, others may be faster by `PLAIN_GAIN`. If none fits, no plan of about its excess is faster,
+    and none has far less.
     """
     scores = {}
     for name, planner in PLANNERS.items():
         plan = planner(model, machine, None)
         plan.check(model)
-        prediction = simulate(model, machine, plan)
+        prediction = simulate(model, machine.with_host_overhead(CAUTION), plan)
         scores[name] = (prediction.excess_bytes(machine), prediction.step_seconds)
     excess, seconds = min(scores.values())
     of_holistic = scores["holistic"]
@@ -54,7 +55,8 @@ def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) 
         seconds = min(seconds for over, seconds in scores.values() if over <= of_holistic[0])
     else:
         assert not of_holistic[0]
-    assert of_holistic[1] <= seconds * (1 + 1e-8)
+    faster = PLAIN_GAIN if not excess and not any(make_plan(model, machine).intercepted) else 0.0
+    assert (1 - faster) * of_holistic[1] <= seconds * (1 + 1e-8)
 
 
 KEEP: InputChoice = "keep"
@@ -127,6 +129,20 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
         assert counts(replace(model, micro_batches=2), slow, planner) == 0
     shared = make_plan(model, slow, fixed=fixed)
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
+
+
+@pytest.mark.parametrize("planner", ["holistic", "teraio"])
+def test_the_gpu_steps_nothing_where_its_pieces_leave_too_little_for_weights(planner: str) -> None:
+    """The runtime makes such steps if three units fit beside the pieces into the budget of streamed weights."""
+    model = make_model(8, forward=0.01, parameters=10**8)
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
+    slow = replace(H100, cpu_step_rate=1e8)
+    three = 3 * model.units[0].weight_bytes
+    for budget, steps in ((DEVICE_STEP_BYTES + three - 1, False), (DEVICE_STEP_BYTES + three, True)):
+        limited = replace(model, param_budget_bytes=budget)
+        plan = make_plan(limited, slow, planner, fixed)
+        assert any(unit.step == "gpu" for unit in plan.units.values()) == steps
+        assert resident_bytes(limited, plan)[0] <= budget
 
 
 def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
@@ -415,7 +431,7 @@ def test_less_memory_where_not_all_fits() -> None:
     machine = replace(H100, host_overhead=HostOverhead(dispatch=0.1), gpu_bytes=38 * GB)
     best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     least = simulate(model, machine, plan_for_least_memory(model, machine, fixed=fixed))
-    assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
+    assert least.gpu_peak_bytes < 28 * GB < 30 * GB < best.gpu_peak_bytes
     assert least.step_seconds <= 1.02 * best.step_seconds
 
 
@@ -614,6 +630,24 @@ def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:
     plan = make_plan(model, machine, fixed=fixed)
     assert not any(unit.checkpoint for unit in plan.units.values()) and not plan.keeps_all
     assert simulate(model, machine, plan).gpu_peak_bytes <= machine.gpu_bytes
+
+
+@pytest.mark.parametrize(("quick", "intercepts"), [(0.9, False), (0.2, True)])
+def test_units_are_intercepted_only_where_that_is_clearly_faster(quick: float, intercepts: bool) -> None:
+    """A person would checkpoint two of eight units. Recomputing most operators saves a share of their time."""
+    model = make_model(8, saved=6 * GB, inputs=GB, parameters=0)
+    units = []
+    for unit in model.units:
+        (work,) = unit.operators
+        again = replace(work, recompute_seconds=quick * work.forward_seconds)
+        units.append(replace(unit, operators=(again,), checkpoint_bytes=0))
+    model = replace(model, units=tuple(units))
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    slow = dict.fromkeys(("copy_out", "copy_out_both", "copy_in", "copy_in_both"), 1e6)
+    machine = replace(H100, gpu_bytes=46 * GB, host_overhead=HostOverhead(*7 * [1e-6]), **slow)  # type: ignore[arg-type]
+    plan = make_plan(model, machine, fixed=fixed)
+    assert any(plan.intercepted) == intercepts, plan.describe()
+    assert any(unit.checkpoint for unit in plan.units.values()) != intercepts
 
 
 def test_fixed_states_are_not_moved() -> None:

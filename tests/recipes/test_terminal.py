@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from lightning_ssd import cli
 from tests.support.recipes import RECIPES, no_arguments  # noqa: F401
@@ -36,7 +37,7 @@ def test_the_lines_of_a_first_run(capsys: pytest.CaptureFixture[str], caplog: py
     assert all(Path(files[name]).is_file() for name in ("checkpoint", "metrics", "config"))
     export = shlex.split(files["to export"])
     assert cli.main([word.replace("FOLDER", "exported") for word in export[1:]]) == 0
-    assert list(Path("exported").glob("*.safetensors"))
+    assert AutoModelForCausalLM.from_pretrained("exported", local_files_only=True).config.n_layer == 1
     more = [option for option in QUICK if "max_steps" not in option]
     cli.main([*shlex.split(files["to continue"])[1:], *more, "--trainer.enable_progress_bar=false"])
     assert "--trainer.max_steps=8" in files["to continue"] and "8/8" not in capsys.readouterr().out
@@ -47,7 +48,8 @@ def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", "40")
     cli.main(["run", str(RECIPES / "gpt.yaml"), *QUICK])
-    rewritten = re.findall(r"\r([^\r\n]*)\x1b\[K", terminal.getvalue())
-    assert [line.split("  ")[0] for line in rewritten] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
-    assert all(len(line) < 40 for line in rewritten)
+    rewritten = re.findall(r"([^\r\n]*)\x1b\[K(.)", terminal.getvalue(), re.S)
+    assert [line.split("  ")[0] for line, _ in rewritten] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert all(len(line) < 40 for line, _ in rewritten)
+    assert [end for _, end in rewritten] == ["\r", "\r", "\r", "\n"], "messages of others begin in the first column"
     assert "\x1b[K\nstep 4: val/loss" in terminal.getvalue()

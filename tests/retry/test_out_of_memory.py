@@ -86,6 +86,7 @@ def test_the_error_names_bytes_and_arguments(where: str, tmp_path: Path) -> None
     assert ("saved activations that were not offloaded 0 B" in note) == (where == "step")
     for remedy in ("SwapPlanner(gpu_memory=...)", "states='host'", "gradient checkpointing"):
         assert remedy in note
+    assert ("which drops most of the" in note) == (where != "step")
     assert ("offload='auto'`, which offloads" in note) == (where == "step")
     assert ("`offload=1.0`" in note) == (where != "step")
 
@@ -196,6 +197,7 @@ def test_the_error_names_the_missing_bytes(
         quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(Large())
     (note,) = caught.value.__notes__
     assert f"{missing}this process may use 80.00 GiB of the GPU" in note
+    assert ("of 2 samples, at most about 1 fit" in note) == ("missing" in missing)
 
 
 def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> None:

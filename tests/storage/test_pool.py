@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import PinnedBuffer, PinnedPool, StorageError
 from lightning_ssd.storage.slab import Slab
 

@@ -1,13 +1,13 @@
 """Copies of a CPU "device" that a test completes or fails, for steps on the device."""
 
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CPUCopyEngine, finished
+from lightning_ssd.device import CPUCopyEngine
+from lightning_ssd.futures import Future, finished
 from tests.support.state_stores import CPU
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine
+from lightning_ssd.futures import Future
 
 IDLE_SECONDS = 0.005
 """Host time without a call after which the device catches up. Longer times only make tests slower."""

@@ -1,7 +1,11 @@
-"""A program that trains on the CPU, and prints the host memory after each step, counted and measured, as JSON."""
+"""A program that trains on the CPU, and prints the host memory before and after each step, counted and measured.
+
+It prints JSON. Its argument is `gpu_memory` of `SwapPlanner`.
+"""
 
 import gc
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.processes import process_ram
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd.device import process_ram
 from lightning_ssd.host_memory import host_memory_of
 from tests.support.trainings import quiet
 
 WIDTH = 512
-ROWS = 64
+ROWS = 256
 DEPTH = 8
+STEPS = 24
 
 
 class Block(nn.Module):
@@ -43,7 +48,7 @@ class Model(pl.LightningModule):
 
 
 class Memory(pl.Callback):
-    """Measures after each step.
+    """Measures when the training begins, and after each step.
 
     Args:
         before: proportional set size before the training.
@@ -53,11 +58,19 @@ class Memory(pl.Callback):
         self.before = before
         self.rows: list[dict[str, int]] = []
 
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.measure(trainer)
+
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.measure(trainer)
+
+    def measure(self, trainer: Any) -> None:
         trainer.strategy.model_states.drain()
         memory = host_memory_of(trainer.strategy.model_states, trainer.strategy.offloader)
         taken = proportional_set_size() - self.before
-        self.rows.append({"counted": memory.total, "limit": memory.limit, "taken": taken})
+        activations = sum(tier.host_bytes for tier in trainer.strategy.offloader.tiers.values())
+        row = {"counted": memory.total, "activations": activations, "limit": memory.limit, "taken": taken}
+        self.rows.append(row)
 
 
 def proportional_set_size() -> int:
@@ -67,16 +80,16 @@ def proportional_set_size() -> int:
 
 
 def fit(strategy: Any, depth: int, steps: int, **arguments: Any) -> None:
-    loader = DataLoader(torch.randn(steps * ROWS, WIDTH), batch_size=ROWS)
+    loader = DataLoader(torch.randn(ROWS, WIDTH).expand(steps, ROWS, WIDTH), batch_size=None)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as root:
         pl.Trainer(strategy=strategy, **(quiet(Path(root)) | arguments)).fit(Model(depth), loader)
 
 
 def main() -> None:
-    fit("auto", 1, 1)  # what torch and Lightning take in any training
+    fit("auto", 1, 2)  # what torch and Lightning take in any training
     memory = Memory(proportional_set_size())
-    strategy = SSDOffloadStrategy(states="host", tier="host", host_memory="320MiB", gpu_memory="16MiB", min_bytes=2**16)
-    fit(strategy, DEPTH, 24, callbacks=[memory, SwapPlanner(warm_up=1, steps=1)])
+    strategy = SSDOffloadStrategy(states="host", tier="host", host_memory="480MiB", gpu_memory="16MiB", min_bytes=2**16)
+    fit(strategy, DEPTH, STEPS, callbacks=[memory, SwapPlanner(gpu_memory=sys.argv[1], warm_up=1, steps=1)])
     print(json.dumps(memory.rows))
 
 

@@ -39,7 +39,7 @@ class Meter:
 def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
     """Makes trainings on the CPU read `meter`, and plan for an H100 without a comparison of predicted times."""
     patch.setattr(config, "allocator_memory", lambda device: meter)
-    patch.setattr(plan_cycle, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
+    patch.setattr(plan_cycle, "measure_training_machine", lambda *_: HardwareProfile.from_json(MACHINE))
     patch.setattr(plan_cycle, "COMPARED_STEPS", 10**6)
 
 
@@ -47,4 +47,4 @@ def use_slow_transfers(patch: pytest.MonkeyPatch) -> None:
     """Makes trainings plan for a machine whose copies and drives take longer than any computation, after `use`."""
     rates = ("copy_out", "copy_in", "copy_out_both", "copy_in_both", "ssd_read", "ssd_write", "ssd_mixed")
     slow = replace(HardwareProfile.from_json(MACHINE), **dict.fromkeys(rates, 1e5))
-    patch.setattr(plan_cycle, "measure_training_machine", lambda offloader: slow)
+    patch.setattr(plan_cycle, "measure_training_machine", lambda *_: slow)

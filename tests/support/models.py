@@ -120,3 +120,17 @@ class Model(ToyModel):
             parameters = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
         optimizer = self.make_optimizer(parameters)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class ManualSteps(pl.LightningModule):
+    """Base class before another module, whose `training_step` returns the loss: the optimizer is stepped by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss

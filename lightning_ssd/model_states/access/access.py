@@ -238,7 +238,8 @@ class Access:
         if parameter.flat.summoned:
             return parameter.grad
         self.prefetcher.check_caller()
-        _check_not_compiled(parameter)
+        if internals.compile_context() is not None:
+            raise _in_compiled_code(parameter)
         weights = parameter.source
         assert isinstance(weights, Weights)
         return self._grads.get(weights.flat, weights.index)
@@ -250,12 +251,13 @@ class Access:
             RuntimeError: `func` can't have the same effect as in plain training; the message names a remedy.
         """
         found = offloaded_in(args, kwargs)
-        if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
+        if all([isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()]):
             if func is torch.autograd.grad:
                 self._check_graph(args[0] if args else kwargs.get("outputs"))
             return func(*args, **kwargs)
         self.prefetcher.check_caller()
-        _check_not_compiled(next(iter(found.values())))
+        if internals.compile_context() is not None:
+            raise _in_compiled_code(next(iter(found.values())))
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._differentiate(func, args, kwargs, found.values())
         first = args[0] if args else None
@@ -321,7 +323,9 @@ class Access:
 
     def _check_graph(self, outputs: Any) -> None:
         """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
-        lost = any(isinstance(output, Tensor) and not output.requires_grad for output in internals.tree_leaves(outputs))
+        lost = any(
+            [isinstance(output, Tensor) and not output.requires_grad for output in internals.tree_leaves(outputs)]
+        )
         if lost and (name := self._grads.without_graph()) is not None:
             raise not_followed(name)
 
@@ -351,7 +355,7 @@ class Access:
             result = func(*given, **named)
             changed = [key for key, value in values.items() if internals.version_of(value) != versions[key]]
             unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
-            if any(tensor.requires_grad for tensor in unfollowed.values()):
+            if any([tensor.requires_grad for tensor in unfollowed.values()]):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
@@ -473,7 +477,7 @@ class Access:
         """Returns `result` with tensors of `found` in place of their substitutes `values`, and of views of these."""
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
-        versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
+        versioned = all([not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values()])
         bases = dict(self._bases)
         for key, tensor in found.items():
             if values[key] is tensor or isinstance(tensor, OffloadedParameter):
@@ -560,7 +564,7 @@ class Access:
             )
         check_shareable(data, source.name)
         for flat in self._flats:
-            if not all(memory.referenced or memory.foreign for memory in flat.shared.values()):
+            if not all([memory.referenced or memory.foreign for memory in flat.shared.values()]):
                 self.staged.pull(flat)  # drops memory that user code no longer references
         self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
@@ -637,15 +641,14 @@ def _changed_by_compiled(name: str) -> RuntimeError:
     )
 
 
-def _check_not_compiled(tensor: OffloadedTensor) -> None:
-    """Raises RuntimeError if Dynamo compiles a function that is given `tensor`."""
-    if internals.compile_context() is not None:
-        raise RuntimeError(
-            f"{tensor.source.name}, which is offloaded, is given to a compiled function, or to `torch.cond` or another "
-            "operator that compiles its functions. Compile the module whose forward calls it (`module.compile()`), in "
-            "`setup` at the latest, or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled "
-            "functions and without compiled autograd. Or set `states='gpu'`."
-        )
+def _in_compiled_code(tensor: OffloadedTensor) -> RuntimeError:
+    """Returns the error of a function that Dynamo compiles and that is given `tensor`."""
+    return RuntimeError(
+        f"{tensor.source.name}, which is offloaded, is given to a compiled function, or to `torch.cond` or another "
+        "operator that compiles its functions. Compile the module whose forward calls it (`module.compile()`), in "
+        "`setup` at the latest, or give it a `.clone()`. Call `backward` and `optimizer.step` outside of compiled "
+        "functions and without compiled autograd. Or set `states='gpu'`."
+    )
 
 
 _KEEPING = {Tensor.cpu: torch.device("cpu"), Tensor.float: torch.float32}

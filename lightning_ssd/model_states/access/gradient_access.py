@@ -145,12 +145,11 @@ class GradientAccess:
         gradient.assign(index, values)
         self.offloader.norms.remeasure(flat, [index])
 
-    def note_graph(self, flat: FlatParameter, index: int, values: Tensor) -> None:
-        """Notes whether autograd can differentiate `values`, which are added to the gradient of a parameter."""
-        if values.requires_grad:
-            self.set_followed(flat, index, True)
-            if (source := self._sources.get((flat, index))) is not None:
-                source.graph.freed = True
+    def note_graph(self, flat: FlatParameter, index: int) -> None:
+        """Notes that autograd can differentiate values that are added to the gradient of a parameter."""
+        self.set_followed(flat, index, True)
+        if (source := self._sources.get((flat, index))) is not None:
+            source.graph.freed = True
 
     def set_followed(self, flat: FlatParameter, index: int, followed: bool) -> None:
         """Sets whether autograd can differentiate the gradient of a parameter in plain training."""
@@ -175,7 +174,8 @@ class GradientAccess:
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
-        self.note_graph(flat, index, values)
+        if values.requires_grad:
+            self.note_graph(flat, index)
         self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
             self.offloader.resume_accumulation(flat, index)

@@ -67,7 +67,7 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     inputs: Any = kwargs.get("inputs") if "inputs" in kwargs or len(args) < 2 else args[1]
     outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
     given = list(offloaded_in(inputs).values())
-    trained = all(isinstance(tensor, OffloadedParameter) and tensor.requires_grad for tensor in given)
+    trained = all([isinstance(tensor, OffloadedParameter) and tensor.requires_grad for tensor in given])
     if not trained or offloaded_in(outputs) or kwargs.get("materialize_grads") and kwargs.get("allow_unused") is False:
         return func(*args, **kwargs)
     edges: dict[int, Any] = {id(tensor): get_gradient_edge(tensor) for tensor in given}

@@ -251,7 +251,7 @@ class FollowedView(OffloadedView):
             node: Any = super().grad_fn
         if isinstance(node, internals.node_class(FollowedValues)):
             node = cast(Any, node).next_functions[0][0]
-        if node is not None and any(_is_of_weights(following) for following, _ in node.next_functions):
+        if node is not None and any([_is_of_weights(following) for following, _ in node.next_functions]):
             return _ViewNode(node)
         return node
 
@@ -566,7 +566,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         mapped = [map_tensors(function, item) for item in value]
-        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+        if any([new is not old for new, old in zip(mapped, value, strict=True)]):
             return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
 
@@ -667,17 +667,15 @@ def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[l
     code would run in another order. So those behind another leaf have a node that does nothing.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    leaves = [name for name, value in given.items() if _is_leaf(value)]
+    leaves = [
+        name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    ]
     for name in reversed(leaves[1:]):
         parameter = given[name]
         if type(parameter) is OffloadedParameter and parameter.flat.mixed:
             with internals.without_dispatch():  # no operator of plain training, which modes would report
                 given[name] = parameter.view_as(parameter)
     return [given.pop(index) for index in range(len(args))], given
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
 
 
 def not_followed(name: str) -> RuntimeError:
@@ -711,7 +709,7 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
         for _ in range(_FRAMES):
             if frame is None:
                 break
-            if frame.f_code is apply_code and any(given is value for given in frame.f_locals["args"]):
+            if frame.f_code is apply_code and any([given is value for given in frame.f_locals["args"]]):
                 if isinstance(value, OffloadedView):
                     raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)

@@ -34,7 +34,7 @@ def references_saved() -> contextlib.AbstractContextManager[object]:
     def pack_for_user(tensor: Tensor) -> Any:
         packed = pack(tensor)
         if not any(
-            isinstance(leaf, Tensor) and _weights_of(leaf) is not None for leaf in internals.tree_leaves(packed)
+            [isinstance(leaf, Tensor) and _weights_of(leaf) is not None for leaf in internals.tree_leaves(packed)]
         ):
             return packed
         return internals.tree_map_only(Tensor, _reference, packed)

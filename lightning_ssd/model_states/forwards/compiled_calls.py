@@ -100,7 +100,7 @@ def without_own_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            if any(isinstance(hook, ModuleHook) for hook in hooks.values()):
+            if any([isinstance(hook, ModuleHook) for hook in hooks.values()]):
                 removed.append((hooks, dict(hooks)))
                 for key in [key for key, hook in hooks.items() if isinstance(hook, ModuleHook)]:
                     del hooks[key]

@@ -176,11 +176,11 @@ class UnitHooks:
     def _around_fused_layer(self, module: nn.Module) -> Iterator[None]:
         layer = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
         parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
-        recorded = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        recorded = torch.is_grad_enabled() and any([parameter.requires_grad for parameter in parameters])
         offloaded = [parameter for parameter in parameters if parameter in self._flat_of]
         flat_params = dict.fromkeys(self._flat_of[parameter][0] for parameter in offloaded)
         with contextlib.ExitStack() as stack:
-            if not (module.training or recorded or self._summoned() or any(flat.mixed for flat in flat_params)):
+            if not (module.training or recorded or self._summoned() or any([flat.mixed for flat in flat_params])):
                 if layer is module:  # the encoder itself reads no values
                     stack.enter_context(self._prefetcher.resident(flat_params, record=True))
                     if type(module).forward is nn.TransformerEncoderLayer.forward:
@@ -198,7 +198,7 @@ class UnitHooks:
         return [
             _disable_flattening(module)
             for module in self._model.modules()
-            if isinstance(module, nn.RNNBase) and any(one in self._flat_of for one in module.parameters())
+            if isinstance(module, nn.RNNBase) and any([one in self._flat_of for one in module.parameters()])
         ]
 
 

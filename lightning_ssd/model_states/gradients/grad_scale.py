@@ -7,14 +7,14 @@ The host does not wait for it: optimizer jobs depend on a future.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import CopyEngine, Mark, finished
+from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
 from lightning_ssd.waits import wait_for_all

@@ -15,7 +15,7 @@ Only methods of `Gradient` change states and flags:
 
 | event | method | moves a gradient |
 |---|---|---|
-| backward has accumulated it | `announce`, `arrive` | to `host_grad`, or `on_device` |
+| backward has accumulated it | `arrive` | to `host_grad`, or `on_device` |
 | it leaves the device after all | `GradientOffloader.offload_kept` | from `on_device` to `host_grad` |
 | a job adds it to those of earlier micro-batches | `accumulate`, and `add` in the job | from `host_grad` to `accum` |
 | a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
@@ -28,14 +28,14 @@ Only methods of `Gradient` change states and flags:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import Mark, ended, finished, then
+from lightning_ssd.device import Mark
+from lightning_ssd.futures import Future, ended, finished, then
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import PinnedPool, Slab
 from lightning_ssd.types import Tier
@@ -136,9 +136,8 @@ class Gradient:
 
     Args:
         flat: the flat parameter.
-        pin: page-lock its own memory.
-        pool: memory that is shared with other gradients; None: this gradient has memory of its own.
-        shared: memory of all ranks' gradients, of which this one has its part; None: there is one rank.
+        memory: host memory of its own, of `flat.nbytes` bytes, which it closes; or that which it shares with others.
+        shared: memory of all ranks' gradients, of which `memory` is this one's part; None: there is one rank.
 
     Attributes:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
@@ -159,18 +158,15 @@ class Gradient:
         followed: indices of parameters whose gradient autograd can differentiate in plain training (`create_graph`).
     """
 
-    def __init__(
-        self, flat: FlatParameter, *, pin: bool, pool: GradientPool | None, shared: SharedGradient | None = None
-    ) -> None:
+    def __init__(self, flat: FlatParameter, memory: Slab | GradientPool, shared: SharedGradient | None = None) -> None:
         self._flat = flat
-        self._pool = pool
+        self._pool = memory if isinstance(memory, GradientPool) else None
         self._shared = shared
         self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(flat.dtype)
-        if pool is None:
-            slab = Slab(flat.nbytes, pin=pin) if shared is None else shared.copies[shared.rank]
-            self._use(slab.tensor, slab.close)
+        if isinstance(memory, Slab):
+            self._use(memory.tensor, memory.close)
         self.accum: Tensor | None = None
         self.consumed: Future[None] = finished(None)
         self.summed: Future[None] = finished(None)
@@ -226,12 +222,14 @@ class Gradient:
 
     # ---- a backward ----
 
-    def announce(self, index: int) -> None:
-        """Announces a gradient of parameter `index`. `arrive` registers it once there is memory."""
-        self.is_sum |= self.accumulating or bool(self.assigned) or self.arrived[index]
+    def arrive(self, index: int, *, is_sum: bool) -> None:
+        """Registers a gradient of parameter `index`: from now on it is in `host_grad` or `on_device`.
 
-    def arrive(self, index: int) -> None:
-        """Registers a gradient of parameter `index`: from now on it is in `host_grad` or `on_device`."""
+        Args:
+            index: the parameter.
+            is_sum: whether it is added to one that no step has used.
+        """
+        self.is_sum |= is_sum
         self.states[index] = GradientState.PRESENT
         self.arrived[index] = True
         self.num_arrived += 1
@@ -354,7 +352,7 @@ class Gradient:
         Args:
             values: gradients by parameter index; None: the step has not kept it.
         """
-        self.retained = bool(values) and all(value is not None for value in values.values())
+        self.retained = bool(values) and all([value is not None for value in values.values()])
         for index, value in values.items():
             self.states[index] = GradientState.STEPPED
             if value is not None:

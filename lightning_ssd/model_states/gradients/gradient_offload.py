@@ -7,7 +7,6 @@ there instead, if a plan says so (Teraio places gradients as it does all other t
 
 import contextlib
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from time import perf_counter
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine, Worker
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
 from lightning_ssd.model_states.gradients.in_flight import CopiesInFlight
@@ -105,7 +105,7 @@ class GradientOffloader:
     @property
     def pending(self) -> bool:
         """Whether there are gradients that no step has used."""
-        return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
+        return any([gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values()])
 
     def delay_steps(self) -> None:
         """Begins a backward without steps: they are submitted after its end, and gradients can be dropped if it fails.
@@ -126,7 +126,7 @@ class GradientOffloader:
             RuntimeError: it would be added to a gradient that a step has used and not kept.
         """
         gradient = self._gradients[flat]
-        gradient.announce(index)
+        is_sum = gradient.accumulating or bool(gradient.assigned) or gradient.arrived[index]
         if gradient.assigned:
             self.backward.note_added(flat)
             gradient.fold()
@@ -138,7 +138,7 @@ class GradientOffloader:
             begun = perf_counter()
             gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
             self._waited += perf_counter() - begun
-        gradient.arrive(index)
+        gradient.arrive(index, is_sum=is_sum)
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
@@ -170,7 +170,6 @@ class GradientOffloader:
         data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
         gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
         self.in_flight.add(data, gradient.mark)
-        self.in_flight.bound()
 
     def offload_kept(self, flat: FlatParameter) -> None:
         """Offloads the gradients of `flat` that were kept on the device: something else than a step there uses them."""

@@ -25,12 +25,12 @@ class CopiesInFlight:
         self._nbytes = 0
 
     def add(self, data: Tensor, mark: Mark) -> None:
-        """Owns device bytes until the compute stream waits for `mark`, the mark of their copy."""
+        """Owns device bytes until the compute stream waits for `mark`, the mark of their copy.
+
+        The compute stream is ordered after the oldest copies above `MAX_BYTES`, whose memory is freed.
+        """
         self._in_flight.append((data, mark))
         self._nbytes += data.numel()
-
-    def bound(self) -> None:
-        """Orders the compute stream after the oldest copies above `MAX_BYTES`, whose memory is freed."""
         while self._nbytes > self.MAX_BYTES and len(self._in_flight) > 1:
             data, mark = self._in_flight.popleft()
             self._nbytes -= data.numel()

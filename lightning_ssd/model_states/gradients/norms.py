@@ -55,7 +55,7 @@ class GradientNorms:
         gradient = self._gradients[flat]
         # Of several ranks' gradients, the norm of their mean is measured.
         if self._decision.needs_norm and not gradient.accumulating and not gradient.is_shared:
-            self._norms[flat][parameter] = _norm(grad.float())
+            self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
 
     def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:
         """Returns the mapping that a job which sums gradients of `flat` measures into; None: norms are not needed."""

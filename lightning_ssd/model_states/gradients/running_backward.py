@@ -57,7 +57,7 @@ class RunningBackward:
     @property
     def arriving(self) -> bool:
         """Whether the backward has offloaded gradients."""
-        return bool(self._summed) or any(gradient.num_arrived for gradient in self._gradients.values())
+        return bool(self._summed) or any([gradient.num_arrived for gradient in self._gradients.values()])
 
     def delay_steps(self) -> None:
         """Begins a backward whose gradients are stepped after its end. Earlier gradients are accumulated."""

@@ -8,11 +8,11 @@ A record is plain data with a checksum (`plain_data`): it contains no code, and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_ssd.device import Worker
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.journal.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, describe, differences
 from lightning_ssd.model_states.optimizers import FlatOptimizer

@@ -26,6 +26,7 @@ from lightning_ssd.model_states.optimizers.optimizers import (
     StepHalf,
     StepInput,
     WholeOptimizer,
+    is_adam,
     make_flat_optimizer,
 )
 from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together
@@ -62,6 +63,7 @@ __all__ = [
     "do_together",
     "groups_of",
     "guard_state",
+    "is_adam",
     "make_flat_optimizer",
     "parameters_of",
     "register_optimizer",

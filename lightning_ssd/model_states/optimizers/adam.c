@@ -23,6 +23,10 @@
 #include <immintrin.h>
 #endif
 
+typedef struct { /* as in dynamic_code.py */
+    float slopes[16], offsets[16], rises[8], starts[8], numbers[256];
+} DynamicCode;
+
 typedef struct {
     float scale;           /* of the gradient in fp32; negative to maximize */
     float decay;           /* decoupled: factor of the weights; else their factor when they are added to the gradient */
@@ -30,6 +34,7 @@ typedef struct {
     float beta2;
     float one_minus_beta2;
     float correction;      /* sqrt(1 - beta2^step) */
+    float reciprocal;      /* 1 / correction */
     float eps;
     float step_size;       /* -lr / (1 - beta1^step) */
     int32_t decoupled;
@@ -41,8 +46,7 @@ typedef struct {
     void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
     const float *scales_in[2];      /* of both moments in 8 bits, one for each block, and new ones */
     float *scales[2];
-    const float *code_numbers[2];   /* tables of dynamic_code.py, for both moments */
-    const uint32_t *nearest[2];
+    const DynamicCode *codes[2];    /* of both moments */
 } Settings;
 
 enum { WEIGHTS = 1, MASTERS = 2, MOMENTS = 4, ALL = 7 };
@@ -57,6 +61,7 @@ typedef struct {
 } Item;
 
 #define INLINE static inline __attribute__((always_inline))
+#define ONCE static __attribute__((noinline)) /* compiled once: copies in each function would take seconds to compile */
 
 INLINE float as_float(uint32_t bits) {
     float value;
@@ -124,11 +129,13 @@ INLINE float scaled_gradient(float g, float p, const Settings *s, int decoupled)
     return decoupled ? g : fmaf(p, s->decay, g);
 }
 
-/* Returns the new master weight. */
-INLINE float stepped(float p, float m, float root, const Settings *s, int decoupled) {
+/* Returns the new master weight. With rounded moments, whose steps have no bits of torch's to reproduce, a product and a
+   sum replace a division: on most processors divisions and roots would take more time than the memory. */
+INLINE float stepped(float p, float m, float root, const Settings *s, int decoupled, int rounded) {
     if (decoupled)
         p = p * s->decay;
-    return p + s->step_size * m / (root / s->correction + s->eps);
+    float divisor = rounded ? fmaf(root, s->reciprocal, s->eps) : root / s->correction + s->eps;
+    return p + s->step_size * m / divisor;
 }
 
 enum { BLOCK = 1 << 10 };               /* elements of one call of `root`, which fit into the first cache */
@@ -157,70 +164,99 @@ INLINE void fence(void) {
 #endif
 }
 
-enum { CODE_BLOCK = 256, FIRST_BUCKET = (127 - 25) << 7, LAST_BUCKET = 127 << 7 }; /* as in dynamic_code.py */
+enum { CODE_BLOCK = 256, DECADES = 7 }; /* as in dynamic_code.py */
 
 INLINE int64_t block_end(int64_t start, int64_t count) {
     return count - start < CODE_BLOCK ? count : start + CODE_BLOCK;
 }
 
-INLINE void decode(const uint8_t *codes, const float *scales, const float *numbers, int64_t count, float *values) {
+INLINE void decode(const uint8_t *codes, const float *scales, const DynamicCode *code, int64_t count, int is_signed,
+                   float *values) {
     for (int64_t start = 0; start < count; start += CODE_BLOCK) {
         const float scale = scales[start / CODE_BLOCK];
         const int64_t end = block_end(start, count);
+        int64_t i = start;
+#if defined(__AVX512F__)
+        /* The same numbers are computed from their positions: reading 16 entries of a table takes longer. */
+        const __m512 slopes = _mm512_loadu_ps(code->slopes), offsets = _mm512_loadu_ps(code->offsets);
+        const __m512i first = _mm512_set1_epi32(is_signed ? 127 : -1), sign = _mm512_set1_epi32(INT32_MIN);
+        for (; i + 16 <= end; i += 16) {
+            __m512i number = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
+            __m512i place = _mm512_sub_epi32(number, first);
+            __m512 position = _mm512_cvtepi32_ps(place);
+            __m512i bits = _mm512_castps_si512(position), exponent = _mm512_srli_epi32(bits, 23);
+            __m512 offset = _mm512_permutexvar_ps(exponent, offsets), slope = _mm512_permutexvar_ps(exponent, slopes);
+            if (is_signed) {
+                /* offset ^ (bits & sign); and 0 for the position 0, whose exponent is that of another decade */
+                __m512i turned = _mm512_ternarylogic_epi32(_mm512_castps_si512(offset), bits, sign, 0x78);
+                offset = _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(place, place), turned));
+            }
+            __m512 value = _mm512_mul_ps(_mm512_fmadd_ps(position, slope, offset), _mm512_set1_ps(scale));
+            _mm512_storeu_ps(values + i, value);
+        }
+#endif
         _Pragma("GCC ivdep")
-        for (int64_t i = start; i < end; i++)
-            values[i] = numbers[codes[i]] * scale;
+        for (; i < end; i++)
+            values[i] = code->numbers[codes[i]] * scale;
     }
 }
 
-INLINE void encode(const float *values, int64_t count, const uint32_t *nearest, int is_signed, uint8_t *codes,
+/* Returns the reciprocal of a block's scale, or 0 for a block without codes, and stores the scale. */
+INLINE float scale_of(const float *values, int64_t count, int is_signed, float *scale) {
+    int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+        if (is_signed)
+            largest_positive = bits > largest_positive ? bits : largest_positive;
+    }
+    *scale = as_float((uint32_t)largest);
+    if (largest >= 0x7f800000)
+        *scale = as_float(0x7fc00000u);
+    else if (largest < 0x00800000)
+        *scale = 0.0f;
+    else if (is_signed && largest_positive != largest)
+        *scale = -*scale;
+    return largest >= 0x7f800000 || largest < 0x00800000 ? 0.0f : 1.0f / *scale;
+}
+
+/* Encodes at most `BLOCK` values. All scales are computed first: a block's codes would have to wait for its own. */
+INLINE void encode(const float *values, int64_t count, const DynamicCode *code, int is_signed, uint8_t *codes,
                    float *scales) {
+    const float *rises = code->rises, *starts = code->starts;
+    float inverses[BLOCK / CODE_BLOCK];
+    for (int64_t start = 0; start < count; start += CODE_BLOCK)
+        inverses[start / CODE_BLOCK] =
+            scale_of(values + start, block_end(start, count) - start, is_signed, scales + start / CODE_BLOCK);
     for (int64_t start = 0; start < count; start += CODE_BLOCK) {
         const int64_t end = block_end(start, count);
-        int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
-        for (int64_t i = start; i < end; i++) {
-            int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
-            largest = magnitude > largest ? magnitude : largest;
-            largest_positive = bits > largest_positive ? bits : largest_positive;
-        }
-        float scale = as_float((uint32_t)largest), inverse = 0.0f;
-        if (largest >= 0x7f800000) {
-            scale = as_float(0x7fc00000u);
-        } else if (largest < 0x00800000) {
-            scale = 0.0f;
-        } else {
-            if (is_signed && largest_positive != largest)
-                scale = -scale;
-            inverse = 1.0f / scale;
-        }
-        scales[start / CODE_BLOCK] = scale;
+        const float inverse = inverses[start / CODE_BLOCK];
         if (inverse == 0.0f) {
             memset(codes + start, is_signed ? 127 : 0, end - start);
             continue;
         }
         _Pragma("GCC ivdep")
         for (int64_t i = start; i < end; i++) {
-            float relative = values[i] * inverse;
-            int32_t bits = (int32_t)(as_bits(relative) & 0x7fffffffu), bucket = bits >> 16;
-            bucket = bucket < FIRST_BUCKET ? FIRST_BUCKET : bucket;
-            bucket = bucket > LAST_BUCKET ? LAST_BUCKET : bucket;
-            int32_t entry = (int32_t)nearest[bucket - FIRST_BUCKET];
-            int32_t magnitude = (entry >> 16) + ((bits & 0xffff) > (entry & 0xffff) ? 1 : 0);
-            int32_t least = bits ? 1 : 0, negative = magnitude > 127 ? 0 : 127 - magnitude;
-            int32_t unsigned_code = magnitude < least ? least : magnitude;
-            int32_t signed_code = relative < 0.0f ? negative : 127 + magnitude;
-            codes[i] = (uint8_t)(is_signed ? signed_code : unsigned_code);
+            float relative = values[i] * inverse, magnitude = is_signed ? fabsf(relative) : relative;
+            float position = fmaf(magnitude, rises[0], starts[0]);
+            for (int decade = 1; decade < DECADES; decade++) {
+                float line = fmaf(magnitude, rises[decade], starts[decade]);
+                position = line < position ? line : position;
+            }
+            int32_t bits = (int32_t)as_bits(relative), lowest = is_signed ? 0 : bits < 1 ? bits : 1;
+            int32_t number = is_signed ? 127 + (int32_t)copysignf(position, relative) : (int32_t)position;
+            codes[i] = (uint8_t)(number < lowest ? lowest : number);
         }
     }
 }
 
 /* Reads `count` elements of both moments from `start` on, which are not stored in fp32. */
-INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v,
-                         const Settings *s) {
+ONCE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v,
+                       const Settings *s) {
     if (s->moments == MOMENTS_8BIT) {
         int64_t block = start / CODE_BLOCK;
-        decode((const uint8_t *)m_in + start, s->scales_in[0] + block, s->code_numbers[0], count, m);
-        decode((const uint8_t *)v_in + start, s->scales_in[1] + block, s->code_numbers[1], count, v);
+        decode((const uint8_t *)m_in + start, s->scales_in[0] + block, s->codes[0], count, 1, m);
+        decode((const uint8_t *)v_in + start, s->scales_in[1] + block, s->codes[1], count, 0, v);
         return;
     }
     const uint16_t *stored_m = (const uint16_t *)m_in + start, *stored_v = (const uint16_t *)v_in + start;
@@ -231,13 +267,13 @@ INLINE void load_moments(const void *m_in, const void *v_in, int64_t start, int6
 }
 
 /* Stores `count` elements of both moments from `start` on, which is in `item`, rounded. */
-INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
-                          Item item, const Settings *s) {
+ONCE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
+                        Item item, const Settings *s) {
     if (s->moments == MOMENTS_8BIT) {
         __attribute__((aligned(64))) uint8_t codes_m[BLOCK], codes_v[BLOCK];
         int64_t block = start / CODE_BLOCK;
-        encode(new_m, count, s->nearest[0], 1, codes_m, s->scales[0] + block);
-        encode(new_v, count, s->nearest[1], 0, codes_v, s->scales[1] + block);
+        encode(new_m, count, s->codes[0], 1, codes_m, s->scales[0] + block);
+        encode(new_v, count, s->codes[1], 0, codes_v, s->scales[1] + block);
         put((uint8_t *)m + start, codes_m, count, s->past_caches);
         put((uint8_t *)v + start, codes_v, count, s->past_caches);
         return;
@@ -267,7 +303,7 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
 #define SHIFTED(BY) weights_in + BY, master_in + BY
 #define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                             \
     INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
-                             int decoupled, int tail, int parts) {                                            \
+                             int decoupled, int tail, int parts, int rounded) {                               \
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
             float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
@@ -277,7 +313,7 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
                 m[i] = first;                                                                                 \
                 v[i] = second;                                                                                \
             }                                                                                                 \
-            p = stepped(p, first, sqrtf(second), &s, decoupled);                                              \
+            p = stepped(p, first, sqrtf(second), &s, decoupled, rounded);                                     \
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
@@ -294,7 +330,7 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
         s.root((int)(end - start), v + start, roots, MKL_MODE);                                               \
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
-            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled);                            \
+            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled, 0);                         \
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
@@ -306,15 +342,22 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
         for (; start < stop; start += BLOCK) {                                                                \
             int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                   \
             int rounded = s.moments != MOMENTS_FP32;                                                          \
-            if (rounded)                                                                                      \
-                load_moments(m_in, v_in, start, count, new_m, new_v, &s);                                     \
             const float *old_m = rounded ? new_m : m_in + start, *old_v = rounded ? new_v : v_in + start;     \
-            if (s.root)                                                                                       \
+            if (rounded) {                                                                                    \
+                load_moments(m_in, v_in, start, count, new_m, new_v, &s);                                     \
+                if (s.parts == MOMENTS) /* no new weights are computed */                                     \
+                    NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m,      \
+                                 new_v, gradient + start, s, decoupled, tail, MOMENTS, 1);                    \
+                else                                                                                          \
+                    NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m,      \
+                                 new_v, gradient + start, s, decoupled, tail, ALL, 1);                        \
+            } else if (s.root) {                                                                              \
                 NAME##_block(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
                              gradient + start, s, decoupled);                                                 \
-            else                                                                                              \
+            } else {                                                                                          \
                 NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
-                             gradient + start, s, decoupled, tail, ALL);                                      \
+                             gradient + start, s, decoupled, tail, ALL, 0);                                   \
+            }                                                                                                 \
             if (s.parts & MOMENTS && rounded) {                                                               \
                 store_moments(m, v, start, count, new_m, new_v, item, &s);                                    \
             } else if (s.parts & MOMENTS) {                                                                   \
@@ -329,8 +372,8 @@ INLINE void store_moments(void *m, void *v, int64_t start, int64_t count, const 
     }                                                                                                         \
     INLINE void NAME##_parts(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled,    \
                              int parts) {                                                                     \
-        NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0, parts);                                   \
-        NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts);                                     \
+        NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0, parts, 0);                                \
+        NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts, 0);                                  \
     }                                                                                                         \
     INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {   \
         if (s.past_caches || s.moments != MOMENTS_FP32 || (s.root && s.parts != ALL)) {                       \

@@ -3,10 +3,10 @@
    nowhere else: the functions below are those of the GPU whose results a compiler never contracts. */
 
 typedef struct { /* as in adam.c */
-    float scale, decay, lerp, beta2, one_minus_beta2, correction, eps, step_size;
+    float scale, decay, lerp, beta2, one_minus_beta2, correction, reciprocal, eps, step_size;
     int decoupled, threads, past_caches, parts, moments;
     long long step;
-    void *root, *of_8_bits[8];
+    void *root, *of_8_bits[6];
 } Settings;
 
 static __device__ __forceinline__ float as_float(unsigned bits) { return __uint_as_float(bits); }
@@ -43,7 +43,7 @@ static __device__ __forceinline__ unsigned short round_stochastically(float valu
     return (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + random) >> 16);
 }
 
-static __device__ __forceinline__ float stepped(float p, float g, float *m, float *v, const Settings *s) {
+static __device__ __forceinline__ float stepped(float p, float g, float *m, float *v, const Settings *s, bool rounded) {
     g = __fmul_rn(g, s->scale);
     if (!s->decoupled)
         g = __fmaf_rn(p, s->decay, g);
@@ -53,13 +53,14 @@ static __device__ __forceinline__ float stepped(float p, float g, float *m, floa
     *v = second;
     if (s->decoupled)
         p = __fmul_rn(p, s->decay);
-    float root = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), s->correction), s->eps);
-    return __fadd_rn(p, __fdiv_rn(__fmul_rn(s->step_size, first), root));
+    float root = __fsqrt_rn(second), step = __fmul_rn(s->step_size, first);
+    float divisor = rounded ? __fmaf_rn(root, s->reciprocal, s->eps) : __fadd_rn(__fdiv_rn(root, s->correction), s->eps);
+    return __fadd_rn(p, __fdiv_rn(step, divisor));
 }
 
 /* Defines a function that steps `count` elements from `start` on, in place. The first one is number `first` in its
    parameter, whose keys of random numbers in this step are `low_key` and `high_key`. */
-#define DEFINE_ONE(NAME, WEIGHT, MASTER, MOMENT, GRADIENT, LOAD_MASTER, LOAD_MOMENT, LOAD_GRADIENT, STORE_MOMENTS, STORE) \
+#define DEFINE_ONE(NAME, WEIGHT, MASTER, MOMENT, GRADIENT, LOAD_MASTER, LOAD_MOMENT, LOAD_GRADIENT, STORE_MOMENTS, ROUNDED, STORE) \
     extern "C" __global__ void NAME(long long start, long long count, unsigned first, unsigned low_key,          \
                                     unsigned high_key, WEIGHT *weights, MASTER *master, MOMENT *m, MOMENT *v,    \
                                     const GRADIENT *gradient, const Settings s) {                                \
@@ -67,7 +68,7 @@ static __device__ __forceinline__ float stepped(float p, float g, float *m, floa
         for (long long i = start + (long long)blockIdx.x * blockDim.x + threadIdx.x; i < start + count;          \
              i += stride) {                                                                                      \
             float new_m = LOAD_MOMENT(m[i]), new_v = LOAD_MOMENT(v[i]);                                          \
-            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, &new_m, &new_v, &s);                                   \
+            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, &new_m, &new_v, &s, ROUNDED);                          \
             STORE_MOMENTS;                                                                                       \
             STORE;                                                                                               \
         }                                                                                                        \
@@ -80,8 +81,8 @@ static __device__ __forceinline__ float stepped(float p, float g, float *m, floa
     v[i] = round_stochastically(new_v, random >> 16); \
 }
 #define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE) \
-    DEFINE_ONE(NAME##_moments_fp32, WEIGHT, MASTER, float, GRADIENT, LOAD_MASTER, , LOAD_GRADIENT, STORE_FP32, STORE) \
-    DEFINE_ONE(NAME##_moments_bf16, WEIGHT, MASTER, unsigned short, GRADIENT, LOAD_MASTER, bf16_as_float, LOAD_GRADIENT, STORE_BF16, STORE)
+    DEFINE_ONE(NAME##_moments_fp32, WEIGHT, MASTER, float, GRADIENT, LOAD_MASTER, , LOAD_GRADIENT, STORE_FP32, false, STORE) \
+    DEFINE_ONE(NAME##_moments_bf16, WEIGHT, MASTER, unsigned short, GRADIENT, LOAD_MASTER, bf16_as_float, LOAD_GRADIENT, STORE_BF16, true, STORE)
 
 DEFINE(adam_fp32, float, float, float, weights[i], gradient[i], weights[i] = p)
 

@@ -27,7 +27,7 @@ from torch.optim.adam import adam
 
 from lightning_ssd.device import available_cores, kernel_threads
 from lightning_ssd.model_states.optimizers.adam_c import KernelArguments, KernelSettings, adam_library
-from lightning_ssd.model_states.stores import MomentFormat, code_numbers, nearest_table
+from lightning_ssd.model_states.stores import MomentFormat, code_table
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +169,7 @@ class AdamKernel:
         if scales:
             first, second, new_first, new_second = (values.data_ptr() for values in scales)
             settings.scales_in[:], settings.scales[:] = (first, second), (new_first, new_second)
-            settings.code_numbers[:] = [code_numbers(signed=signed).data_ptr() for signed in (True, False)]
-            settings.nearest[:] = [nearest_table(signed=signed).data_ptr() for signed in (True, False)]
+            settings.codes[:] = [code_table(signed=signed).data_ptr() for signed in (True, False)]
         function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
         addresses = (ctypes.c_void_p * 9)(*[array.data_ptr() for array in arrays])
         arguments = KernelArguments(function, items.size(0), items.data_ptr(), addresses, settings)
@@ -236,13 +235,15 @@ def settings_of(
     if isinstance(lr, Tensor):  # the for-loop computes with the tensor
         lr = lr.item() if implementation == "fused" else lr.squeeze()
     correction = 1 - beta2**step
+    root = math.sqrt(correction) if implementation == "fused" else correction**0.5
     return KernelSettings(
         scale=-scale if options["maximize"] else scale,
         decay=1 - lr * decay if options["decoupled_weight_decay"] or not decay else decay,
         lerp=1 - beta1,
         beta2=beta2,
         one_minus_beta2=1 - beta2,
-        correction=math.sqrt(correction) if implementation == "fused" else correction**0.5,
+        correction=root,
+        reciprocal=1 / root,
         eps=options["eps"],
         step_size=-(lr / (1 - beta1**step)),
         decoupled=options["decoupled_weight_decay"] or not decay,
@@ -305,7 +306,7 @@ def rounded_step(
     if settings.decoupled:
         weights.mul_(settings.decay)
     root = second.double().sqrt().float()  # rounded to the nearest number, which torch's fp32 roots are not
-    weights.add_(first * settings.step_size / (root / settings.correction + settings.eps))
+    weights.add_(first * settings.step_size / _fused(root, settings.reciprocal, torch.full_like(root, settings.eps)))
     return first, second
 
 

@@ -26,12 +26,11 @@ class KernelSettings(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_float) for name in ("scale", "decay", "lerp", "beta2", "one_minus_beta2", "correction")),
-        ("eps", ctypes.c_float),
-        ("step_size", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("reciprocal", "eps", "step_size")),
         *((name, ctypes.c_int32) for name in ("decoupled", "threads", "past_caches", "parts", "moments")),
         ("step", ctypes.c_int64),
         ("root", ctypes.c_void_p),
-        *((name, ctypes.c_void_p * 2) for name in ("scales_in", "scales", "code_numbers", "nearest")),
+        *((name, ctypes.c_void_p * 2) for name in ("scales_in", "scales", "codes")),
     ]
 
 

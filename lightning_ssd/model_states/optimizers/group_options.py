@@ -72,14 +72,18 @@ class GroupOptions:
         self._submitted.clear()
 
 
-_IMMUTABLE = (bool, float, int, str, type(None))
-"""Types of most options, which are not copied."""
+_IMMUTABLE = frozenset([bool, float, int, str, type(None)])
+"""Types of most options, which are not copied, and neither are tuples of them."""
 
 
 def _copy_options(group: Mapping[str, Any]) -> Options:
     """Returns copies of the options of a parameter group."""
     return {
-        name: value if type(value) in _IMMUTABLE or name == "param_names" else _copy(value)
+        name: value
+        if type(value) in _IMMUTABLE
+        or name == "param_names"
+        or (type(value) is tuple and _IMMUTABLE.issuperset(map(type, value)))
+        else _copy(value)
         for name, value in group.items()
         if name != "params"
     }

@@ -586,13 +586,17 @@ def _own_step(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
     return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
+def is_adam(optimizer: Optimizer) -> bool:
+    """Returns whether `optimizer` makes the steps of Adam or AdamW."""
+    return registered_class(type(optimizer)) in (torch.optim.AdamW, torch.optim.Adam)
+
+
 def make_flat_optimizer(optimizer: Optimizer, flat: FlatParameter, whole: Container[Optimizer] = ()) -> FlatOptimizer:
     """Returns how `optimizer` steps `flat`; `whole`: optimizers that are stepped whole."""
     if optimizer in whole:
         return WholeOptimizer(flat)
-    cls = registered_class(type(optimizer))
-    if cls in (torch.optim.AdamW, torch.optim.Adam):
+    if is_adam(optimizer):
         return AdamOptimizer(flat)
-    if cls is torch.optim.SGD:
+    if registered_class(type(optimizer)) is torch.optim.SGD:
         return SGDOptimizer(flat)
     return GenericOptimizer(flat, optimizer)

@@ -11,11 +11,12 @@ The modules, in the order in which they are best read:
 - `unit_mover`: moves the values of one part of a unit after the other.
 """
 
-from lightning_ssd.model_states.placement.budget import MemoryPlan, plan_memory
+from lightning_ssd.model_states.placement.budget import MemoryPlan, describe_smaller_formats, plan_memory
 from lightning_ssd.model_states.placement.grouping import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
     FlatSpec,
+    check_state_format,
     compute_dtypes,
     flat_groups,
     flats_of,
@@ -41,6 +42,7 @@ from lightning_ssd.model_states.placement.states_config import (
     MOVABLE_GPU_SHARE,
     Setup,
     StatesConfig,
+    moments_of,
 )
 from lightning_ssd.model_states.placement.unit_mover import TieredSpec, UnitMover, present_spec
 
@@ -62,7 +64,9 @@ __all__ = [
     "UnitTiers",
     "bytes_on_device",
     "check_shared",
+    "check_state_format",
     "compute_dtypes",
+    "describe_smaller_formats",
     "describe_training",
     "flat_groups",
     "flats_of",
@@ -70,6 +74,7 @@ __all__ = [
     "make_spec",
     "make_staging",
     "make_store",
+    "moments_of",
     "needs_master",
     "off_device",
     "offloaded_parameters",

@@ -2,17 +2,20 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from lightning_ssd.model_states.stores import Layout
+from lightning_ssd.model_states.stores import Layout, MomentFormat
 from lightning_ssd.shared_gradients import shared_gradient_bytes
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import align_up
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
+
+ADAM_STATES = {"exp_avg", "exp_avg_sq"}
+"""Optimizer states that can be rounded."""
 
 AHEAD = 3
 """Flat parameters that staging memory holds at once: one is read, one is used, one is written."""
@@ -99,11 +102,13 @@ def plan_memory(
                                 kind[index] = "ssd"
         plan = make_plan(weights, opt_state)
     if budget is not None and plan.host > budget:
+        smaller = describe_smaller_formats(layouts)
         raise ValueError(
             f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
             f"{format_bytes(plan.host)} of it, gradients and staging memory included. Raise it"
             + (", or set `states='auto'`." if states == "host" else ".")
             + (" Steps of one micro-batch need no sums of gradients, 4 bytes a parameter." if summed else "")
+            + (f" Optimizer states that are rounded save {smaller}." if smaller is not None else "")
         )
     log.info(
         "weights, gradients and optimizer states take %s of host memory and %s on SSDs",
@@ -111,6 +116,25 @@ def plan_memory(
         format_bytes(plan.ssd),
     )
     return plan
+
+
+def describe_smaller_formats(layouts: Sequence[Layout]) -> str | None:
+    """Returns the host memory that other values of `state_format` save, for a log line; None: they save none.
+
+    Args:
+        layouts: layouts of the flat parameters.
+    """
+    if any(layout.moments != "fp32" or not set(layout.state_names) <= ADAM_STATES for layout in layouts):
+        return None
+    moments: Sequence[MomentFormat] = ("bf16", "8bit")
+    saved = [
+        sum(layout.opt_state_bytes - replace(layout, moments=name).opt_state_bytes for layout in layouts)
+        for name in moments
+    ]
+    if not all(saved):
+        return None
+    by_name = zip(moments, saved, strict=True)
+    return " and ".join(f"`state_format='{name}'` {format_bytes(nbytes)}" for name, nbytes in by_name)
 
 
 def _plan(

@@ -14,12 +14,12 @@ from lightning_ssd.model_states.optimizers import (
     FlatOptimizer,
     Groups,
     Options,
+    is_adam,
     make_flat_optimizer,
 )
-from lightning_ssd.model_states.placement.states_config import Setup
+from lightning_ssd.model_states.placement.states_config import Setup, StatesConfig
 from lightning_ssd.model_states.stores import BLOCK, Layout
 from lightning_ssd.model_states.units import ALIGNMENT, FlatParameter, Unit, UnitPart, compiled_regions
-from lightning_ssd.types import StateFormat
 
 FLAT_ELEMENTS = 2**26
 """Elements above which a unit has several flat parameters, so that a step begins before its whole gradient arrived."""
@@ -121,7 +121,7 @@ def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions
     if flat_optimizer is not None and group is not None:
         options = group[0].param_groups[group[1]]
         if setup.config.moments != "fp32":
-            _check_moments(setup.config.state_format, flat_optimizer, options, type(group[0]).__name__)
+            _check_moments(setup.config, isinstance(flat_optimizer, AdamOptimizer), options, type(group[0]).__name__)
         names = flat_optimizer.state_names(options)
     split = setup.config.state_format != "fp32" and flat.dtype == torch.bfloat16
     elementwise = isinstance(flat_optimizer, ElementwiseOptimizer)
@@ -136,14 +136,26 @@ def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions
     return FlatSpec(layout, flat_optimizer)
 
 
-def _check_moments(state_format: StateFormat, flat_optimizer: FlatOptimizer, options: Options, name: str) -> None:
+def check_state_format(config: StatesConfig, optimizers: Iterable[Optimizer]) -> None:
+    """Raises ValueError if `state_format` does not support an optimizer, whether its states are offloaded or not.
+
+    Otherwise, an error would depend on the memory of the GPU.
+    """
+    if config.moments == "fp32":
+        return
+    for optimizer in optimizers:
+        for options in optimizer.param_groups:
+            _check_moments(config, is_adam(optimizer), options, type(optimizer).__name__)
+
+
+def _check_moments(config: StatesConfig, adam: bool, options: Options, name: str) -> None:
     """Raises ValueError if the states of an optimizer with these options can't be in fewer bytes than fp32."""
-    if not isinstance(flat_optimizer, AdamOptimizer):
+    if not adam:
         raise ValueError(
-            f"`state_format={state_format!r}` is for states of Adam and AdamW, and parameters of {name} are offloaded. "
-            "Take one of these, or `state_format='split'`."
+            f"`state_format={config.state_format!r}` is for states of Adam and AdamW, and parameters have the "
+            f"optimizer {name}. Take one of these, or `state_format='split'`."
         )
-    if (reason := flat_optimizer.refuse_rounded_moments(options)) is not None:
+    if (reason := AdamOptimizer.refuse_rounded_moments(options)) is not None:
         raise ValueError(f"{name}: {reason}")
 
 

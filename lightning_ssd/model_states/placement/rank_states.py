@@ -48,7 +48,7 @@ class RankStates:
         """Whether this rank does so."""
         return self._owners[flat] == self.ranks.rank
 
-    def allocate(self, flat: FlatParameter, nbytes: int, pin: bool) -> Slab:
+    def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `RankMemory.allocate`."""
         return self.ranks.memory.allocate(nbytes, touch=self.owns(flat), pin=pin)
 

@@ -133,11 +133,16 @@ def make_store(
     Raises:
         StorageError: host memory or scratch space can't be allocated.
     """
-    pin = copies.device.type == "cuda"
     of_weights, of_opt_state = tiers
-    share = None if ranks is None else partial(ranks.allocate, layout.flat)
+    pin = copies.device.type == "cuda"
     weights = make_buffer(
-        layout.flat.nbytes, of_weights, staging, undo, versions=layout.versions, pin=pin, blobs=blobs, share=share
+        layout.flat.nbytes,
+        of_weights,
+        staging,
+        undo,
+        versions=layout.versions,
+        blobs=blobs,
+        share=None if ranks is None else partial(ranks.allocate, layout.flat, pin=pin),
     )
     assert weights is not None
     opt_state = make_buffer(
@@ -146,9 +151,8 @@ def make_store(
         staging,
         undo,
         versions=layout.versions,
-        pin=False,
         blobs=blobs,
-        share=share,
+        share=None if ranks is None else partial(ranks.allocate, layout.flat, pin=False),
     )
     return StateStore(layout, VersionedBuffers(layout, weights, opt_state), copies, staging)
 
@@ -160,19 +164,18 @@ def make_buffer(
     undo: contextlib.ExitStack,
     *,
     versions: int,
-    pin: bool,
     blobs: Iterator[Blob] | None = None,
-    share: "Callable[[int, bool], Slab] | None" = None,
+    share: "Callable[[int], Slab] | None" = None,
 ) -> StateBuffer | None:
     """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`.
 
-    `share` allocates host memory that all ranks share: some bytes, page-locked or not.
+    `share` allocates bytes of host memory that all ranks share.
     """
     if not nbytes:
         return None
     buffer: StateBuffer
     if tier == "host":
-        buffer = HostBuffer(nbytes, versions=versions, pin=pin, memory=None if share is None else share(nbytes, pin))
+        buffer = HostBuffer(nbytes, versions=versions, memory=None if share is None else share(nbytes))
     else:
         assert staging is not None
         adopted = None if blobs is None else list(islice(blobs, versions))

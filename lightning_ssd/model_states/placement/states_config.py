@@ -41,6 +41,11 @@ room. Optimizers that step all parameters at once need a quarter of this share f
 GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
 
 
+def moments_of(state_format: StateFormat) -> MomentFormat:
+    """Returns the format of optimizer states of a `state_format`, which is that of master weights, too."""
+    return "fp32" if state_format == "split" else state_format
+
+
 @dataclass(frozen=True)
 class StatesConfig:
     """The user's arguments for model states. `SSDOffloadStrategy` documents the fields.
@@ -74,7 +79,7 @@ class StatesConfig:
     @property
     def moments(self) -> MomentFormat:
         """Format of the optimizer states of offloaded parameters."""
-        return "fp32" if self.state_format == "split" else self.state_format
+        return moments_of(self.state_format)
 
     def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool, movable: bool) -> bool:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
@@ -214,7 +219,7 @@ class Setup:
     def host_budget(self) -> int | None:
         """Returns the bytes of host memory for model states; None: unlimited."""
         if self.storage.host_memory != "auto":
-            return parse_bytes(self.storage.host_memory, "host_memory")
+            return max(0, parse_bytes(self.storage.host_memory, "host_memory") - self.storage.staging_bytes())
         return usable_memory() if self.config.states == "auto" else None
 
 

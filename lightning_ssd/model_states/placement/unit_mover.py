@@ -17,7 +17,7 @@ from lightning_ssd.model_states.placement.budget import MemoryPlan
 from lightning_ssd.model_states.placement.grouping import FlatSpec, flat_groups, flats_of
 from lightning_ssd.model_states.placement.residency import MASTERED_DTYPES
 from lightning_ssd.model_states.placement.state_storage import make_buffer, make_store
-from lightning_ssd.model_states.stores import StagedState, StateStaging, StateStore
+from lightning_ssd.model_states.stores import HostBuffer, StagedState, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import FlatParameter, UnitPart
 from lightning_ssd.model_states.weights import OffloadedModel
 from lightning_ssd.storage import StorageFullError
@@ -158,10 +158,12 @@ class UnitMover:
                 make = partial(make_buffer, tier=tier, staging=self._staging, undo=undo, versions=layout.versions)
                 weights = opt_state = None
                 if then.weights == tier != now.weights:
-                    weights = make(layout.flat.nbytes, pin=self._pin)
+                    weights = make(layout.flat.nbytes)
                 if then.opt_state == tier != now.opt_state:
-                    opt_state = make(layout.opt_state_bytes, pin=False)
+                    opt_state = make(layout.opt_state_bytes)
                 if weights is not None or opt_state is not None:
+                    HostBuffer.commit([weights], pin=self._pin)
+                    HostBuffer.commit([opt_state], pin=False)
                     store.move(weights, opt_state)
                 undo.pop_all()
             self.flat_params[number][index] = present_spec(store, now.flat_optimizer)
@@ -175,6 +177,7 @@ class UnitMover:
             for item in target:
                 tiers = (item.weights, item.opt_state)
                 stores[item.flat] = make_store(item.layout, tiers, self._staging, self._model.copies, undo)
+            commit_memory(stores.values(), pin=self._pin)
             for item in target:
                 self._fill(stores[item.flat], item.flat_optimizer)
             undo.pop_all()

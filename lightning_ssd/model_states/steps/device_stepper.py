@@ -4,7 +4,6 @@ One thread runs the three stages of all pieces: copy in, step, copy out. `piece_
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, then
+from lightning_ssd.device import CopyEngine, Mark, Worker
+from lightning_ssd.futures import Future, all_of, ended, then
 from lightning_ssd.model_states.gradients import WaitingGradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepInput
 from lightning_ssd.model_states.steps.piece_transfers import PieceRange, PieceTransfers, as_bytes, pieces

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
-from lightning_ssd.model_states.stores import StateStore
+from lightning_ssd.model_states.stores import StateStore, pin_values
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.model_states.weights import ParamPrefetcher
 from lightning_ssd.storage import StorageError
@@ -80,8 +80,7 @@ class DeviceSteps:
         elif self._copies.device.type == "cuda":
             self._drain()  # steps of the CPU allocate and free second versions, which are page-locked, too
             try:
-                for flat in chosen:
-                    self._stores[flat].pin()
+                pin_values([self._stores[flat] for flat in chosen])
             except StorageError as error:
                 log.info("the GPU makes no further optimizer steps: %s", error)
                 if not self._chosen:

@@ -113,7 +113,8 @@ class GradientArrivals:
         if ignored and parameter in ignored:
             return
         self._steps.check_not_submitted(flat, index)
-        self._grads.note_graph(flat, index, grad)
+        if grad.requires_grad:
+            self._grads.note_graph(flat, index)
         self._clipping.apply(self._offloaded.groups[flat][0])
         if grad.dtype != flat.dtype:  # summed in fp32
             gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
@@ -144,7 +145,7 @@ class GradientArrivals:
         Raises:
             RuntimeError: the parameter was added to an optimizer since its forward.
         """
-        if any(member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)):
+        if any([member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)]):
             raise RuntimeError(
                 f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
                 "`on_train_batch_start`, or set `states='gpu'`."

@@ -102,7 +102,7 @@ class GradientClipping:
 
     def _clip_assigned(self, optimizer: Optimizer) -> None:
         """Clips the gradients of `optimizer` if user code may use some through tensors that it has assigned."""
-        if any(gradient.assigned for _, gradient in self._gradients.of(optimizer)):
+        if any([gradient.assigned for _, gradient in self._gradients.of(optimizer)]):
             self.apply(optimizer)
 
     def apply(self, optimizer: Optimizer) -> None:

@@ -1,13 +1,13 @@
 """Transfers of a step on the device: values from host memory to the memory of a piece, and new ones back."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, finished
+from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.model_states.optimizers import ElementSpan
 from lightning_ssd.model_states.stores import WEIGHT, StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter

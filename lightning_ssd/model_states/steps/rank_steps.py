@@ -17,12 +17,12 @@ If user code may read gradients between backward and step, all ranks copy the me
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device import CopyEngine, Worker, all_of, finished, then
+from lightning_ssd.device import CopyEngine, Worker
+from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.model_states.gradients import GradientOffloader, measure_summed
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
 from lightning_ssd.model_states.placement import RankStates

@@ -7,7 +7,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
+from lightning_ssd.device import Worker
+from lightning_ssd.futures import Future, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.gradients import Gradient, WaitingGradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput, StepWork, do_together
 from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
@@ -317,7 +317,8 @@ class OptimizerStep:
             if self.limit is not None:
                 clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
                 given = replace(given, gradient=clamped, scale=1.0)
-            with span(OPTIMIZER + self.store.flat.name), _autocast(self.autocast):
+            autocast = _NO_AUTOCAST if self.autocast is None else _autocast(self.autocast)
+            with span(OPTIMIZER + self.store.flat.name), autocast:
                 calls = self.flat_optimizer.begin_step(given, staged, half)
             work = StepWork(self.store.flat.name, calls, perf_counter() - begun)
             if calls:
@@ -347,15 +348,15 @@ class OptimizerStep:
         self.gradient.end_step()
 
 
+_NO_AUTOCAST = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """Casts matrix products on the CPU to `dtype` on the calling thread, within the context; None: does not.
+def _autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Casts matrix products on the CPU to `dtype` on the calling thread, within the context.
 
     Not `torch.autocast`: its end clears the cache of cast weights, which the forward on the training thread may use.
     """
-    if dtype is None:
-        yield
-        return
     before = torch.get_autocast_dtype("cpu")
     torch.set_autocast_dtype("cpu", dtype)
     torch.set_autocast_enabled("cpu", True)

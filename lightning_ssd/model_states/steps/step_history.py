@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 
-from lightning_ssd.device import error_of
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.optimizers import parameters_of
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.model_states.weights import OffloadedModel
@@ -39,7 +38,7 @@ class StepHistory:
         if self._running:
             self._ended.append((self._running, done))
             self._running = {}
-        while len(self._ended) > 2 and (done := self._ended[0][1]).done() and error_of(done) is None:
+        while len(self._ended) > 2 and (done := self._ended[0][1]).done() and done.exception() is None:
             self._ended.popleft()
 
     def revert_partial_steps(self) -> list[str]:
@@ -50,7 +49,7 @@ class StepHistory:
         """
         ahead = self._revert(self._running, ended=False)
         for steps_before, done in reversed(self._ended):
-            skipped = done.done() and error_of(done) is None  # or committed
+            skipped = done.done() and done.exception() is None  # or committed
             ahead += self._revert(steps_before, ended=True, failed=not skipped)
         return list(dict.fromkeys(ahead))
 
@@ -69,7 +68,7 @@ class StepHistory:
         if (
             ended
             and len(committed) == len(steps_before)
-            and not any(store.written().exception() for store in stores.values())
+            and not any([store.written().exception() for store in stores.values()])
         ):
             return []
         ahead = [flat for flat in committed if not stores[flat].buffers.revertible]
@@ -87,7 +86,9 @@ class StepHistory:
         """Returns whether the user's optimizers step parameters on the device."""
         offloaded = self._offloaded.parameters
         return any(
-            parameter.requires_grad and parameter not in offloaded
-            for optimizer in self._offloaded.optimizers
-            for parameter in parameters_of(optimizer)
+            [
+                parameter.requires_grad and parameter not in offloaded
+                for optimizer in self._offloaded.optimizers
+                for parameter in parameters_of(optimizer)
+            ]
         )

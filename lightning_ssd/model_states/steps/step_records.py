@@ -1,9 +1,8 @@
 """The records of `recover=True`: which submitted steps the journal has named, and which it has not."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 
-from lightning_ssd.device import finished, then
+from lightning_ssd.futures import Future, finished, then
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.journal import Journal, PlainData

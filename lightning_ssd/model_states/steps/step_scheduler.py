@@ -11,13 +11,13 @@ clips between backward and step, and `step_records` names the steps that a kille
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from time import perf_counter
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
+from lightning_ssd.device import WorkCounter, Worker
+from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.model_states.gradients import (
     GradientOffloader,
     GradientState,
@@ -187,7 +187,7 @@ class StepScheduler:
 
     def check_not_submitted(self, flat: FlatParameter, index: int) -> None:
         """Raises RuntimeError if the step of `flat` was submitted without the gradient of parameter `index`."""
-        if self._is_submitted(flat):
+        if flat in self._submitted:
             raise RuntimeError(
                 f"a gradient of {flat.param_views[index].name} arrived after the optimizer step of {flat.name} had "
                 "begun: it is used differently from step to step. Set `overlap='none'`."
@@ -404,7 +404,7 @@ class StepScheduler:
     def _submit_remaining(self, optimizer: Optimizer) -> None:
         """Submits the steps of `optimizer` that backward has not submitted, and those of kept gradients."""
         for flat, gradient in self._gradients.of(optimizer):
-            if self._is_submitted(flat):
+            if flat in self._submitted:
                 continue
             present = gradient.accumulating or any(gradient.arrived) or GradientState.STEPPED in gradient.states
             # Other ranks may have a gradient where this one has none.
@@ -430,9 +430,6 @@ class StepScheduler:
     def _is_stepping(self, flat: FlatParameter) -> bool:
         optimizer = self._running.optimizer
         return optimizer is not None and not self._running.defer_to_user_hooks and self._groups[flat][0] is optimizer
-
-    def _is_submitted(self, flat: FlatParameter) -> bool:
-        return flat in self._submitted
 
     def _check_memory_is_stepped_once(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if a step of `optimizer` changes the same memory through two parameters."""

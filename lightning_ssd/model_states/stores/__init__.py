@@ -13,7 +13,7 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
-from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_numbers, nearest_table
+from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_table
 from lightning_ssd.model_states.stores.layout import (
     MASTER,
     MOMENT_DTYPES,
@@ -28,7 +28,7 @@ from lightning_ssd.model_states.stores.layout import (
 )
 from lightning_ssd.model_states.stores.split import join, split, write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
-from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.stores.state_store import StateStore, commit_memory, pin_values
 from lightning_ssd.model_states.stores.summoned import summon
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 
@@ -52,9 +52,10 @@ __all__ = [
     "VersionedBuffers",
     "WEIGHT",
     "WHOLE_DTYPES",
-    "code_numbers",
+    "commit_memory",
+    "code_table",
     "join",
-    "nearest_table",
+    "pin_values",
     "split",
     "summon",
     "write_changed",

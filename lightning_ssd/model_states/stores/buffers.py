@@ -3,8 +3,7 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import StagedReader, all_of, failed, finished
+from lightning_ssd.device import StagedReader
+from lightning_ssd.futures import Future, all_of, failed, finished
 from lightning_ssd.storage import (
     PAGE,
     Blob,
@@ -24,6 +24,7 @@ from lightning_ssd.storage import (
     Slab,
     Urgency,
     align_up,
+    commit,
 )
 from lightning_ssd.types import OffloadTierName
 
@@ -113,8 +114,7 @@ class HostBuffer(StateBuffer):
     Args:
         nbytes: bytes to store.
         versions: 1 or 2.
-        pin: page-lock it, for copies to the device.
-        memory: memory that other ranks share; owned. None: new memory, which is page-locked as `pin` says.
+        memory: memory that other ranks share; owned. None: new memory.
 
     Attributes:
         shared: whether other ranks share the memory.
@@ -126,12 +126,12 @@ class HostBuffer(StateBuffer):
     tier = "host"
     staging_bytes = 0
 
-    def __init__(self, nbytes: int, *, versions: int, pin: bool, memory: Slab | None = None) -> None:
+    def __init__(self, nbytes: int, *, versions: int, memory: Slab | None = None) -> None:
         self.nbytes = nbytes
         self.versions = versions
-        self._pin = pin
+        self._pin = False
         self.shared = memory is not None
-        self._slabs: dict[int, Slab] = {0: memory or Slab(nbytes, pin=pin)}
+        self._slabs: dict[int, Slab] = {0: memory or Slab(nbytes, pin=False)}
         """Memory of each version, by its number."""
         self._views: dict[int, dict[str, Tensor]] = {}
         """What `views` has returned for each version."""
@@ -140,15 +140,22 @@ class HostBuffer(StateBuffer):
     def has_second(self) -> bool:
         return len(self._slabs) == 2
 
-    def pin(self) -> None:
-        """Page-locks the memory of all versions, for copies to the device and from it.
+    @staticmethod
+    def commit(buffers: Iterable[StateBuffer | None], *, pin: bool) -> None:
+        """Commits the pages of host buffers, which no thread uses meanwhile; their bytes do not change.
+
+        Args:
+            buffers: the buffers; others than those in host memory are left out.
+            pin: page-lock the memory of all versions, also of those that are added later, for copies to the device and
+                from it.
 
         Raises:
-            StorageError: it can't be page-locked.
+            StorageError: they can't be page-locked.
         """
-        for slab in self._slabs.values():
-            slab.pin()
-        self._pin = True
+        in_host = [buffer for buffer in buffers if isinstance(buffer, HostBuffer)]
+        commit([slab for buffer in in_host for slab in buffer._slabs.values()], pin=pin)
+        for buffer in in_host:
+            buffer._pin |= pin
 
     def add_second(self) -> None:
         """Allocates the second version, whose bytes are undefined, unless it is allocated.

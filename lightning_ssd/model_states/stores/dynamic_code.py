@@ -1,11 +1,15 @@
 """8-bit optimizer states: blocks of 256 elements with an fp32 scale each, in the dynamic code of bitsandbytes.
 
-A value is a number of the code times the scale of its block. The numbers of the code are between -1 (first moments) or
-0 (second moments) and 1, the denser the nearer to 0. A scale is the value of largest magnitude, with its sign, because
-the code has 1 and not -1. So values that were decoded are encoded to the same values.
+A value is a number of the code times the scale of its block. The numbers are between -1 (first moments) or 0 (second
+moments) and 1. A scale is the value of largest magnitude, with its sign, because the code has 1 and not -1.
 
-- Values are rounded to the nearest number of the code, ties towards 0; but a second moment other than 0 never to 0, as
-  a step divides by its root.
+The magnitudes from 1e-7 to 1 are seven decades, each with twice as many numbers as the one below, evenly spaced: a
+number is the centre of an interval, and stands for all values in it. So a decade's numbers are a linear function of
+their positions, and the position of a value is the integer part of the inverse function. Of all decades' functions, the
+value's own has the least result. They take multiplications instead of tables, so that vectors of values are encoded.
+
+- A value's number is at most half an interval away, and a second moment other than 0 never has the number 0, as a step
+  divides by its root. Values that were decoded are encoded to the same values.
 - A block whose values are below 2^-126 is 0.
 - A block with a NaN or an infinity is NaN: 256 weights become NaN, and the loss shows it.
 
@@ -24,54 +28,68 @@ BLOCK = 256
 _CHUNK = 2**20
 """Elements that are encoded or decoded at a time."""
 
-_BUCKET_BITS = 16
-"""Bits of an fp32 number below those that number its bucket in `nearest_table`."""
-FIRST_BUCKET = (127 - 25) << 7
-"""The upper bits of 2^-25, below which every number is rounded to 0."""
-_LAST_BUCKET = 127 << 7
-"""The upper bits of 1."""
+_DECADES = 7
+_MARGIN = 1 + 2.0**-20
+"""Factor of values, by which the largest one of a block has the position of 1 though its quotient was rounded."""
+
+
+def _counts(signed: bool) -> list[int]:
+    """Returns how many numbers each decade has. It is the position of the first one, too."""
+    return [2 ** (decade if signed else decade + 1) for decade in range(_DECADES)]
+
+
+def _zero(signed: bool) -> int:
+    """Returns the position of 0. The position of 1 is the next one after the last decade."""
+    return 0 if signed else 1
 
 
 @functools.cache
-def code_magnitudes(*, signed: bool) -> Tensor:
-    """Returns the numbers of the code from 0 to 1, fp32: 129 of the signed code, 256 of the unsigned one."""
-    numbers = [torch.zeros(1, dtype=torch.float64, device="cpu")]
-    for decade in range(7):
-        count = 2 ** (decade if signed else decade + 1)
-        bounds = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64, device="cpu")
-        numbers.append(10.0 ** (decade - 6) * (bounds[:-1] + bounds[1:]) / 2)
-    return torch.cat([*numbers, torch.ones(1, dtype=torch.float64, device="cpu")]).float()
+def _lines(*, signed: bool) -> Tensor:
+    """Returns two lines for each decade, fp32: slope and offset of numbers by position, and of positions by magnitude.
+
+    The position of a second moment is less by that of 0, which makes it the code.
+    """
+    rows = []
+    for decade, count in enumerate(_counts(signed)):
+        top = 10.0 ** (decade - _DECADES + 1)
+        slope = 0.9 * top / count
+        rows.append((slope, top * (0.45 / count - 0.8), _MARGIN / slope, count * 8 / 9 - _zero(signed)))
+    return torch.tensor(rows, dtype=torch.float32, device="cpu").T.contiguous()
+
+
+def _on_line(values: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+    """Returns slope * values + offset, rounded to fp32 once: where the line is the value's own, fp64 is exact."""
+    return (values.double() * slope.double() + offset.double()).float()
 
 
 @functools.cache
 def code_numbers(*, signed: bool) -> Tensor:
     """Returns the 256 numbers of the code in ascending order, fp32, by their 8-bit codes."""
-    magnitudes = code_magnitudes(signed=signed)
+    slopes, offsets, _, _ = _lines(signed=signed)
+    ends = [torch.tensor([value], dtype=torch.float32, device="cpu") for value in (0.0, 1.0)]
+    decades = []
+    for decade, count in enumerate(_counts(signed)):
+        positions = torch.arange(count, 2 * count, dtype=torch.float32, device="cpu")
+        decades.append(_on_line(positions, slopes[decade], offsets[decade]))
+    magnitudes = torch.cat([ends[0], *decades, ends[1]])
     return torch.cat([-magnitudes[1:-1].flip(0), magnitudes]) if signed else magnitudes
 
 
 @functools.cache
-def _thresholds(*, signed: bool) -> Tensor:
-    """Returns the midpoints of neighbours in `code_magnitudes`: a number above one of them is rounded up."""
-    magnitudes = code_magnitudes(signed=signed).double()
-    return ((magnitudes[:-1] + magnitudes[1:]) / 2).float()
+def code_table(*, signed: bool) -> Tensor:
+    """Returns `DynamicCode` of adam.c, fp32.
 
-
-@functools.cache
-def nearest_table(*, signed: bool) -> Tensor:
-    """Returns, for each bucket of fp32 numbers of equal upper 16 bits from 2^-25 to 1, the rounding of its numbers.
-
-    An entry has the index of the magnitude to which the least number of the bucket is rounded (`code_magnitudes`) in
-    its upper 16 bits, and in its lower ones the largest lower bits that are rounded to the same magnitude.
+    It has slope and offset of the number at a position by the lower four bits of the position's exponent as an fp32
+    number, slope and offset of the position of a magnitude by decade, and `code_numbers`.
     """
-    thresholds = _thresholds(signed=signed)
-    buckets = torch.arange(FIRST_BUCKET, _LAST_BUCKET + 1, dtype=torch.int32, device="cpu")
-    low, high = ((buckets << _BUCKET_BITS) + offset for offset in (0, 0xFFFF))
-    first, last = (torch.bucketize(bits.view(torch.float32), thresholds) for bits in (low, high))
-    last[-1] = first[-1]  # of this bucket, 1 is the only number
-    assert int((last - first).max()) == 1
-    crossed = thresholds[first.clamp(max=len(thresholds) - 1)].view(torch.int32) & 0xFFFF
-    return (first << _BUCKET_BITS | torch.where(last > first, crossed, 0xFFFF)).to(torch.int32)
+    slopes, offsets, rises, starts = _lines(signed=signed)
+    table = torch.zeros(4, 16, dtype=torch.float32, device="cpu")
+    for decade, count in enumerate(_counts(signed)):
+        index = (count.bit_length() + 126) % 16
+        table[0, index], table[1, index] = slopes[decade], offsets[decade]
+    table[1, (index + 1) % 16] = 1.0
+    table[2, :_DECADES], table[2, 8 : 8 + _DECADES] = rises, starts
+    return torch.cat([table[:3].flatten(), code_numbers(signed=signed)])
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
@@ -108,9 +126,12 @@ def _encode_chunk(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool
     scales.copy_(torch.where(finite, torch.where(largest < 2.0**-126, 0.0, scale), torch.nan))
     coded = (finite & (largest >= 2.0**-126))[:, None]
     relative = torch.where(coded, blocks * (1 / scale)[:, None], 0.0)
-    magnitudes = torch.bucketize(relative.abs(), _thresholds(signed=signed))
+    magnitudes = relative.abs() if signed else relative
+    _, _, rises, starts = _lines(signed=signed)
+    lines = [_on_line(magnitudes, rise, start) for rise, start in zip(rises, starts, strict=True)]
+    positions = functools.reduce(torch.minimum, lines).int()
     if signed:
-        found = torch.where(relative < 0, 127 - magnitudes.clamp(max=127), 127 + magnitudes)
+        found = (127 + torch.where(relative < 0, -positions, positions)).clamp(min=0)
     else:
-        found = torch.where(relative > 0, magnitudes.clamp(min=1), 0)
+        found = torch.where(relative > 0, positions.clamp(min=1), 0)
     codes.copy_(found.view(-1)[: len(values)])

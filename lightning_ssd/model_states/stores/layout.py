@@ -111,7 +111,7 @@ class StagedState:
         return values.float()
 
     def encode(self, name: str, values: Tensor) -> None:
-        """Assigns an optimizer state in 8 bits from fp32 values, rounded to the nearest numbers of the code."""
+        """Assigns an optimizer state in 8 bits from fp32 values, rounded to numbers of the code."""
         encode(values, self.states[name], self.scales[name], signed=name not in UNSIGNED_STATES)
 
     def state(self, name: str, item: ParamView) -> Tensor:
@@ -119,7 +119,7 @@ class StagedState:
         return item.unflatten(self.elements(item.start, item.start + item.numel).decode(name))
 
     def set_state(self, name: str, item: ParamView, value: Tensor) -> None:
-        """Assigns an optimizer state of one parameter, rounded to the nearest numbers of its format."""
+        """Assigns an optimizer state of one parameter, rounded to numbers of its format."""
         if self.moments != "8bit":
             item.of(self.states[name]).copy_(value)
             return

@@ -6,15 +6,15 @@ futures here. `layout` has the arrays, `buffers` the memory of each tier, and `v
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, all_of, failed, finished, h2d_and_release, then
-from lightning_ssd.model_states.stores.buffers import SSDBuffer, StateBuffer, StateStaging
+from lightning_ssd.device import CopyEngine, Mark, h2d_and_release
+from lightning_ssd.futures import Future, all_of, failed, finished, then
+from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 from lightning_ssd.model_states.units import Loaded, exact_value
@@ -22,6 +22,36 @@ from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
 from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
+
+
+def commit_memory(stores: Iterable["StateStore"], *, pin: bool) -> None:
+    """Commits the host memory of values, which no thread uses meanwhile. They do not change.
+
+    Args:
+        stores: stores of the values.
+        pin: page-lock compute weights, which are copied to the device.
+
+    Raises:
+        StorageError: they can't be page-locked.
+    """
+    buffers = [store.buffers for store in stores]
+    HostBuffer.commit([one.weights for one in buffers], pin=pin)
+    HostBuffer.commit([one.opt_state for one in buffers], pin=False)
+
+
+def pin_values(stores: Sequence["StateStore"]) -> None:
+    """Page-locks all values in host memory, which no thread uses meanwhile, for copies to the device and from it.
+
+    Of values on SSDs, it page-locks the staging memory, which all flat parameters share.
+
+    Raises:
+        StorageError: they can't be page-locked.
+    """
+    HostBuffer.commit([buffer for store in stores for buffer in store.buffers], pin=True)
+    for store in stores:
+        if not store.buffers.in_memory:
+            assert store.staging is not None
+            store.staging.states.pool.pin()
 
 
 class StateStore:
@@ -199,7 +229,7 @@ class StateStore:
     @property
     def steps_in_place(self) -> bool:
         """Whether a step on the device overwrites committed values, and not a second version or staging memory."""
-        return any(not buffer.has_second for buffer in self.buffers.host)
+        return any([not buffer.has_second for buffer in self.buffers.host])
 
     @property
     def lost(self) -> bool:
@@ -209,20 +239,6 @@ class StateStore:
     def lose(self, error: BaseException) -> None:
         """Declares the values lost: a step in place has failed midway. They can't be staged any more."""
         self._lost = error
-
-    def pin(self) -> None:
-        """Page-locks the values in host memory, for copies to the device and from it.
-
-        Of values on SSDs, it page-locks the staging memory, which all flat parameters share.
-
-        Raises:
-            StorageError: they can't be page-locked.
-        """
-        for buffer in self.buffers.host:
-            buffer.pin()
-        if not self.buffers.in_memory:
-            assert self.staging is not None
-            self.staging.states.pool.pin()
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 from torch import Tensor
 
-from lightning_ssd.device import all_of, ended, finished
+from lightning_ssd.futures import Future, all_of, ended, finished
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer
 from lightning_ssd.model_states.stores.layout import Layout, StagedState, StoredArray
 from lightning_ssd.storage import Blob, FileRange, StorageError
@@ -119,7 +118,7 @@ class VersionedBuffers:
     @property
     def has_second(self) -> bool:
         """Whether the second version is allocated."""
-        return all(buffer.has_second for buffer in self._buffers)
+        return self._buffers[0].has_second and self._buffers[-1].has_second
 
     def add_second(self) -> bool:
         """Allocates the second version of values in host memory, unless it is allocated; no step is staged.
@@ -166,7 +165,7 @@ class VersionedBuffers:
 
     def _require_seconds(self, buffers: Sequence[StateBuffer]) -> None:
         """Allocates second versions in host memory beside those on SSDs."""
-        if self._layout.versions == 2 and any(buffer.staging_bytes for buffer in buffers):
+        if self._layout.versions == 2 and any([buffer.staging_bytes for buffer in buffers]):
             for buffer in buffers:
                 if isinstance(buffer, HostBuffer):
                     buffer.add_second()
@@ -177,7 +176,7 @@ class VersionedBuffers:
         """Returns the values where they are stored, all in host memory; `step` as in `StateStore.stage`."""
         if step not in self._in_place:
             staged = self._in_host_memory(uncommitted=False)
-            if step and any(buffer.has_second for buffer in self._buffers):
+            if step and any([buffer.has_second for buffer in self._buffers]):
                 staged.uncommitted = self._in_host_memory(uncommitted=True)
             self._in_place[step] = finished(staged)
         return self._in_place[step]
@@ -208,7 +207,7 @@ class VersionedBuffers:
         staged = self._layout.views(*parts)
         if step:
             others = [buffer.uncommitted(part) for buffer, part in zip(self._buffers, parts, strict=True)]
-            if any(other is not part for other, part in zip(others, parts, strict=True)):
+            if any([other is not part for other, part in zip(others, parts, strict=True)]):
                 staged.uncommitted = self._layout.views(*others)
         staged.memory = memory
         return staged, all_of(reads)

@@ -58,7 +58,7 @@ class SharedMemory:
         storage = self._tensor.untyped_storage()  # adds one to the use count
         if internals.storage_use_count(internals.storage_key(storage)) > len(self._users) + 1:
             return True
-        return any(self.overlaps(other) for other in self._users if other is not self)
+        return any([self.overlaps(other) for other in self._users if other is not self])
 
     def tensor(self) -> Tensor:
         """Returns a tensor over the memory."""
@@ -110,4 +110,4 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def same_stride(tensor: Tensor, stride: Sequence[int]) -> bool:
     """Returns whether `tensor` has the strides `stride`, ignoring dimensions of size 1."""
     pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
-    return not tensor.numel() or all(size == 1 or one == other for size, one, other in pairs)
+    return not tensor.numel() or all([size == 1 or one == other for size, one, other in pairs])

@@ -17,7 +17,6 @@ and to `evict` after that.
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from lightning_ssd import forks
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import in_backward
 from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.futures import Future
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
@@ -293,7 +293,7 @@ class ParamPrefetcher:
 
     def _make_resident(self, unit: int) -> None:
         """Makes `unit` resident, and evicts units that are not expected soon."""
-        if any(flat not in self._loads for flat in self._units[unit]):
+        if any([flat not in self._loads for flat in self._units[unit]]):
             self._evict_all_but(self._lookahead())
             self._load(unit)
         self._wait_for_unit(unit)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torchmetrics import Metric
 from torchmetrics.aggregation import RunningMean
-from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup_lr_rate
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
@@ -160,8 +160,10 @@ class RecipeModule(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the count of tokens (or images)."""
+        """Saves the count of tokens (or images), and the configuration of a model of `transformers` for `export`."""
         checkpoint[f"{self.unit}_seen"] = self.seen
+        if isinstance(self.model, PreTrainedModel):
+            checkpoint["model_config"] = self.model.config.to_json_string()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The gradient scale of a step, or its error, is copied to the host exactly once."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import CPUCopyEngine, Mark
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import grad_scale
 from lightning_ssd.model_states.gradients.grad_scale import Clipping, GradScaleDecision

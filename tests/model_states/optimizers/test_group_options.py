@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import lightning_ssd
 from lightning_ssd.model_states.optimizers import user_optimizers
 from tests.support.compare import assert_same
-from tests.support.models import BlocksModel
+from tests.support.models import BlocksModel, ManualSteps
 from tests.support.states import offloading
 from tests.support.trainings import rows, train
 
@@ -58,15 +58,8 @@ class Deferred(BlocksModel):
         assert self.blocks[0].up.weight.grad is not None  # type: ignore[union-attr]
 
 
-class Manual(BlocksModel):
-    automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+class Manual(ManualSteps, BlocksModel):
+    pass
 
 
 class Closure(BlocksModel):

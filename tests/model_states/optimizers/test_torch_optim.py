@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support.models import ManualSteps
 from tests.support.trainings import make_trainer
 
 # Below, at and above the widths of vectors.
@@ -164,18 +165,8 @@ def test_sparse_adam(tmp_path: Path) -> None:
     assert differences(train(tmp_path, strategy, Sparse(), None), train(tmp_path, "auto", Sparse(), None)) == {}
 
 
-class Manual(Odd):
+class Manual(ManualSteps, Odd):
     """Steps within autocast, which casts matrix products of the optimizer, too."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.model_states.placement.budget import AHEAD, plan_memory
+from lightning_ssd.model_states.placement.budget import AHEAD, describe_smaller_formats, plan_memory
 from lightning_ssd.model_states.stores.layout import Layout
 from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.shared_gradients import shared_gradient_bytes
@@ -91,3 +91,13 @@ def test_summed_gradients_have_memory_of_their_own(
 def test_a_needed_budget_is_named() -> None:
     with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
         plan_memory(layouts([1000], 1, False), "host", 1000, shared=False)
+
+
+def test_the_memory_that_other_formats_of_states_save_is_named() -> None:
+    """Two moments of 8 bytes take 4 rounded to bf16, and 2 in blocks of 8 bits, with a scale for each block."""
+    made = layouts([2**20, 2**21], 2, False)
+    assert describe_smaller_formats(made) == "`state_format='bf16'` 12.00 MiB and `state_format='8bit'` 17.91 MiB"
+    with pytest.raises(ValueError, match="Optimizer states that are rounded save `state_format='bf16'` 12.00 MiB and"):
+        plan_memory(made, "host", 1000, shared=False)
+    assert describe_smaller_formats([replace(layout, moments="bf16") for layout in made]) is None
+    assert describe_smaller_formats([replace(layout, state_names=("momentum_buffer",)) for layout in made]) is None

@@ -31,7 +31,7 @@ from tests.support.states import STEPS, train
 
 
 def ssd(path: Any, **arguments: Any) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "32MiB"} | arguments)
+    return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "64MiB"} | arguments)
 
 
 @combinations(
@@ -229,7 +229,7 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             watched.append((trainer.strategy.model_states, trainer.strategy.offloader))
 
-    auto: Any = {"min_bytes": 1, "host_memory": "32MiB"}
+    auto: Any = {"min_bytes": 1, "host_memory": "64MiB"}
     actual = train(
         tmp_path, SSDOffloadStrategy(tmp_path, **auto), model, callbacks=[swaps, Watch()], limit_val_batches=0
     )
@@ -282,7 +282,7 @@ def test_teraios_plan_is_applied(
     replace(HardwareProfile.from_json(MACHINE), **rates).to_json(machine)
     swaps = planner(planner="teraio", machine=machine, gpu_memory=gpu_memory)
     how: Any = {"limit_val_batches": 0, "batches": 12}
-    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, host_memory="32MiB")
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, host_memory="64MiB")
     actual = train(tmp_path, strategy, Model(), callbacks=[swaps, Watch()], **how)
     assert actual.losses == train(tmp_path, "auto", Model(), **how).losses
     plan, runner = swaps.cycle.plan, swaps.cycle.runner

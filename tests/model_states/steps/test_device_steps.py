@@ -9,7 +9,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
+from lightning_ssd.device import CPUCopyEngine, Worker
+from lightning_ssd.futures import Future, ended, finished
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
@@ -31,7 +31,7 @@ from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.piece_transfers import CUT, pieces
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
 from lightning_ssd.model_states.stores.layout import Layout
-from lightning_ssd.model_states.stores.state_store import StateStore
+from lightning_ssd.model_states.stores.state_store import StateStore, pin_values
 from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.storage import Slab
 from tests.support.compare import assert_same, same
@@ -130,7 +130,7 @@ def test_pieces_take_memory_of_prefetched_weights(
 def test_no_step_runs_while_values_are_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the CPU may allocate or free a second version, and pages that are freed can't be locked."""
     calls: list[str] = []
-    monkeypatch.setattr(StateStore, "pin", lambda store: calls.append("pin"))
+    monkeypatch.setattr(Slab, "pin", lambda slab: calls.append("pin"))
     copies: Any = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(DeviceSteps, "_make_stepper", lambda steps: True)
     layout = Layout(
@@ -140,14 +140,14 @@ def test_no_step_runs_while_values_are_page_locked(tmp_path: Path, monkeypatch: 
         stores = {layout.flat: store}
         steps = DeviceSteps(stores, [layout.flat], copies, SimpleNamespace(), lambda: calls.append("drain"))  # type: ignore[arg-type]
         assert steps.plan([layout.flat], ())
-    assert calls == ["drain", "pin"]
+    assert calls == ["drain", "pin", "pin"]
 
 
 def test_staging_memory_is_page_locked_for_values_on_ssds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
     monkeypatch.setattr(Slab, "pin", lambda slab: locked.append(slab.tensor.numel()))
     with open_store(tmp_path, ("host", "ssd"), make_layout(1)) as (store, scratch):
-        store.pin()
+        pin_values([store])
         assert locked == [store.flat.nbytes, scratch.states.pool.budget]
 
 

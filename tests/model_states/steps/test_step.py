@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device import Worker, finished
+from lightning_ssd.device import Worker
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.model_states.optimizers.adam import any_kernel
 from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer
 from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together

@@ -1,6 +1,5 @@
 """Roll-back of partial steps: each flat parameter has the values of the same step afterwards, or is named."""
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.device import finished
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.model_states.steps.step_history import StepHistory
 from lightning_ssd.model_states.units.flat import FlatParameter
 from tests.support.state_stores import CPU

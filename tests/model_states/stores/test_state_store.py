@@ -2,7 +2,6 @@
 
 import contextlib
 import weakref
-from concurrent.futures import Future
 from errno import EIO
 from itertools import product
 from operator import is_
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine
+from lightning_ssd.futures import Future
 from lightning_ssd.model_states.placement.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.stores import buffers
 from lightning_ssd.model_states.stores.buffers import SpareMemory, SSDBuffer, StateStaging
@@ -181,7 +181,7 @@ def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after
         store.unstage(staged, changed=True)
         sizes = (layout.flat.nbytes, layout.opt_state_bytes)
         made = [
-            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=2, pin=False)
+            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=2)
             for nbytes, old, new in zip(sizes, before, after, strict=True)
         ]
         store.move(*made)
@@ -205,7 +205,7 @@ def test_values_are_moved_after_they_are_written(tmp_path: Path, before: Tiers) 
         staged = store.stage().result(timeout=60)
         backend.error["write"] = OSError(EIO, "Input/output error")
         store.unstage(staged, changed=True)
-        new = make_buffer(layout.opt_state_bytes, "host", scratch, contextlib.ExitStack(), versions=2, pin=False)
+        new = make_buffer(layout.opt_state_bytes, "host", scratch, contextlib.ExitStack(), versions=2)
         with pytest.raises(StorageError, match="Input/output error"):
             store.move(None, new)
         backend.error.clear()

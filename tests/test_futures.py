@@ -1,0 +1,109 @@
+"""Combined futures complete, whether the underlying ones have a result, fail or are cancelled."""
+
+import threading
+from typing import Any
+from weakref import ref
+
+import pytest
+
+from lightning_ssd.futures import CancelledError, Future, InvalidStateError, all_of, ended, finished, first_of, then
+
+
+def end(future: "Future[Any]", how: str) -> None:
+    if how == "result":
+        future.set_result(None)
+    elif how == "error":
+        future.set_exception(ValueError("lost"))
+    else:
+        future.cancel()
+
+
+@pytest.mark.parametrize("done", ["neither", "first", "both"])
+@pytest.mark.parametrize("outer", ["result", "error", "cancelled"])
+@pytest.mark.parametrize("inner", ["result", "error", "cancelled"])
+@pytest.mark.parametrize("make", [lambda one, other: then(one, lambda _: other), lambda *both: all_of(both)])
+def test_every_end_of_either_future_is_passed_on(make: Any, outer: str, inner: str, done: str) -> None:
+    """Also if they are done before they are combined."""
+    first: Future[None] = Future()
+    second: Future[None] = Future()
+    if done != "neither":
+        end(first, outer)
+    if done == "both":
+        end(second, inner)
+    result = make(first, second)
+    if done == "neither":
+        end(first, outer)
+    if done != "both":
+        end(second, inner)
+    assert result.done() and ended(result).result() is None
+    hows = {outer, inner}
+    expected = {"error": ValueError, "cancelled": CancelledError}.get(outer if outer != "result" else inner)
+    error = result.exception()
+    assert type(error) is expected if expected else error is None and hows == {"result"}
+
+
+def test_the_function_that_makes_the_second_future_may_fail() -> None:
+    def fail(_: None) -> "Future[None]":
+        raise ValueError("no")
+
+    assert isinstance(then(finished(None), fail).exception(), ValueError)
+
+
+@pytest.mark.parametrize("how", ["result", "error"])
+def test_ended_futures_do_not_refer_to_combined_ones(how: str) -> None:
+    """Steps wait for futures that are used in the callbacks of others: memory would be kept by such cycles."""
+    first: Future[None] = Future()
+    combined = all_of([first])
+    found = ref(combined)
+    end(first, how)
+    del combined
+    assert found() is None
+
+
+def test_work_that_has_begun_is_not_cancelled_and_cancelled_work_does_not_begin() -> None:
+    begun, cancelled = Future[int](), Future[int]()
+    assert begun.begin() and not begun.cancel()
+    assert cancelled.cancel() and not cancelled.begin() and not cancelled.cancel()
+    begun.set_result(3)
+    assert begun.result() == 3 and not begun.cancelled() and cancelled.cancelled()
+    with pytest.raises(CancelledError):
+        cancelled.result()
+    with pytest.raises(InvalidStateError):
+        begun.set_result(4)
+    assert begun.result() == 3
+
+
+def test_a_wait_ends_before_callbacks_which_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """A thread that waits goes on although the first callback needs it to, and the second one runs after an error."""
+    future, went_on = Future[int](), threading.Event()
+    ended: list[bool] = []
+    assert not future.wait(0)
+    with pytest.raises(TimeoutError):
+        future.result(0)
+
+    def fail(_: Future[int]) -> None:
+        ended.append(went_on.wait(60))
+        raise ValueError("no")
+
+    def wait(_: Future[int]) -> None:
+        woken.set_result(future.result(60))
+        went_on.set()
+
+    woken = Future[int]()
+    future.add_done_callback(fail)
+    future.add_done_callback(lambda _: ended.append(True))
+    waiter = threading.Thread(target=wait, args=(future,))
+    waiter.start()
+    future.set_result(3)
+    waiter.join()
+    assert woken.result() == 3 and ended == [True, True] and "a callback of a future has failed" in caplog.text
+
+
+def test_the_first_of_several_futures_ends_a_wait_and_later_ones_change_nothing() -> None:
+    slow, fast = Future[None](), Future[None]()
+    first = first_of([slow, fast])
+    assert not first.done()
+    fast.set_exception(ValueError("lost"))
+    assert first.result() is None
+    slow.set_result(None)
+    assert first_of([slow, Future()]).done()
