@@ -66,6 +66,34 @@ class ReadsGradients(Net):
         self.seen = [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
 
 
+class Looks(Net):
+    """Rank 1 reads weights, optimizer states and a state dict after each step, and rank 0 does not."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.seen: list[Tensor | None] = []
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.rank == 1:
+            moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+            values = [*self.state_dict().values(), *self.parameters(), *moments]
+            self.seen += [value.detach().clone() for value in values]
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
+        self.look(self.trainer.optimizers[0])
+
+
+class Overflows(Net):
+    """The gradients of rank 1 in one batch are infinite."""
+
+    def loss(self, batch: Tensor, index: int) -> Tensor:
+        return super().loss(batch, index) * (1e8 if self.rank == 1 and index == 1 else 1.0)
+
+
+class OverflowsRead(Overflows, ReadsGradients):
+    pass
+
+
 class Manual(Net):
     """Steps after two backwards, by hand."""
 
@@ -98,6 +126,7 @@ class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
     route: Callable[[int, int], list[int]] = _all_blocks
     module: type[Net] = Net
+    scaled: bool = False
     tied: bool = False
     frozen: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +149,9 @@ CASES = {
     "branches, gradients are read": Case(
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
+    "values are read": Case(module=Looks),
+    "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
 }
@@ -130,14 +162,19 @@ def batches(rank: int) -> list[Tensor]:
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
 
 
+def make_scaler(case: Case) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=case.scaled)
+
+
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
     torch.manual_seed(dist.get_rank())  # the values of rank 0 count
     module = case.module(case)
     strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
+    scaled = {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler(case))} if case.scaled else {}
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **case.trainer,
+        **case.trainer, **scaled,
     )  # fmt: skip
     trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))
     (optimizer,) = trainer.optimizers
@@ -149,23 +186,30 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
     module = case.module(case)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(module), find_unused_parameters=True)
     optimizer = case.optimizer([one for one in module.parameters() if one.requires_grad])
-    window = case.trainer.get("accumulate_grad_batches", 1)
+    window, scaler = case.trainer.get("accumulate_grad_batches", 1), make_scaler(case)
     for _ in range(2):
         own = batches(dist.get_rank())
         for index, batch in enumerate(own):
             steps = (index + 1) % window == 0 or index + 1 == len(own)
             with contextlib.nullcontext() if steps else wrapped.no_sync():
-                (wrapped(batch, index) / window).backward()
+                with torch.autocast("cpu", torch.float16, enabled=case.scaled):
+                    loss = wrapped(batch, index)
+                scaler.scale(loss / window).backward()
                 if case.module is Manual:
                     wrapped(batch * 0.5, index).backward()
             if not steps:
                 continue
+            scaler.unscale_(optimizer)
             if limit := case.trainer.get("gradient_clip_val"):
                 by_value = case.trainer.get("gradient_clip_algorithm") == "value"
                 clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
                 clip(module.parameters(), limit)
-            module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
-            optimizer.step()
+            if not isinstance(module, Looks):
+                module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            if isinstance(module, Looks):
+                module.look(optimizer)
             optimizer.zero_grad()
     return module, optimizer.state_dict()
 
@@ -191,10 +235,10 @@ def differences(case: Case) -> Iterator[str]:
             found = our_state["state"].get(key, {}).get(name)
             if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
                 yield f"state {name} of parameter {key}"
-    if case.module is ReadsGradients and not case.trainer:
-        for (name, _), one, other in zip(ours.named_parameters(), ours.seen, plain.seen, strict=True):
+    if issubclass(case.module, (ReadsGradients, Looks)) and not case.trainer:
+        for number, (one, other) in enumerate(zip(ours.seen, plain.seen, strict=True)):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
-                yield f"gradient of {name}"
+                yield f"value {number} that was read"
 
 
 if __name__ == "__main__":
