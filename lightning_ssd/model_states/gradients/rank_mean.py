@@ -1,8 +1,8 @@
 """The mean of several ranks' gradients, by the kernel in rank_mean.c, or by torch's operators without a compiler.
 
-On several processes' threads torch's operators take seconds where the kernel takes a hundredth of one: each of them
-begins and ends with a meeting of all its threads, while another process may have their cores. The kernel has one
-meeting for each flat parameter.
+Torch's operators take several passes over each chunk, and all threads of an operator meet at its end. Where threads of
+several processes share the cores, each of these meetings waits until the last thread has a core. The kernel takes one
+pass, with one meeting for each flat parameter.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from lightning_ssd.device import available_cores, kernel_threads, load_c_library
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients in the order of their numbers in rank_mean.c."""
-CHUNK = 2**18
+CHUNK = 2**20
 """Elements that torch sums at a time: their sum stays in the cache between the ranks' gradients."""
 LEAST_PAST_CACHES = 2**20
 """Least number of elements whose mean is written past the caches, which it would not fit into."""
@@ -58,6 +58,7 @@ def write_mean(total: Tensor, sources: Sequence[Tensor], share: float) -> None:
 
 
 def write_mean_by_torch(total: Tensor, sources: Sequence[Tensor], share: float) -> None:
+    """Writes the same bits as `write_mean`, by operators of torch."""
     for low in range(0, total.numel(), CHUNK):
         chunk = slice(low, min(low + CHUNK, total.numel()))
         mean = sources[0][chunk].float() * share
