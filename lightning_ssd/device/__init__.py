@@ -5,6 +5,7 @@
 from which bytes are copied to the device.
 """
 
+from lightning_ssd.device.c_library import load_c_library
 from lightning_ssd.device.cgroups import CGROUPS, PROC
 from lightning_ssd.device.clock import Clock, HostClock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
@@ -45,6 +46,7 @@ __all__ = [
     "available_memory",
     "h2d_and_release",
     "kernel_threads",
+    "load_c_library",
     "make_clock",
     "make_copy_engine",
     "process_gpu_memory",

@@ -23,16 +23,13 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
-from lightning_ssd.model_states.gradients import GradientOffloader, measure_summed
+from lightning_ssd.model_states.gradients import GradientOffloader, mean_library, measure_summed, write_mean
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankError, Topic
 from lightning_ssd.waits import wait_for, wait_for_all
-
-CHUNK = 2**20
-"""Elements that are summed at a time: their sum stays in the cache between the ranks' gradients."""
 
 
 class RankSteps:
@@ -69,6 +66,7 @@ class RankSteps:
         self._gradients = gradients
         self._copies = copies
         self._worker = worker
+        mean_library()  # compiled now, and not while the first step waits
         self._sums = dict.fromkeys(flat_optimizers, 0)
         """Sums of each flat parameter's gradients so far."""
         self._steps = dict.fromkeys(flat_optimizers, 0)
@@ -286,22 +284,6 @@ class RankSteps:
     def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
         counts[flat] += 1
         return counts[flat]
-
-
-def write_mean(total: Tensor, sources: Sequence[Tensor], share: float) -> None:
-    """Writes the sum of `sources`, each multiplied by `share`, in their order and in fp32.
-
-    Args:
-        total: fp32, one dimension; it may be one of the sources.
-        sources: tensors with as many elements, in any floating dtype.
-        share: the reciprocal of the number of ranks. DDP multiplies by it before it sums, too.
-    """
-    for low in range(0, total.numel(), CHUNK):
-        chunk = slice(low, min(low + CHUNK, total.numel()))
-        mean = sources[0][chunk].float() * share
-        for source in sources[1:]:
-            mean.add_(source[chunk], alpha=share)
-        total[chunk] = mean
 
 
 _FLAGS = 6

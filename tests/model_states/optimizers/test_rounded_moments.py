@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_ssd.device import c_library
 from lightning_ssd.model_states.optimizers import adam_c, optimizers
 from lightning_ssd.model_states.optimizers.adam import AdamKernel, ElementSpan, any_kernel, torchs_step
 from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer, StepHalf, StepInput
@@ -151,8 +152,8 @@ def test_processors_of_other_vector_widths_have_the_same_bits(monkeypatch: pytes
         pytest.skip("there is no C compiler, or no AVX2")
     flat, options = make_flat({"a": 70, "b": 5000}, torch.bfloat16), options_of(torch.optim.AdamW, lr=0.1)
     expected = {moments: run(flat, options, moments) for moments in ("bf16", "8bit")}
-    monkeypatch.setattr(adam_c, "FLAGS", (*adam_c.FLAGS, "-march=x86-64-v3"))
-    narrow = AdamKernel(ctypes.CDLL(str(adam_c._compile("cc"))), None, 1)
+    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-march=x86-64-v3"))
+    narrow = AdamKernel(ctypes.CDLL(str(c_library.compile_library(adam_c.SOURCE, "cc"))), None, 1)
     monkeypatch.setattr(optimizers, "any_kernel", lambda: narrow)
     for moments, values in expected.items():
         assert same_values(run(flat, options, moments), values, flat)
