@@ -106,7 +106,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
         tier: tiers of offloaded activations, and of model states with `states="auto"`: `"ssd"` (host memory and SSDs),
             or `"host"` (host memory only).
         offload: activations of each micro-batch to offload. `"auto"`: those that do not fit on the GPU, according to
-            the memory of the first two or three steps. If all fit, they are kept and saved-tensor hooks are disabled.
+            the memory of the first one to three steps. If all fit, they are kept and saved-tensor hooks are disabled.
             Otherwise the training is profiled and planned within its first steps: each saved tensor is kept, offloaded
             or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
             Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the

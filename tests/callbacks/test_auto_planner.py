@@ -245,13 +245,15 @@ def test_a_large_batch_is_waited_for_during_a_few_steps(
     assert set(see.placements[: recorded + 1]) == {OffloadExcess} and see.placements[recorded + 1] is OffloadAll
 
 
-@pytest.mark.parametrize(("level", "recorded"), [(0, 3), (450_000, 1)])
+@pytest.mark.parametrize(("level", "recorded"), [(0, 3), (900_000, 1)])
 def test_the_second_step_is_recorded_if_the_first_one_has_shown_that_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See, level: int, recorded: int
+    monkeypatch: pytest.MonkeyPatch, see: See, level: int, recorded: int
 ) -> None:
     """Bytes that are allocated after the first step and its saved bytes are more than there are."""
-    use(Meter(5e5, 450_000, level), monkeypatch)
-    fit(tmp_path, [3] * 12, [see])
+    how: dict[str, Any] = {"model": TinyGPT, "precision": "32-true", "accumulate": 1, "steps": 10}
+    plain = train("auto", **how)
+    use(Meter(1e6, 900_000, level), monkeypatch)
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
     assert see.modes.index("TraceMode") == see.outcomes.index("plan") == recorded
     assert see.planned[-1]
 
