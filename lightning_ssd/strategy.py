@@ -106,9 +106,9 @@ class SSDOffloadStrategy(DataParallelStrategy):
         tier: tiers of offloaded activations, and of model states with `states="auto"`: `"ssd"` (host memory and SSDs),
             or `"host"` (host memory only).
         offload: activations of each micro-batch to offload. `"auto"`: those that do not fit on the GPU, according to
-            the memory of the first two or three steps. If all fit, they are kept and saved-tensor hooks are disabled.
-            Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
-            kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
+            the memory of the first one to three steps. If all fit, they are kept and saved-tensor hooks are disabled.
+            Otherwise the training is profiled and planned within its first steps: each saved tensor is kept, offloaded
+            or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
             Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the
             first micro-batches runs out of memory, it is run again with all saved tensors offloaded, and then with
             model states offloaded (`states="auto"`), with the same numbers. A compiled block is one operator: its saved

@@ -25,7 +25,6 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-from lightning_ssd.autoplan import profiling_budget  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
 from tests.support.steps import worker  # noqa: E402, F401
 
@@ -54,13 +53,6 @@ def quick_measurements(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     trainings."""
     if "storage" not in request.path.parts and "gpu" not in request.path.parts:
         measure_few_bytes(monkeypatch.setattr)
-
-
-@pytest.fixture(autouse=True)
-def unlimited_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps before the first plan are no fewer on a machine that other processes use. Tests of the limit of seconds
-    set a clock."""
-    monkeypatch.setattr(profiling_budget, "perf_counter", lambda: 0.0)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ The modules, by subject, in the order in which they are best read:
 
 - the meeting with Lightning: `protocol`.
 - the decision of `offload="auto"`: `auto_plan`, `known_memory` (a micro-batch that may need more memory), `obstacles`.
-- a plan: `plan_cycle` (its life), `profiled_steps`, `profiling_budget`, `plan_maker`, `plan_runner`
+- a plan: `plan_cycle` (its life), `profiled_steps`, `plan_maker`, `plan_runner`
   (applies and measures it), `plan_report`, `step_timer`.
 - sizes of micro-batches, and rows of a plan: `batches`.
 """
@@ -15,7 +15,6 @@ from lightning_ssd.autoplan.obstacles import CompiledCode, compiled_units, obsta
 from lightning_ssd.autoplan.plan_cycle import TOLERANCE, PlanCycle, PlanOptions
 from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, WARMUP_AFTER_CHANGE, Comparison, PlanRunner
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
-from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
 from lightning_ssd.autoplan.protocol import MicroBatchPlanner, StatesOwner, Training
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "PlanOptions",
     "PlanRunner",
     "ProfiledSteps",
-    "ProfilingBudget",
     "StatesOwner",
     "Training",
     "compiled_units",

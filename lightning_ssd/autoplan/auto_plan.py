@@ -27,7 +27,6 @@ from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_para
 from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
 from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
-from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
@@ -37,7 +36,8 @@ __all__ = ["AutoPlan", "Outcome"]
 Outcome = Literal["measuring", "keep", "plan", "offload"]
 
 FIRST_STEPS = 2
-"""Steps before the decision: the first one allocates optimizer states, the second one shows their memory."""
+"""Steps before the decision: the first one allocates optimizer states, the second one shows their memory. One step is
+enough if its saved tensors have no room beside what is allocated after it."""
 
 SHORT_STEPS_AFTER_KEEP = 2
 """Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With
@@ -71,7 +71,6 @@ class AutoPlan(Uncopied):
         self._training = training
         self._obstacles = Obstacles(training)
         self._parameters = tuple(training.module.parameters())
-        self._profiling_budget = ProfilingBudget()
         self._batches = SeenBatches()
         """Batches of the whole training."""
         self._failed_profiles = 0
@@ -90,7 +89,8 @@ class AutoPlan(Uncopied):
         self._trained: frozenset[int] = frozenset()
         """Indices of the parameters that it trains."""
         self._limited = False
-        """Whether the present micro-batch is compared with measured ones, as it follows no plan of operators."""
+        """Whether the present micro-batch keeps the saved tensors that have room, so that its memory is compared with
+        measured ones."""
         self._at_boundary = True
         """Whether the next micro-batch is the first of a step."""
         self._begins_step = True
@@ -161,21 +161,19 @@ class AutoPlan(Uncopied):
         self._runs_again = False
         if self._at_boundary:
             self._short = False
-            if self.cycle is None:  # which counts its own steps
-                self._profiling_budget.begin_step()
         self._shape = BatchShape.of(batch)
         self._trained = trained_parameters(self._parameters)
         larger = not self._batches.covers(self._shape)
         if self._shape is not None:
             self._batches.add(self._shape)
         self._begins_step, self._at_boundary = self._at_boundary, False
-        self._limited = self.cycle is None
-        if self.cycle is None:
-            self._apply_limit(self._known)
-        else:
+        if self.cycle is not None:
             self.cycle.begin_micro_batch(batch)
-            if self.cycle.offloads_all:
-                self._training.offloader.limit_window(self._known.limit.fitting_window)
+        self._limited = self.cycle is None or self.cycle.keeps_excess
+        if self._limited:
+            self._apply_limit(self._known)
+        elif self.cycle is not None and self.cycle.offloads_all:
+            self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
@@ -184,7 +182,8 @@ class AutoPlan(Uncopied):
         """Called before each backward."""
         if self._known is not None and self._steps == 0:
             self._obstacles.see_first_step(loss, self._training.offloader.device)
-        if self.outcome in ("measuring", "keep") and (self._short or self._states_are_movable()):
+        first = self._steps < FIRST_STEPS
+        if self.cycle is None and (first or self._short or self._states_are_movable()):
             self._obstacles.see_backward(loss)
         if self.cycle is not None:
             self.cycle.begin_backward()
@@ -239,22 +238,17 @@ class AutoPlan(Uncopied):
             elif ran_out:
                 self._plan_smaller(known, self.cycle)
             return
-        self._profiling_budget.end_step()
         self._decide(known)
 
     def pause(self) -> None:
         """Called when a validation begins."""
         if self.cycle is not None:
             self.cycle.pause()
-        else:
-            self._profiling_budget.pause()
 
     def resume(self) -> None:
         """Called when a validation has ended."""
         if self.cycle is not None:
             self.cycle.resume()
-        else:
-            self._profiling_budget.resume()
 
     def end_epoch(self) -> None:
         """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
@@ -280,11 +274,16 @@ class AutoPlan(Uncopied):
     # ---- before there is a plan of operators ----
 
     def _apply_limit(self, known: KnownMemory) -> None:
-        """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
+        """Limits the saved tensors that the present micro-batch keeps.
+
+        Hooks are disabled if all of them have room, unless the training is profiled for a plan.
+        """
         known.begin(self._shape, self._trained)
         self._short |= known.short
-        decided = self._steps >= FIRST_STEPS
         self._training.offloader.limit_window()
+        if self.cycle is not None:
+            return
+        decided = self._steps >= FIRST_STEPS
         self._enable_hooks(not (decided and known.fits))
         if decided and known.limit.fits and self.outcome != "keep":
             self.outcome = "keep"
@@ -299,8 +298,11 @@ class AutoPlan(Uncopied):
     def _decide(self, known: KnownMemory) -> None:
         """Plans the training if saved tensors have no room, or if model states may be moved."""
         movable = self._states_are_movable()
+        pattern = self._training.offloader.last_pattern
+        first_lacks_room = self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0))
+        self._short = self._short or first_lacks_room
         self._short_steps = self._short_steps + 1 if self._short else 0
-        if self._steps < FIRST_STEPS or known.limit.measuring:
+        if not first_lacks_room and (self._steps < FIRST_STEPS or known.limit.measuring):
             return
         if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
             return
@@ -312,6 +314,7 @@ class AutoPlan(Uncopied):
 
     def _begin_plan(self, known: KnownMemory) -> None:
         self.outcome = "plan"
+        self._obstacles.end_first_steps()
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
         owner = self._training.owner
@@ -321,7 +324,7 @@ class AutoPlan(Uncopied):
         meter = known.limit.meter
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
-        self.cycle = PlanCycle(self._training, options, meter, self._profiling_budget, logs_metrics=False)
+        self.cycle = PlanCycle(self._training, options, meter, logs_metrics=False, keeps_excess=True)
         self.cycle.profiled.recordable = self._batches
 
     def _keep_for_cuda_graphs(self) -> None:
@@ -376,6 +379,9 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             self._failed_profiles += self.cycle.measuring
             self.cycle.discard()
+            if self._limited:
+                known.limit.lower()
+                self._limited = False  # its second attempt offloads all
             self._policy = offloader.policy
         offloader.begin_micro_batch()
         offloader.free_discarded()

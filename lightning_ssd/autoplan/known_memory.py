@@ -51,6 +51,17 @@ class KnownMemory:
         self.short = limit.known and not limit.fits
         self.fits = known and limit.fits
 
+    def lacks(self, saved_bytes: int) -> bool:
+        """Returns whether saved storages have no room beside what is allocated between two steps.
+
+        A forward begins with that memory, and needs more for its transient tensors.
+
+        Args:
+            saved_bytes: bytes of the storages that a micro-batch saves.
+        """
+        meter = self.limit.meter
+        return meter.allocated() + saved_bytes > meter.limit()
+
     def end(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Ends the micro-batch; arguments as those of `begin`."""
         if self._only_this:

@@ -40,7 +40,6 @@ from lightning_ssd.autoplan.plan_runner import (
     offload_all,
 )
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
-from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import (
     HardwareProfile,
@@ -108,8 +107,9 @@ class PlanCycle(Uncopied):
         training: the training.
         options: the user's arguments.
         meter: the device's allocator; `None`: its memory is not limited.
-        budget: steps and seconds that profiling may take, a part of which may be spent.
         logs_metrics: whether comparisons are passed to the user's loggers.
+        keeps_excess: whether micro-batches up to the recorded one follow the placement that is in force, which keeps
+            the saved tensors that have room. Otherwise they offload all.
 
     Attributes:
         training: the training.
@@ -117,6 +117,7 @@ class PlanCycle(Uncopied):
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
         stage: phase of the plan; in "calibrate", steps under the calibration plan are timed.
         comparison: the last comparison of a plan's prediction with measured steps.
+        keeps_excess: the argument, until a micro-batch was recorded or has run out of memory.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class PlanCycle(Uncopied):
         training: Training,
         options: PlanOptions,
         meter: AllocatorMeter | None,
-        budget: ProfilingBudget,
         *,
         logs_metrics: bool,
+        keeps_excess: bool = False,
     ) -> None:
         self.training = training
         self.runner: PlanRunner | None = None
@@ -134,16 +135,16 @@ class PlanCycle(Uncopied):
         self.comparison: Comparison | None = None
         self._options = options
         self._meter = meter
-        self._budget = budget
         self._logs_metrics = logs_metrics
-        with budget.counted():
-            machine = options.machine or measure_training_machine(training.offloader, training.state_format)
+        machine = options.machine or measure_training_machine(training.offloader, training.state_format)
         device = training.offloader.device
         self._maker = PlanMaker(
             options.planner, options.plan, options.gpu_memory, machine, options.ssd_bytes_per_day, device
         )
-        self.profiled = ProfiledSteps(training, "SwapPlanner", options.warm_up, options.steps, budget)
-        offload_all(training.offloader)
+        self.profiled = ProfiledSteps(training, options.warm_up, options.steps)
+        self.keeps_excess = keeps_excess
+        if not keeps_excess:
+            offload_all(training.offloader)
         self._states_moved = False
         """Whether model states were moved in this training. They are moved once at most."""
         self._at_boundary = True
@@ -217,7 +218,9 @@ class PlanCycle(Uncopied):
         self._recorded.begin(shape, self.training.offloader.stats().saved)
         if begins and self._meter is not None and self.training.states is None:
             self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
-        if self.profiled.phase == "waiting":
+        if self.profiled.phase == "recording":
+            self.keeps_excess = False  # the checked micro-batch needs memory for recomputed tensors
+        if self.profiled.phase in ("waiting", "recording") and not self.keeps_excess:
             offload_all(self.training.offloader)
         self.profiled.begin_micro_batch(batch)
         if self.profiled.phase == "recording":
@@ -234,6 +237,7 @@ class PlanCycle(Uncopied):
     def discard(self) -> None:
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
+        self.keeps_excess = False
         if self.calibrating and self.runner is not None:
             self.runner.stop()
             self.runner.close()
@@ -270,8 +274,7 @@ class PlanCycle(Uncopied):
         if profile is not None:
             self._plan_profile(profile)
         elif ends_step and self.profiled.phase == "checking" and self._calibration_fits:
-            with self._budget.counted():
-                self._apply_calibration()
+            self._apply_calibration()
 
     def end_epoch(self) -> None:
         """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
@@ -539,8 +542,6 @@ class PlanCycle(Uncopied):
         self.training.inform("SwapPlanner: other parameters are trained than before: the training is profiled again.")
         runner.stop()
         self.stage, self.profiled.recordable = "profile", None
-        self._budget = self.profiled.budget = ProfilingBudget()
-        self._budget.begin_step()
         self.profiled.begin(1)
 
     def _plan_again(self, runner: PlanRunner) -> None:

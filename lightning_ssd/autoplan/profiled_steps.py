@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
-from lightning_ssd.autoplan.profiling_budget import ProfilingBudget
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
@@ -12,7 +11,7 @@ from lightning_ssd.uncopied import Uncopied
 __all__ = ["ProfiledSteps"]
 
 MAX_WAIT = 4
-"""Steps after the warm-up in which a large batch is waited for. Each of them offloads all saved tensors."""
+"""Steps after the warm-up in which a large batch is waited for."""
 
 Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
@@ -25,30 +24,18 @@ class ProfiledSteps(Uncopied):
 
     Args:
         training: the training.
-        name: name in log lines.
         warm_up: steps up to and including the step of the recorded micro-batch.
-        steps: timed steps, fewer if the budget does not allow all.
-        budget: steps and seconds that profiling may take; `None`: all steps are profiled.
+        steps: timed steps.
 
     Attributes:
         phase: purpose of the present micro-batch, or of the last one.
         profiler: measures the training. A move of model states replaces it.
-        budget: the argument.
         recordable: batches of which a large one is recorded, if there is one within `MAX_WAIT` steps; `None`: any is.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        name: str,
-        warm_up: int,
-        steps: int,
-        budget: ProfilingBudget | None = None,
-    ) -> None:
-        self.budget = budget
+    def __init__(self, training: Training, warm_up: int, steps: int) -> None:
         self.recordable: SeenBatches | None = None
         self._training = training
-        self._name = name
         self._num_timed = steps
         self._step = 0
         """Number of ended steps."""
@@ -96,9 +83,7 @@ class ProfiledSteps(Uncopied):
         """Called when a micro-batch begins."""
         at_boundary, self._at_boundary = self._at_boundary, False
         self._had_backward = False
-        if at_boundary and self.budget is not None:
-            self.budget.begin_step()
-        if self.phase == "waiting" and at_boundary and (self._is_due(batch) or self._must_end_warm_up()):
+        if self.phase == "waiting" and at_boundary and self._is_due(batch):
             self.phase = "recording"
             self.profiler.begin_recording()
         elif self.phase == "recording":
@@ -147,11 +132,11 @@ class ProfiledSteps(Uncopied):
             return None
         self._step += 1
         self._at_boundary = True
-        if self.budget is None:
-            return self._end_timing()
-        self.budget.end_step()
-        with self.budget.counted():
-            return self._end_timing()
+        if self.phase != "timing" or self._step - self._timed_from < self._num_timed:
+            return None
+        self.phase = "idle"
+        self.profiler.end_timing()
+        return self._profile(self._num_timed)
 
     def end_epoch(self) -> None:
         """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
@@ -161,15 +146,11 @@ class ProfiledSteps(Uncopied):
 
     def pause(self) -> None:
         """Called when a validation begins."""
-        if self.budget is not None:
-            self.budget.pause()
         if self.phase == "timing":
             self.profiler.pause()
 
     def resume(self) -> None:
         """Called when a validation has ended."""
-        if self.budget is not None:
-            self.budget.resume()
         if self.phase == "timing":
             self.profiler.resume()
 
@@ -189,29 +170,6 @@ class ProfiledSteps(Uncopied):
         large = self.recordable is None or self.recordable.is_large(BatchShape.of(batch))
         return self._step >= self._due + (0 if large else MAX_WAIT)
 
-    def _must_end_warm_up(self) -> bool:
-        """Returns whether there is no time for the rest of the warm-up."""
-        rest = max(0, self._due - self._step)
-        if self._has_time(rest + 2 + self._num_timed):  # one step is recorded, one is checked
-            return False
-        if rest:
-            self._inform_shortened(f"warm-up ends {rest} step{'s' if rest > 1 else ''} early")
-        return True
-
-    def _has_time(self, steps: int) -> bool:
-        return self.budget is None or self.budget.allows(steps)
-
-    def _end_timing(self) -> ModelProfile | None:
-        """Returns the profile if enough steps were timed, or if there is no time for more of them."""
-        timed = self._step - self._timed_from
-        if self.phase != "timing" or (timed < self._num_timed and self._has_time(self._num_timed - timed)):
-            return None
-        if timed < self._num_timed:
-            self._inform_shortened(f"{timed} of {self._num_timed} steps were timed")
-        self.phase = "idle"
-        self.profiler.end_timing()
-        return self._profile(timed)
-
     def _profile(self, timed: int) -> ModelProfile:
         training = self._training
         return self.profiler.profile(
@@ -222,10 +180,6 @@ class ProfiledSteps(Uncopied):
             tokens=self._tokens,
             clip_norm=training.scales_gradients,
         )
-
-    def _inform_shortened(self, change: str) -> None:
-        if self.budget is not None:
-            self._training.inform(f"{self._name}: {change}: {self.budget.describe()}.")
 
     def _end_timed_backward(self) -> None:
         if self.phase == "timing":

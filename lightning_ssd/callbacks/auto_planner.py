@@ -19,8 +19,7 @@ class AutoPlanner(pl.Callback):
     """Decides for `offload="auto"`, from the memory of the first steps, how saved tensors are treated.
 
     In the first steps, saved tensors for which the device has room are kept and the others are offloaded
-    (`OffloadExcess`), which is safe but not the fastest choice. After two steps, or three where memory is short, the
-    outcome is one of these:
+    (`OffloadExcess`), which is safe but not the fastest choice. After one to three steps the outcome is one of these:
 
     - `"keep"`: the device has room for all saved tensors, and a tenth more. They are kept, and saved-tensor hooks are
       disabled, so that a step is plain Lightning's, while batches are no larger than earlier ones. Hooks are enabled

@@ -66,7 +66,7 @@ class ModelProfiler(StepProfiling):
 
     @override
     def make_events(self, training: LightningTraining) -> ProfiledSteps:
-        return ProfiledSteps(training, "ModelProfiler", self._warm_up, self._steps)
+        return ProfiledSteps(training, self._warm_up, self._steps)
 
     @override
     def profiled(self, trainer: pl.Trainer, profile: ModelProfile) -> None:

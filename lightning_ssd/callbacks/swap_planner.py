@@ -11,7 +11,6 @@ from lightning_ssd.autoplan import (
     TOLERANCE,
     PlanCycle,
     PlanOptions,
-    ProfilingBudget,
     Training,
     obstacle_to_planning,
 )
@@ -39,9 +38,7 @@ class SwapPlanner(StepProfiling):
     saved tensor of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are
     ordinary training steps: losses, gradients and weights are the same bit for bit.
 
-    The first plan is in force after 7 steps, or 12 if model states were moved. If profiling is expected to take more
-    than 25 steps or 30 seconds, its warm-up and its timed steps are shortened, to four steps in all at least. A log
-    line names each part that is shorter.
+    The first plan is in force after 7 steps, or 12 if model states were moved.
 
     The first steps under the plan correct it once, if their duration is not as predicted; then it is final. It is for
     batches of every size: smaller ones than the recorded one offload less. Those that may need more memory than all
@@ -73,9 +70,8 @@ class SwapPlanner(StepProfiling):
         save: YAML file to write plans to. If another placement of model states is faster and they may not be moved, a
             plan with that placement is written beside it, as `NAME.states.yaml`.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: no limit.
-        warm_up: steps before the timed ones, the last of which is recorded; fewer if profiling would take more than 25
-            steps or 30 seconds.
-        steps: steps that are timed; fewer if profiling would take more than 25 steps or 30 seconds.
+        warm_up: steps before the timed ones, the last of which is recorded.
+        steps: steps that are timed.
         tolerance: relative error of the predicted duration of a step, up to which the plan is not corrected.
 
     Raises:
@@ -142,7 +138,7 @@ class SwapPlanner(StepProfiling):
         _check_can_plan(training)
         meter = allocator_memory(training.offloader.device)
         options = self._options if training.is_global_zero else replace(self._options, save=None)
-        self.cycle = PlanCycle(training, options, meter, ProfilingBudget(), logs_metrics=True)
+        self.cycle = PlanCycle(training, options, meter, logs_metrics=True)
         return self.cycle
 
     @override

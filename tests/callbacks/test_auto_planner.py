@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy
-from lightning_ssd.activations import OffloadExcess
+from lightning_ssd.activations import OffloadAll, OffloadExcess
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.autoplan.profiled_steps import MAX_WAIT
 from lightning_ssd.callbacks import AutoPlanner
@@ -237,10 +237,25 @@ def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pyt
 def test_a_large_batch_is_waited_for_during_a_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Each of them offloads all saved tensors."""
+    """They and the recorded one keep the tensors that have room. The next one also has recomputed tensors."""
     use(Meter(5e5, 450_000), monkeypatch)
     fit(tmp_path, [3, *[2] * 11], [see])
-    assert see.modes.index("TraceMode") == 3 + MAX_WAIT
+    recorded = see.modes.index("TraceMode")
+    assert recorded == 3 + MAX_WAIT
+    assert set(see.placements[: recorded + 1]) == {OffloadExcess} and see.placements[recorded + 1] is OffloadAll
+
+
+@pytest.mark.parametrize(("level", "recorded"), [(0, 3), (900_000, 1)])
+def test_the_second_step_is_recorded_if_the_first_one_has_shown_that_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, see: See, level: int, recorded: int
+) -> None:
+    """Bytes that are allocated after the first step and its saved bytes are more than there are."""
+    how: dict[str, Any] = {"model": TinyGPT, "precision": "32-true", "accumulate": 1, "steps": 10}
+    plain = train("auto", **how)
+    use(Meter(1e6, 900_000, level), monkeypatch)
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
+    assert see.modes.index("TraceMode") == see.outcomes.index("plan") == recorded
+    assert see.planned[-1]
 
 
 def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(

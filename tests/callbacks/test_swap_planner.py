@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.autoplan import plan_maker, plan_report, plan_runner, profiling_budget
+from lightning_ssd.autoplan import plan_maker, plan_report, plan_runner
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import find_units
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
@@ -463,11 +463,10 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @dataclass(frozen=True)
 class AppliedPlan:
-    """A plan, its first step, the time of that step, and the planner's state at its begin."""
+    """A plan, its first step, and the planner's state at its begin."""
 
     plan: Plan
     step: int
-    seconds: float
     calibrating: bool
     prediction: Prediction
     profile: ModelProfile
@@ -477,22 +476,19 @@ class AppliedPlan:
 class AppliedPlans(pl.Callback):
     """Records the plans that `planner`, an earlier callback, has applied."""
 
-    def __init__(self, planner: SwapPlanner, time: "Clock | None" = None) -> None:
+    def __init__(self, planner: SwapPlanner) -> None:
         self.found: list[AppliedPlan] = []
         self._planner = planner
-        self._time = time
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         cycle = self._planner.cycle
         if cycle.plan is None or (self.found and cycle.plan is self.found[-1].plan):
             return
         assert cycle.prediction is not None
-        now = 0.0 if self._time is None else self._time.now
         self.found.append(
             AppliedPlan(
                 cycle.plan,
                 trainer.global_step,
-                now,
                 cycle.calibrating,
                 cycle.prediction,
                 cycle.runner.profile,
@@ -1043,71 +1039,6 @@ def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplo
     assert second.cycle.plan is not None
     applied = second.cycle.plan.units.values()
     assert [unit.states for unit in applied] == [unit.states for unit in elsewhere.units.values()]
-
-
-class Steady(TinyGPT):
-    """Each step takes `seconds`; a recorded or checked one takes three times as long."""
-
-    time: Clock
-    seconds: float
-    planner: SwapPlanner
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        slow = self.planner._profiled.phase in ("recording", "checking")
-        self.time.now += self.seconds * (3 if slow else 1)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    ("seconds", "in_force"),
-    [
-        (
-            0.1,
-            [(True, 4), (False, 7)],
-        ),  # warm-up of 2 steps, one recorded, one checked, 3 timed under the calibration plan
-        thorough(1.9, [(True, 4), (False, 7)]),
-        (3.0, [(True, 4), (False, 5)]),  # fewer timed steps
-        (8.0, [(True, 3), (False, 4)]),  # the least: one step each of warm-up, recording, checking and timing
-    ],
-)
-def test_profiling_is_shortened_to_its_budget(
-    time: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    seconds: float,
-    in_force: list[tuple[bool, int]],
-) -> None:
-    """With steps of `seconds`, the given steps are the first ones under the calibration plan and under the plan."""
-    monkeypatch.setattr(profiling_budget, "perf_counter", time.perf_counter)
-    planner = SwapPlanner(machine=MACHINE)
-    applied = AppliedPlans(planner, time)
-    monkeypatch.setattr(Steady, "time", time, raising=False)
-    monkeypatch.setattr(Steady, "seconds", seconds, raising=False)
-    monkeypatch.setattr(Steady, "planner", planner, raising=False)
-    with caplog.at_level(logging.INFO):
-        train(SSDOffloadStrategy(**BOTH), callbacks=[planner, applied], model=Steady, steps=14, recorded=False)
-    assert [(item.calibrating, item.step) for item in applied.found] == in_force
-    assert applied.found[-1].seconds < max(30.0, 8.1 * seconds)
-    assert ("profiling is limited to 25 steps or 30 s" in caplog.text) == (in_force != [(True, 4), (False, 7)])
-
-
-def test_a_slow_first_batch_does_not_shorten_profiling(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither do waits for the next batches."""
-    monkeypatch.setattr(profiling_budget, "perf_counter", time.perf_counter)
-
-    class Waits(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            time.now += 40.0
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            time.now += 20.0
-
-    planner = SwapPlanner(machine=MACHINE)
-    applied = AppliedPlans(planner, time)
-    strategy = SSDOffloadStrategy(**BOTH)
-    train(strategy, callbacks=[planner, applied, Waits()], model=TinyGPT, steps=14, recorded=False)
-    assert [(item.calibrating, item.step) for item in applied.found] == [(True, 4), (False, 7)]
 
 
 @pytest.mark.quick_cases(2)
