@@ -8,7 +8,7 @@ from which bytes are copied to the device.
 from lightning_ssd.device.cgroups import CGROUPS, PROC
 from lightning_ssd.device.clock import Clock, HostClock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
-from lightning_ssd.device.cores import available_cores, kernel_threads
+from lightning_ssd.device.cores import available_cores, kernel_threads, share_cores
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.empty_storage import allow_access, refuse_access
 from lightning_ssd.device.memory import (
@@ -26,7 +26,6 @@ from lightning_ssd.device.worker import Worker
 
 __all__ = [
     "CGROUPS",
-    "PROC",
     "CPUCopyEngine",
     "CUDACopyEngine",
     "CUDAMemory",
@@ -35,6 +34,7 @@ __all__ = [
     "ExpandableSegments",
     "HostClock",
     "Mark",
+    "PROC",
     "StagedReader",
     "Stopwatch",
     "WorkCounter",
@@ -50,6 +50,7 @@ __all__ = [
     "process_gpu_memory",
     "process_ram",
     "refuse_access",
+    "share_cores",
     "usable_gpu_memory",
     "usable_memory",
 ]

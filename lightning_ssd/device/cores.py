@@ -4,11 +4,15 @@ import contextlib
 import functools
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from lightning_ssd.device.cgroups import CGROUPS, PROC, VERSION_2, cgroup_folders, read_text
 
-__all__ = ["available_cores", "kernel_threads"]
+__all__ = ["available_cores", "kernel_threads", "share_cores"]
 
 _QUOTA_FILES = {VERSION_2: ("cpu.max",), "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 """By the version of cgroups: the files with the microseconds for which a cgroup's threads may run in each period, and
@@ -46,3 +50,22 @@ def kernel_threads(cores: int, most: int) -> int:
         most: threads that the user's settings allow.
     """
     return min(most, max(cores - max(1, cores // 16), min(cores, 2)))
+
+
+def share_cores(processes: int) -> Callable[[], None]:
+    """Gives operators and kernels of this process its share of the cores that the training's processes have together.
+
+    More threads than that would wait for each other's cores, spinning. A user's `OMP_NUM_THREADS` counts, except for 1,
+    which `torchrun` sets.
+
+    Args:
+        processes: processes of the training on this host.
+
+    Returns:
+        A function that restores the number of threads.
+    """
+    before = torch.get_num_threads()
+    share = max(1, available_cores() // processes)
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(kernel_threads(share, share))
+    return partial(torch.set_num_threads, before)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ from lightning_ssd.model_states.units import (
     materialize,
     materialize_buffers,
 )
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, RankValues
 from lightning_ssd.ranks import Ranks, check_agreement
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
@@ -142,7 +143,8 @@ def make_model_states(
             # After the model has given its memory to the stores: host memory need not have room for both.
             commit_memory(stores.values(), pin=device.type == "cuda")
         else:
-            ranks.ranks.take_values([*_resident_tensors(module, stores)])
+            ranks.ranks.messages.exchange(b"written")  # rank 0 has written the values of the stores
+            RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
             for flat_optimizer, kept in zip(flat_optimizers.values(), recovered.flat_optimizers, strict=True):

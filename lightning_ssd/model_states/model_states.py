@@ -70,7 +70,7 @@ from lightning_ssd.model_states.steps import (
 )
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankBuffers
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankValues
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
@@ -238,7 +238,7 @@ class ModelStates(Uncopied):
             self._reduction = RankReduction(
                 RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
                 ResidentMeans(ranks.ranks, others),
-                RankBuffers(ranks.ranks, module),
+                RankValues(ranks.ranks, 1, module.buffers),
                 self.gradients,
                 self.running,
                 setup.last_micro_batch,
@@ -503,6 +503,9 @@ class ModelStates(Uncopied):
             return
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not self.running.defer_to_user_hooks:
+            flats = [flat for flat, _ in self.gradients.of(optimizer)]
+            if self._reduction is not None and not self._reduction.steps.are_finite(flats):
+                self.decision.note_not_finite()
             self.decision.merge_checks(found)
         else:
             self.end_backward(by_user=True)

@@ -33,8 +33,8 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has written all of its new values."""
     RESIDENTS = auto()
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
-    BUFFERS = auto()
-    """The buffers of modules of rank 0, the sender, are in shared memory."""
+    VALUES = auto()
+    """The values of some tensors of rank 0, the sender, are in shared memory."""
 
 
 _HEADER = struct.Struct("<BxxxIQ")

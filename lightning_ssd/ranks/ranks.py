@@ -5,11 +5,9 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
 from types import TracebackType
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_ssd.ranks.memory import RankMemory, make_file
 from lightning_ssd.ranks.messages import RankError, RankMessages
@@ -88,16 +86,6 @@ class Ranks(Uncopied):
         """
         self.messages.exchange(b"allocated")
         self.memory.pin()
-
-    def take_values(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks the values of rank 0 for tensors of their own, and waits for its values in shared memory.
-
-        Raises:
-            RankError: another rank has failed.
-        """
-        self.messages.exchange(b"written")
-        for tensor in tensors:
-            dist.broadcast(tensor, 0)
 
     def __enter__(self) -> "Ranks":
         return self

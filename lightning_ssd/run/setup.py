@@ -97,7 +97,6 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig) -> None:
         "`states='auto'`, and they do not fit on each device": ("`states='host'`", config.states == "auto"),
         "`clip='speculative'`": ("`clip='auto'`", config.clip == "speculative"),
         "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
-        "`precision='16-mixed'`": ("`precision='bf16-mixed'`", trainer.precision == "16-mixed"),
         f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
         f"the callback {', '.join(averaging)}": ("`callbacks` without it", bool(averaging)),
     }

@@ -20,6 +20,7 @@ from lightning_ssd.activations import (
     mark_weights,
 )
 from lightning_ssd.autoplan import MicroBatchPlanner, StatesOwner
+from lightning_ssd.device import share_cores
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
 from lightning_ssd.model_states import (
@@ -206,6 +207,8 @@ class RunStates(Uncopied, StatesOwner):
             compiles=self._compiles,
             start_over=self.starts_from_checkpoint,
         )
+        if self._strategy.is_distributed:
+            self._undo.append(share_cores(self._processes))  # before the threads that step begin
         self.model_states = make_model_states(
             self._model,
             optimizers,

@@ -66,6 +66,17 @@ class ReadsGradients(Net):
         self.seen = [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
 
 
+class Overflows(Net):
+    """The gradients of rank 1 in one batch are infinite."""
+
+    def loss(self, batch: Tensor, index: int) -> Tensor:
+        return super().loss(batch, index) * (1e8 if self.rank == 1 and index == 1 else 1.0)
+
+
+class OverflowsRead(Overflows, ReadsGradients):
+    pass
+
+
 class Manual(Net):
     """Steps after two backwards, by hand."""
 
@@ -98,6 +109,7 @@ class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
     route: Callable[[int, int], list[int]] = _all_blocks
     module: type[Net] = Net
+    scaled: bool = False
     tied: bool = False
     frozen: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +132,8 @@ CASES = {
     "branches, gradients are read": Case(
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
+    "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
 }
@@ -130,14 +144,19 @@ def batches(rank: int) -> list[Tensor]:
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
 
 
+def make_scaler(case: Case) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=case.scaled)
+
+
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
     torch.manual_seed(dist.get_rank())  # the values of rank 0 count
     module = case.module(case)
     strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
+    scaled = {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler(case))} if case.scaled else {}
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **case.trainer,
+        **case.trainer, **scaled,
     )  # fmt: skip
     trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))
     (optimizer,) = trainer.optimizers
@@ -149,23 +168,27 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
     module = case.module(case)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(module), find_unused_parameters=True)
     optimizer = case.optimizer([one for one in module.parameters() if one.requires_grad])
-    window = case.trainer.get("accumulate_grad_batches", 1)
+    window, scaler = case.trainer.get("accumulate_grad_batches", 1), make_scaler(case)
     for _ in range(2):
         own = batches(dist.get_rank())
         for index, batch in enumerate(own):
             steps = (index + 1) % window == 0 or index + 1 == len(own)
             with contextlib.nullcontext() if steps else wrapped.no_sync():
-                (wrapped(batch, index) / window).backward()
+                with torch.autocast("cpu", torch.float16, enabled=case.scaled):
+                    loss = wrapped(batch, index)
+                scaler.scale(loss / window).backward()
                 if case.module is Manual:
                     wrapped(batch * 0.5, index).backward()
             if not steps:
                 continue
+            scaler.unscale_(optimizer)
             if limit := case.trainer.get("gradient_clip_val"):
                 by_value = case.trainer.get("gradient_clip_algorithm") == "value"
                 clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
                 clip(module.parameters(), limit)
             module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
     return module, optimizer.state_dict()
 
@@ -191,7 +214,7 @@ def differences(case: Case) -> Iterator[str]:
             found = our_state["state"].get(key, {}).get(name)
             if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
                 yield f"state {name} of parameter {key}"
-    if case.module is ReadsGradients and not case.trainer:
+    if issubclass(case.module, ReadsGradients) and not case.trainer:
         for (name, _), one, other in zip(ours.named_parameters(), ours.seen, plain.seen, strict=True):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
                 yield f"gradient of {name}"

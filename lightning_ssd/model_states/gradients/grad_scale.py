@@ -137,7 +137,11 @@ class GradScaleDecision:
     def check_value(self, gradient: Tensor) -> None:
         """Checks whether a gradient in host memory is finite."""
         if not gradient.isfinite().all():
-            self._not_finite = torch.ones_like(self._not_finite)
+            self.note_not_finite()
+
+    def note_not_finite(self) -> None:
+        """Notes that a gradient is not finite."""
+        self._not_finite = torch.ones_like(self._not_finite)
 
     def reset_checks(self) -> None:
         """Forgets the gradients that were checked: they are dropped."""

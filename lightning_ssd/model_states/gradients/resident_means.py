@@ -38,41 +38,47 @@ class ResidentMeans:
             RuntimeError: a gradient is sparse, or in fp64.
             RankError: another rank has failed.
         """
-        memory, messages = self._memory[self._turn % 2], self._messages
-        flags, start = [], 0
-        for name, parameter in self._parameters:
-            gradient = parameter.grad
-            flags.append(gradient is not None)
-            if gradient is not None:
-                if gradient.layout != torch.strided or gradient.dtype == torch.float64:
-                    raise RuntimeError(
-                        f"the gradient of {name} is sparse or in fp64, of which several devices compute no mean here. "
-                        "Make it dense (`sparse=False`), of at most 32 bits, or set `states='gpu'`."
-                    )
-                memory[messages.rank][start : start + parameter.numel()].view(parameter.shape).copy_(gradient)
-            start += parameter.numel()
-        messages.post(Topic.RESIDENTS, 0, self._turn, bytes(flags), messages.others)
+        if not self._parameters:
+            return
+        memory, messages, share = self._memory[self._turn % 2], self._messages, 1.0 / self._messages.size
+        gradients = [self._gradient(name, parameter) for name, parameter in self._parameters]
+        flags = bytes(gradient is not None for gradient in gradients)
+        if any(flags):
+            # One copy from the device, which zeros of missing gradients do not make much longer.
+            values = [
+                gradient.reshape(-1).float() if gradient is not None else torch.zeros(one.numel(), device=one.device)
+                for gradient, (_, one) in zip(gradients, self._parameters, strict=True)
+            ]
+            memory[messages.rank].copy_(torch.cat(values))
+        messages.post(Topic.RESIDENTS, 0, self._turn, flags, messages.others)
         contents = wait_for(messages.collect(Topic.RESIDENTS, 0, self._turn, messages.others), "other ranks")
-        by_rank = [contents.get(rank, bytes(flags)) for rank in range(messages.size)]
         self._turn += 1
-        start = 0
-        for index, (_, parameter) in enumerate(self._parameters):
-            elements = slice(start, start + parameter.numel())
-            start = elements.stop
-            chosen = [values[elements] for values, flags in zip(memory, by_rank, strict=True) if flags[index]]
-            if chosen:
-                _assign(parameter, _mean(chosen, messages.size))
+        by_rank = [contents.get(rank, flags) for rank in range(messages.size)]
+        mean = torch.zeros_like(memory[0])
+        for values_of_rank, flags_of_rank in zip(memory, by_rank, strict=True):
+            if any(flags_of_rank):
+                mean.add_(values_of_rank, alpha=share)
+        present = [any(of_parameter) for of_parameter in zip(*by_rank, strict=True)]
+        if any(present):
+            device = self._parameters[0][1].device
+            means = mean.to(device).split([parameter.numel() for _, parameter in self._parameters])
+            for (_, parameter), values_of_parameter, has in zip(self._parameters, means, present, strict=True):
+                if has:
+                    _assign(parameter, values_of_parameter)
 
-
-def _mean(values: Sequence[Tensor], size: int) -> Tensor:
-    mean = values[0] * (1.0 / size)
-    for value in values[1:]:
-        mean.add_(value, alpha=1.0 / size)
-    return mean
+    @staticmethod
+    def _gradient(name: str, parameter: nn.Parameter) -> Tensor | None:
+        gradient = parameter.grad
+        if gradient is not None and (gradient.layout != torch.strided or gradient.dtype == torch.float64):
+            raise RuntimeError(
+                f"the gradient of {name} is sparse or in fp64, of which several devices compute no mean here. Make it "
+                "dense (`sparse=False`), of at most 32 bits, or set `states='gpu'`."
+            )
+        return gradient
 
 
 def _assign(parameter: nn.Parameter, values: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = values.view(parameter.shape).to(parameter.device, parameter.dtype)
+        parameter.grad = values.view(parameter.shape).to(parameter.dtype, copy=True)
     else:
         parameter.grad.copy_(values.view(parameter.shape))

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.gradients import GradientOffloader, ResidentMeans
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
-from lightning_ssd.model_states.weights import RankBuffers
+from lightning_ssd.model_states.weights import RankValues
 
 
 class RankReduction:
@@ -31,7 +31,7 @@ class RankReduction:
         self,
         steps: RankSteps,
         residents: ResidentMeans,
-        buffers: RankBuffers,
+        buffers: RankValues,
         gradients: GradientOffloader,
         running: RunningStep,
         last_micro_batch: Callable[[], bool],
@@ -42,8 +42,6 @@ class RankReduction:
         self._gradients = gradients
         self._running = running
         self._last_micro_batch = last_micro_batch
-        self._reduced = False
-        """Whether the gradients of the present micro-batch were reduced."""
         self._buffers_differ = True
         """Whether buffers were not made those of rank 0 since the last reduction: as under DDP, they are then."""
 
@@ -53,40 +51,34 @@ class RankReduction:
         Raises:
             RankError: another rank has failed.
         """
-        self._reduced = False
         if self._buffers_differ:
             self._buffers_differ = False
             self._buffers.take()
 
-    def check_backward(self, *, by_user: bool) -> None:
-        """Checks a backward that ends.
-
-        Args:
-            by_user: whether its gradients are about to be used, and Lightning has not announced its end.
+    def check_backward(self) -> None:
+        """Checks gradients that are about to be used.
 
         Raises:
-            RuntimeError: Lightning does not know it, so that ranks do not reduce its gradients.
+            RuntimeError: user code has called a backward, which Lightning does not know, and no rank has reduced it.
         """
-        if by_user and self._gradients.backward.arriving:
+        if self._gradients.backward.arriving:
             raise RuntimeError(
                 "user code has called `backward` of a tensor, whose gradients several devices don't reduce. Call "
                 "`self.manual_backward(loss)` instead."
             )
 
-    def end_backward(self, submit_remaining: Callable[[Optimizer], None], *, by_user: bool) -> None:
+    def end_backward(self, submit_remaining: Callable[[Optimizer], None]) -> None:
         """Reduces the gradients, if a step may follow.
 
         Args:
             submit_remaining: submits the steps of an optimizer's flat parameters that backward has not submitted.
-            by_user: as in `check_backward`. If no backward was announced since the micro-batch began, `training_step`
-                has returned None on this rank: the other ranks have gradients.
 
         Raises:
             RankError: another rank has failed.
         """
-        if self._reduced if by_user else not self._last_micro_batch():
+        if not self._last_micro_batch():
             return
-        self._reduced = self._buffers_differ = True
+        self._buffers_differ = True
         if self._running.defer_to_user_hooks:
             self.steps.reduce()
         elif (optimizer := self._running.optimizer) is not None:

@@ -16,7 +16,7 @@ If user code may read gradients between backward and step, all ranks copy the me
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankError, Topic
 from lightning_ssd.waits import wait_for, wait_for_all
 
-CHUNK = 2**18
+CHUNK = 2**20
 """Elements that are summed at a time: their sum stays in the cache between the ranks' gradients."""
 
 
@@ -77,6 +77,8 @@ class RankSteps:
         """Last step of each flat parameter that this rank owns, which uses its mean gradient."""
         self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
         """For each parameter, whether a rank has had a gradient of it in the last sum."""
+        self._not_finite: set[FlatParameter] = set()
+        """Flat parameters whose last sum is not finite."""
 
     def owns(self, flat: FlatParameter) -> bool:
         """Whether this rank steps `flat`."""
@@ -121,6 +123,7 @@ class RankSteps:
 
         def note(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
             self._has_grad[flat] = _read_flags(contents[owner], flat)
+            self._note_finite(flat, bool(contents[owner][0]))
             if norms is not None:
                 norms.clear()
                 norms.update(_read_norms(contents[owner], flat, self._has_grad[flat]))
@@ -139,7 +142,10 @@ class RankSteps:
                 norms.clear()
                 for index in range(len(flat.param_views)):
                     measure_summed(gradient, flat, index, norms)
-            messages.post(Topic.SUM, number, turn, _write_sum(gradient.has_accum, flat, norms), messages.others)
+            finite = norms is None or _are_finite(norms, flat, gradient.accumulated())
+            self._note_finite(flat, finite)
+            content = _write_sum(gradient.has_accum, flat, norms, finite=finite)
+            messages.post(Topic.SUM, number, turn, content, messages.others)
 
         last = self._stepped.get(flat, finished(None))
         gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
@@ -166,7 +172,8 @@ class RankSteps:
                 number, turn = self._states.numbers[flat], turns[flat]
                 contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
                 self._mean(flat, {**contents, messages.rank: own[flat]})
-                messages.post(Topic.SUM, number, turn, _write_sum(gradient.has_accum, flat, None), messages.others)
+                content = _write_sum(gradient.has_accum, flat, None, finite=True)  # all ranks check it themselves
+                messages.post(Topic.SUM, number, turn, content, messages.others)
         for flat, gradient in self._gradients.items():
             owner, number, turn = self._states.owner_of(flat), self._states.numbers[flat], turns[flat]
             if self.owns(flat):
@@ -212,15 +219,31 @@ class RankSteps:
         gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
         self._has_grad[flat] = gradient.has_accum
 
+    def are_finite(self, flat_params: Collection[FlatParameter]) -> bool:
+        """Returns whether the sums of flat parameters, for which it waits, are finite, if their norms are measured."""
+        for flat in flat_params:
+            wait_for(self._gradients[flat].summed, "gradients")
+        return self._not_finite.isdisjoint(flat_params)
+
+    def _note_finite(self, flat: FlatParameter, finite: bool) -> None:
+        (self._not_finite.discard if finite else self._not_finite.add)(flat)
+
     # ---- steps ----
 
-    def announce(self, flat: FlatParameter, weights: "Future[None]", done: "Future[None]") -> None:
+    def announce(
+        self,
+        flat: FlatParameter,
+        weights: "Future[None]",
+        done: "Future[None]",
+        scale: "Future[float | None]",
+    ) -> None:
         """Tells other ranks of a step of `flat` that this rank makes.
 
         Args:
             flat: a flat parameter that this rank owns.
             weights: done when the compute weights have their new values.
             done: done when all values have.
+            scale: scale of the gradients, done before; None: the step is skipped.
         """
         number, turn = self._states.numbers[flat], self._next(self._steps, flat)
         self._stepped[flat] = done
@@ -229,7 +252,8 @@ class RankSteps:
             if (error := future.exception()) is not None:
                 self._messages.fail(error)
             else:
-                self._messages.post(topic, number, turn, b"", self._messages.others)
+                content = bytes((scale.result() is not None,))
+                self._messages.post(topic, number, turn, content, self._messages.others)
 
         weights.add_done_callback(lambda future: post(Topic.WEIGHTS, future))
         done.add_done_callback(lambda future: post(Topic.STEP, future))
@@ -246,9 +270,10 @@ class RankSteps:
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
 
-        def count(_: object) -> "Future[None]":  # on the thread `ranks`
-            self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
-            store.commit()
+        def count(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
+            if contents[owner][0]:
+                self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
+                store.commit()
             if reduced:
                 gradient.end_step()
             return finished(None)
@@ -296,11 +321,19 @@ def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None
     return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
 
 
-def _write_sum(has_grad: Sequence[bool], flat: FlatParameter, norms: Mapping[nn.Parameter, Tensor] | None) -> bytes:
+def _are_finite(norms: Mapping[nn.Parameter, Tensor], flat: FlatParameter, values: Tensor) -> bool:
+    """Returns whether gradients with these norms are finite; a norm may be infinite nevertheless."""
+    views = [item.of(values) for item in flat.param_views if item.parameter in norms]
+    return all(bool(norm.isfinite()) for norm in norms.values()) or all(bool(view.isfinite().all()) for view in views)
+
+
+def _write_sum(
+    has_grad: Sequence[bool], flat: FlatParameter, norms: Mapping[nn.Parameter, Tensor] | None, *, finite: bool
+) -> bytes:
     """Returns the content of a message about a mean gradient: flags of the parameters, and the norms of those set."""
     chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
     values = [] if norms is None else [float(norms[parameter]) for parameter in chosen]
-    return bytes((False,) * _FLAGS) + bytes(has_grad) + struct.pack(f"<{len(values)}f", *values)
+    return bytes((finite, *(0,) * (_FLAGS - 1))) + bytes(has_grad) + struct.pack(f"<{len(values)}f", *values)
 
 
 def _read_flags(content: bytes, flat: FlatParameter) -> list[bool]:

@@ -266,7 +266,7 @@ class StepScheduler:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
             gradient.submit_step(done if reduced else on_host)  # the owner reads it until then
         if self._ranks is not None and self._ranks.owns(flat):
-            self._ranks.announce(flat, weights, done)
+            self._ranks.announce(flat, weights, done, self._decision.scale)
         store.announce_step(weights, done)
         self._submitted[flat] = done
 
@@ -317,8 +317,8 @@ class StepScheduler:
         Raises:
             RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
-        if self._reduction is not None:
-            self._reduction.check_backward(by_user=by_user)
+        if self._reduction is not None and by_user:
+            self._reduction.check_backward()
         self._gradients.end_backward()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
@@ -326,8 +326,8 @@ class StepScheduler:
                     self.submit(flat)
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
-        if self._reduction is not None:
-            self._reduction.end_backward(self._submit_remaining, by_user=by_user)
+        if self._reduction is not None and not by_user:
+            self._reduction.end_backward(self._submit_remaining)
 
     def end(self) -> None:
         """Ends the step on the training thread; submitted jobs go on.

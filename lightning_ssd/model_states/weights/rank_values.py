@@ -1,0 +1,67 @@
+"""Tensors that each rank has, with the values of rank 0: parameters that are not offloaded at first, and buffers."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.ranks import Ranks, Topic
+from lightning_ssd.waits import wait_for
+
+_ALIGNMENT = 16
+"""Alignment of each tensor in bytes, a multiple of the size of every dtype."""
+
+
+class RankValues:
+    """Copies the values of rank 0 to the other ranks.
+
+    Ownership: the shared memory is written by rank 0, and read by others from its message on. Rank 0 writes it again
+    after an exchange of all ranks, such as a reduction of gradients, which each rank enters when it has read it.
+
+    Args:
+        ranks: memory and messages of this rank.
+        number: number of the tensors in messages.
+        tensors: returns the tensors, in the same order on all ranks.
+    """
+
+    def __init__(self, ranks: Ranks, number: int, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._messages = ranks.messages
+        self._number = number
+        self._tensors = tensors
+        self._nbytes = sum(map(_aligned, tensors()))
+        self._memory = ranks.memory.allocate(max(1, self._nbytes)).tensor
+        self._turn = 0
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Makes the values those of rank 0; called by all ranks.
+
+        Raises:
+            RuntimeError: the bytes of the tensors have changed.
+            RankError: another rank has failed.
+        """
+        if not self._nbytes:
+            return
+        tensors = list(self._tensors())
+        if sum(map(_aligned, tensors)) != self._nbytes:
+            raise RuntimeError(
+                "buffers of the model were added or resized, which several devices can't follow. Make them before `fit`"
+            )
+        is_source = self._messages.rank == 0
+        self._turn += 1
+        if not is_source:
+            wait_for(self._messages.collect(Topic.VALUES, self._number, self._turn, [0]), "values of rank 0")
+        start = 0
+        for tensor in tensors:
+            shared = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if is_source:
+                shared.copy_(tensor)
+            else:
+                tensor.copy_(shared)
+            start += _aligned(tensor)
+        if is_source:
+            self._messages.post(Topic.VALUES, self._number, self._turn, b"", self._messages.others)
+
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
