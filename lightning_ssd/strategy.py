@@ -86,8 +86,9 @@ class SSDOffloadStrategy(DataParallelStrategy):
     of less than a 256th of a weight.)
 
     With several devices (`devices=n`, `num_nodes=n`), one process trains on each and offloads its own activations;
-    results are those of Lightning's `ddp`. Model states that fit on each device are trained by torch's DDP. With
-    `states="host"`, the processes of one host share one copy of them in host memory, and each steps its part.
+    results are those of Lightning's `ddp`. Model states that fit on each device are trained by torch's DDP. Others, and
+    those with `states="host"`, are in host memory, where the processes of a host share one copy, and each steps its
+    part.
 
     When a training starts, log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has

@@ -56,7 +56,9 @@ class LightningTraining(Uncopied):
 
     @property
     def replicated(self) -> bool:
-        return self._trainer.world_size == 1 or isinstance(self._trainer.strategy.model, DistributedDataParallel)
+        if self._trainer.world_size == 1 or self.states is not None:  # all ranks map all offloaded states
+            return True
+        return isinstance(self._trainer.strategy.model, DistributedDataParallel)
 
     @property
     def is_global_zero(self) -> bool:

@@ -128,7 +128,7 @@ def make_model_states(
         if setup.world_size > 1:
             ranks = _share(module, optimizers, specs, setup, device, undo)
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
-        space = _reserve(specs, tiers, device, setup, recover=recover)
+        space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
         recovered = space.recovered
         if space.staging is not None:
             undo.callback(space.staging.close, remove=recovered is None)
@@ -330,6 +330,7 @@ def _reserve(
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None,
     device: torch.device,
     setup: Setup,
+    ranks: RankStates | None,
     *,
     recover: bool,
 ) -> _Space:
@@ -343,6 +344,8 @@ def _reserve(
 
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()
+        if ranks is not None and budget is not None:  # of the free memory, which each rank has measured
+            budget = min(int(found) for found in ranks.ranks.messages.exchange(str(budget).encode()))
         memory_plan = plan_memory(
             [item.layout for item in specs],
             "ssd" if recover else setup.kind,
@@ -351,6 +354,7 @@ def _reserve(
             summed=setup.sums_gradients,
             tiers=tiers,
             lazy_seconds=setup.lazy_seconds,
+            ranks=setup.world_size,
         )
         spare = setup.spare_memory(memory_plan, budget)
         staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=killed)

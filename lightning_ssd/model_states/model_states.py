@@ -128,6 +128,7 @@ class ModelStates(Uncopied):
         records: records of `recover=True`.
         decision: the scale of each step.
         state_dicts: checkpoints.
+        num_ranks: processes that share the model states.
         closed: whether threads and hooks have ended.
 
     Args:
@@ -164,6 +165,7 @@ class ModelStates(Uncopied):
         self.recovered = recovered
         self.parts_of = setup.parts_of
         self.shares_gradients = setup.shares_gradients
+        self.num_ranks = setup.world_size
         self._copies = copies = offloaded.copies
         self._masters = masters
         self._pool = pool
@@ -424,8 +426,7 @@ class ModelStates(Uncopied):
         chosen, kept = (
             {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
         )
-        if self._ranks is not None:
-            return False
+        assert self._ranks is None, "the CPU steps states that several ranks share"
         return self._device_steps.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:

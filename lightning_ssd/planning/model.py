@@ -246,6 +246,7 @@ class ModelProfile:
             GPU. None: weights, gradients and states are read once, and states written.
         placement_bytes: GPU bytes of all model states, by which `states="auto"` decides whether they are offloaded.
             None: weights, gradients and states as counted by the units.
+        ranks: processes that share offloaded model states. The CPU makes all steps of several.
     """
 
     name: str
@@ -263,9 +264,10 @@ class ModelProfile:
     shares_gradients: bool = False
     step_bytes: float | None = None
     placement_bytes: int | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("micro_batches", "samples", "tokens"):
+        for field in ("micro_batches", "samples", "tokens", "ranks"):
             check_positive(field, getattr(self, field))
         check_not_negative("between_seconds", self.between_seconds or 0.0)
         check_not_negative("between_offloaded", self.between_offloaded)

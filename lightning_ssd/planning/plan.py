@@ -194,6 +194,8 @@ class Plan:
         check_choice("clip", self.clip, CLIP_MODES)
         if model.clip_norm and self.clip == "off":
             raise ValueError("`clip='off'`, but the model's gradients are clipped. Use 'deferred' or 'speculative'.")
+        if model.ranks > 1 and any(part.step == "gpu" for part in self.placements):
+            raise ValueError("the CPU steps the states that several devices share: remove `step: gpu` from the plan.")
         _check_names("units", list(self.units), [unit.name for unit in model.units])
         of_before: UnitPlan | None = None
         for profile in model.units:

@@ -65,8 +65,10 @@ def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
 def steps_on_gpu_fit(model: ModelProfile, plan: Plan) -> bool:
     """Returns whether the GPU can step offloaded parts: the pieces take a part of the budget of streamed parameters.
 
-    The runtime makes such steps only if three of the largest units still fit into the rest.
+    The runtime makes such steps only if three of the largest units still fit into the rest, and for one rank only.
     """
+    if model.ranks > 1:
+        return False
     if model.param_budget_bytes is None:
         return True
     largest = max((nbytes for _, nbytes in streamed_weights(model, plan)), default=0)

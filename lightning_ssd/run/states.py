@@ -145,11 +145,14 @@ class RunStates(Uncopied, StatesOwner):
             return any([part.states != "gpu" for part in plan.placements])
         movable = self._fitting and self.can_offload_states()
         device = self._strategy.root_device
-        return self._states_config.offloads(self._model, device, fitting=self._fitting, movable=movable)
+        offloads = self._states_config.offloads(self._model, device, fitting=self._fitting, movable=movable)
+        # Ranks whose device has room for all states offload them with the others.
+        return self._strategy.reduce_boolean_decision(offloads, all=False)
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
         if self._strategy.is_distributed:
-            check_several_devices(trainer, self._states_config)
+            check_several_devices(trainer, self._states_config, self._placing_plan() if self._fitting else None)
+            self._states_config = self._agree_on_gpu_memory()
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
         if self._fitting and averaging and self._states_config.recover:
@@ -159,6 +162,14 @@ class RunStates(Uncopied, StatesOwner):
             )
         # Raises an error that `make` would raise after Lightning's setup.
         autocast_dtype(self._strategy.precision_plugin, self._states_config.states, fitting=self._fitting)
+
+    def _agree_on_gpu_memory(self) -> StatesConfig:
+        """Returns the arguments for model states with the smallest `gpu_memory` of all ranks, in bytes."""
+        config, device = self._states_config, self._strategy.root_device
+        if config.gpu_memory == "auto":  # prefetched weights alone use it, on each rank as it can
+            return config
+        nbytes = torch.tensor(config.budget(device), device=device)
+        return replace(config, gpu_memory=f"{int(self._strategy.reduce(nbytes, reduce_op='min'))}B")
 
     def place_model(self) -> None:
         """Moves the model to the device, except parameters that `make` offloads."""
@@ -242,7 +253,8 @@ class RunStates(Uncopied, StatesOwner):
         check_state_format(self._states_config, self._strategy.optimizers)
         mark_weights(self._model)
         config, states = self._storage, self.model_states
-        used = (0, 0) if states is None else (states.nbytes.host_limit, states.nbytes.ssd)
+        # `host_memory` is that of one process, and the processes of a host share its model states.
+        used = (0, 0) if states is None else (states.nbytes.host_limit // self._processes, states.nbytes.ssd)
         config = config.without(*used)
         self.offloader = make_offloader(
             config,

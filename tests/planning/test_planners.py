@@ -112,7 +112,7 @@ def test_gradients_that_are_clipped() -> None:
 
 
 def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
-    """The link is idle while a slow CPU steps; with a fast CPU, or sums of micro-batches, the CPU steps all units."""
+    """The link is idle while a slow CPU steps; with a fast CPU, sums of micro-batches or ranks, the CPU steps all."""
     model = make_model(8, forward=0.01, parameters=10**8)
     fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
     slow = replace(H100, cpu_step_rate=1e8)
@@ -127,7 +127,10 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
         assert counts(model, slow, planner) > 4
         assert counts(model, replace(H100, cpu_step_rate=1e12), planner) == 0
         assert counts(replace(model, micro_batches=2), slow, planner) == 0
+        assert counts(replace(model, ranks=2), slow, planner) == 0
     shared = make_plan(model, slow, fixed=fixed)
+    with pytest.raises(ValueError, match="remove `step: gpu`"):
+        shared.check(replace(model, ranks=2))
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
 
 

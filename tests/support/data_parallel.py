@@ -235,7 +235,10 @@ def evaluation(root: Path, strategy: Any) -> Outcome:
 
 
 def planned(root: Path) -> None:
-    """Each process profiles and plans; then each follows another plan, with the same numbers."""
+    """Each process profiles and plans; then each follows another plan, with the same numbers.
+
+    Model states are on the devices first, and then in host memory, where no plan places steps on the device.
+    """
 
     def train(strategy: Any, *callbacks: pl.Callback) -> Any:
         torch.manual_seed(0)
@@ -244,14 +247,40 @@ def planned(root: Path) -> None:
         trainer(root, strategy, *callbacks, max_epochs=4).fit(module, rows(6))
         return module
 
-    plain, first = train("ddp"), planner(save=root / "plan.yaml")
-    assert_same(train(SSDOffloadStrategy(**BOTH), first), plain)
-    assert first.cycle is not None and first.cycle.plan is not None and (root / "plan.yaml").exists()
-    for seed in (0, 2):
-        watch = PlanWatch()
-        drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed + torch.distributed.get_rank(), recompute=0.7)
-        assert_same(train(SSDOffloadStrategy(**BOTH), pinned(drawn), watch), plain)
-        assert watch.stats.recomputed
+    plain = train("ddp")
+    for states in ("gpu", "host"):
+        arguments, first = BOTH | {"states": states}, planner(save=root / f"{states}.yaml")
+        assert_same(train(SSDOffloadStrategy(**arguments), first), plain)
+        assert first.cycle is not None and first.cycle.plan is not None and (root / f"{states}.yaml").exists()
+        profile = first.cycle.runner.profile
+        assert profile.ranks == (2 if states == "host" else 1)
+        for seed in (0, 2):
+            watch = PlanWatch()
+            drawn = draw(first.cycle.plan, profile, seed + torch.distributed.get_rank(), recompute=0.7)
+            assert_same(train(SSDOffloadStrategy(**arguments), pinned(drawn), watch), plain)
+            assert watch.stats.recomputed
+
+
+def too_large(root: Path) -> None:
+    """States that have no room on one of the devices are offloaded by both processes, if host memory has room."""
+
+    def train(strategy: Any, *callbacks: pl.Callback) -> Any:
+        module = model(SmallModel)
+        trainer(root, strategy, *callbacks).fit(module, batches())
+        return module
+
+    by_rank, look = ["24KiB", "1GiB"], LookAtStates()
+    strategy = ours(states="auto", gpu_memory=by_rank[int(os.environ.get("LOCAL_RANK", 0))])
+    assert_same(train(strategy, look), train("ddp"))
+    assert look.host > 0 and look.ssd == 0
+
+
+class LookAtStates(pl.Callback):
+    """Sees the bytes of offloaded model states."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        states: Any = trainer.strategy.model_states  # type: ignore[attr-defined]
+        self.host, self.ssd = states.nbytes.host, states.nbytes.ssd
 
 
 def refusals(root: Path) -> None:
@@ -259,13 +288,13 @@ def refusals(root: Path) -> None:
     for arguments, reason in (
         ({"states": "ssd"}, "`states='ssd'`"),
         ({"recover": True}, "`recover=True`"),
-        ({"gpu_memory": "24KiB"}, "do not fit"),
+        ({"gpu_memory": "24KiB", "host_memory": "32KiB"}, "set `devices=1`"),
     ):
         refused = trainer(root, SSDOffloadStrategy(**small_arguments() | arguments))
         try:
             refused.fit(model(SmallModel), batches())
         except ValueError as error:
-            assert reason in str(error) and "`states='gpu'`" in str(error), error
+            assert reason in str(error) and "`devices=1`" in str(error), error
         else:
             raise AssertionError(f"{arguments} was not refused")
 
@@ -322,7 +351,7 @@ def failing(root: Path) -> None:
     trainer(root, offloading(), max_epochs=100).fit(model(Failing), batches())
 
 
-OTHERS = {"planned": planned, "refusals": refusals, "offloaded": offloaded}
+OTHERS = {"planned": planned, "too_large": too_large, "refusals": refusals, "offloaded": offloaded}
 """Further cases, which make their own comparisons."""
 
 

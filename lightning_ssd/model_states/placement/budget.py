@@ -55,6 +55,7 @@ def plan_memory(
     summed: bool = False,
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
     lazy_seconds: bool = False,
+    ranks: int = 1,
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
 
@@ -71,12 +72,13 @@ def plan_memory(
         tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
         lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned,
             but allocated from the remaining memory when steps need them.
+        ranks: ranks that share the memory, in which each of them has gradients of its own. Several can't use SSDs.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and the bytes needed.
     """
     everything: list[OffloadTierName] = ["host"] * len(layouts)
-    make_plan = partial(_plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds)
+    make_plan = partial(_plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds, ranks=ranks)
     all_host = make_plan(everything, everything)
     if tiers is not None:
         plan = make_plan([weights for weights, _ in tiers], [opt_state for _, opt_state in tiers])
@@ -103,10 +105,14 @@ def plan_memory(
         plan = make_plan(weights, opt_state)
     if budget is not None and plan.host > budget:
         smaller = describe_smaller_formats(layouts)
+        if ranks > 1:
+            remedy = ", or set `devices=1` and `states='auto'`, with which states may be on SSDs."
+        else:
+            remedy = ", or set `states='auto'`." if states == "host" else "."
         raise ValueError(
             f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
             f"{format_bytes(plan.host)} of it, gradients and staging memory included. Raise it"
-            + (", or set `states='auto'`." if states == "host" else ".")
+            + remedy
             + (" Steps of one micro-batch need no sums of gradients, 4 bytes a parameter." if summed else "")
             + (f" Optimizer states that are rounded save {smaller}." if smaller is not None else "")
         )
@@ -145,6 +151,7 @@ def _plan(
     shared: bool,
     summed: bool,
     lazy_seconds: bool,
+    ranks: int,
 ) -> MemoryPlan:
     param_staging: list[int] = []
     staging: list[int] = []
@@ -166,6 +173,8 @@ def _plan(
     for_params, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (param_staging, staging))
     sizes = [align_up(layout.gradient_bytes) for layout in layouts]
     gradients = shared_gradient_bytes(sizes) if shared and ssd else sum(sizes)
-    host += for_params + for_staging + gradients
-    host += sum(layout.summed_gradient_bytes for layout in layouts) if summed else 0
+    host += for_params + for_staging + ranks * gradients
+    # Several ranks have a mean in fp32 besides, which is the owner's sum of several micro-batches, too.
+    sums = ranks if summed else int(ranks > 1)
+    host += sums * sum(layout.summed_gradient_bytes for layout in layouts)
     return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

@@ -195,7 +195,7 @@ class Setup:
     @property
     def kind(self) -> Literal["host", "ssd", "auto"]:
         """The tiers that offloaded states may be in; "auto": both."""
-        if self.config.states == "auto" and self.storage.tier == "host":
+        if self.config.states == "auto" and (self.storage.tier == "host" or self.world_size > 1):
             return "host"
         assert self.config.states != "gpu"
         return self.config.states
@@ -217,9 +217,10 @@ class Setup:
         )
 
     def host_budget(self) -> int | None:
-        """Returns the bytes of host memory for model states; None: unlimited."""
+        """Returns the bytes of host memory for model states, which all ranks share; None: unlimited."""
         if self.storage.host_memory != "auto":
-            return max(0, parse_bytes(self.storage.host_memory, "host_memory") - self.storage.staging_bytes())
+            of_rank = parse_bytes(self.storage.host_memory, "host_memory") - self.storage.staging_bytes()
+            return max(0, of_rank) * self.world_size
         return usable_memory() if self.config.states == "auto" else None
 
 
