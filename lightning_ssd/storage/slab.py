@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -57,8 +57,9 @@ class Slab:
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-        # Not a slice of the whole: `is_pinned` asks CUDA about the address at which a tensor's storage begins.
-        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
+        with torch.inference_mode(False):  # other threads may not write a tensor that was made in inference mode
+            # Not a slice of the whole: `is_pinned` asks CUDA about the address at which a tensor's storage begins.
+            self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
         self._pinned = False
         if pin:
             commit([self], pin=True)
@@ -129,7 +130,8 @@ def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
     before = [slab for slab in slabs if not slab.pinned] if pin else []
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces)))
     with ThreadPoolExecutor(num_threads, "lightning_ssd-commit", device_setter()) as threads:
-        wait([threads.submit(_touch, piece) for piece in pieces])
+        for touched in [threads.submit(_touch, piece) for piece in pieces]:
+            touched.result()
         locked = [threads.submit(slab.pin) for slab in before]
     try:
         for future in locked:

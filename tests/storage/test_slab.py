@@ -88,3 +88,11 @@ def test_slabs_of_which_one_can_not_be_page_locked_are_as_before(monkeypatch: py
         commit(slabs, pin=True)
     assert list(runtime.locked.values()) == [SIZES[0]]
     slabs[0].close()
+
+
+def test_a_slab_made_in_inference_mode_is_committed_and_written_later() -> None:
+    with torch.inference_mode():
+        memory = Slab(SIZES[0], pin=False)
+        commit([memory], pin=False)
+    assert resident(memory.tensor) >= SIZES[0]
+    memory.tensor.fill_(1)
