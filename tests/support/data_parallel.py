@@ -150,7 +150,8 @@ def metrics_stop_and_select(root: Path, strategy: Any) -> Outcome:
     again = trainer(root, type(trained.strategy)() if strategy == "ddp" else ours(), max_epochs=6)
     again.fit(resumed, shuffled(5), batches(3), ckpt_path=best.best_model_path)
     weights = torch.load(best.best_model_path, weights_only=False)
-    return [module, metrics(trained), files, best.best_model_score, early.stopped_epoch, resumed, weights["state_dict"]]
+    saved = [weights["state_dict"], weights["optimizer_states"][0]["state"]]
+    return [module, metrics(trained), files, best.best_model_score, early.stopped_epoch, resumed, saved]
 
 
 @case()

@@ -388,6 +388,11 @@ class Gradient:
         return whole
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several ranks compute gradients, of which the step uses the mean."""
+        return self._shared is not None
+
+    @property
     def kept(self) -> bool:
         """Whether unused gradients of earlier micro-batches or of user code exist."""
         return self.accumulating or bool(self.assigned)

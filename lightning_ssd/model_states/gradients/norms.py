@@ -52,7 +52,9 @@ class GradientNorms:
         """
         if check_finite and self._decision.loss_scaled:
             self._decision.check(grad)
-        if self._decision.needs_norm and not self._gradients[flat].accumulating:
+        gradient = self._gradients[flat]
+        # Of several ranks' gradients, the norm of their mean is measured.
+        if self._decision.needs_norm and not gradient.accumulating and not gradient.is_shared:
             self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
 
     def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:
