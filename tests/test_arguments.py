@@ -138,7 +138,8 @@ def _parameters(callback: str) -> list[str]:
 
 
 def test_the_table_names_every_argument_of_callbacks() -> None:
-    others = {"ActivationOffload", "MicroBatchSwitch", "SSDOffloadStrategy", "register_optimizer", "tensor_locations"}
+    others = {"ActivationOffload", "MicroBatchSwitch", "SSDOffloadStrategy", "follow_stages", "register_optimizer"}
+    others |= {"tensor_locations"}
     assert {*CALLBACKS} | others == {*lightning_ssd.__all__}
     named = {name for callback in CALLBACKS for name in _parameters(callback)}
     assert named == {name for names in KINDS.values() for name in names}
