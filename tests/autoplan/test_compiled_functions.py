@@ -76,18 +76,22 @@ def test_a_second_training_under_the_default_compiles_what_the_first_one_has_com
 
 
 @pytest.mark.parametrize("begin", [3, *(pytest.param(step, marks=pytest.mark.thorough) for step in (5, 8))])
-def test_code_that_is_compiled_late_runs_compiled_and_ends_plans_of_operators(
+def test_code_that_is_compiled_late_runs_compiled(
     begin: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Older torch, in which Dynamo compiles nothing under a dispatch mode, runs it uncompiled in one step."""
+    """It ends plans of operators, while units are recorded or intercepted: the third step is.
+
+    Older torch, in which Dynamo compiles nothing under a dispatch mode, runs it uncompiled in one step.
+    """
     plain = fit(Augmented(begin), tmp_path, "auto")
     torch._dynamo.reset()
     use(Meter(1e6, 980_000), monkeypatch)
     module = Augmented(begin)
     with caplog.at_level("INFO"):
         assert_same(fit(module, tmp_path, SSDOffloadStrategy(**BOTH)), plain)
-    assert "no block of the model was called" in caplog.text
-    assert module.num_compiled_calls == STEPS - begin - (not COMPILES_UNDER_MODES)
+    ended = "no block of the model was called" in caplog.text
+    assert ended or begin != 3
+    assert module.num_compiled_calls == STEPS - begin - (ended and not COMPILES_UNDER_MODES)
 
 
 @NEEDS_COMPILATION_UNDER_MODES
