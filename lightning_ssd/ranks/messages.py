@@ -35,6 +35,8 @@ class Topic(IntEnum):
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
     VALUES = auto()
     """The values of some tensors of rank 0, the sender, are in shared memory."""
+    READ = auto()
+    """The receiver, rank 0, may change these values in shared memory, because the sender has read them."""
 
 
 _HEADER = struct.Struct("<BxxxIQ")
