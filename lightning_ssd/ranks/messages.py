@@ -1,9 +1,11 @@
 """Messages between the ranks of one host, futures of messages that are expected, and the end of a rank."""
 
+import os
 import selectors
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum, auto
 
@@ -35,6 +37,8 @@ class Topic(IntEnum):
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
     VALUES = auto()
     """The values of some tensors of rank 0, the sender, are in shared memory."""
+    READ = auto()
+    """The receiver, rank 0, may change these values in shared memory, because the sender has read them."""
 
 
 _HEADER = struct.Struct("<BxxxIQ")
@@ -100,6 +104,7 @@ class RankMessages(Uncopied):
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._thread.start()
         watch(self)
+        _open.add(self)
 
     # ---- messages ----
 
@@ -279,3 +284,17 @@ class RankMessages(Uncopied):
                 "all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
             )
         return None
+
+
+_open: "weakref.WeakSet[RankMessages]" = weakref.WeakSet()
+"""Messages whose sockets a forked process inherits."""
+
+
+def _close_in_child() -> None:
+    """Closes sockets in a forked process (a DataLoader worker), which would hide the end of its rank from others."""
+    for messages in _open:
+        for connection in messages._sockets.values():
+            connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

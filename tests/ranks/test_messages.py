@@ -1,5 +1,6 @@
 """Messages between ranks, which are threads of one process here: order, ends and failures."""
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -67,3 +68,11 @@ def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RankError, match="rank 1 has died"):
         wait.result(timeout=60)
+
+
+def test_a_forked_process_does_not_keep_connections(three: list[RankMessages]) -> None:
+    descriptors = [connection.fileno() for one in three for connection in one._sockets.values()]
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

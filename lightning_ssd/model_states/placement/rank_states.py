@@ -25,7 +25,7 @@ class RankStates:
     Args:
         ranks: memory and messages of this rank; the caller closes them.
         layouts: layouts of the flat parameters, in the same order on all ranks.
-        pin: whether gradients are page-locked, for copies from the device.
+        pin: whether this rank's gradients are page-locked, for copies from the device.
 
     Attributes:
         ranks: memory and messages of this rank.
@@ -54,8 +54,10 @@ class RankStates:
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         memory, ranks = self.ranks.memory, range(self.ranks.size)
-        copies = [memory.allocate(flat.nbytes, touch=rank == self.ranks.rank, pin=pin) for rank in ranks]
-        return SharedGradient(self.ranks.rank, copies, [memory.floats(flat.numel) for _ in ranks])
+        own = self.ranks.rank
+        # This rank's device copies to its own part alone, and only that is unlocked at the end.
+        copies = [memory.allocate(flat.nbytes, touch=rank == own, pin=pin and rank == own) for rank in ranks]
+        return SharedGradient(own, copies, [memory.floats(flat.numel) for _ in ranks])
 
 
 def describe_training(

@@ -15,8 +15,9 @@ _ALIGNMENT = 16
 class RankValues:
     """Copies the values of rank 0 to the other ranks.
 
-    Ownership: the shared memory is written by rank 0, and read by others from its message on. Rank 0 writes it again
-    after an exchange of all ranks, such as a reduction of gradients, which each rank enters when it has read it.
+    Ownership: the shared memory belongs to rank 0 until it posts `Topic.VALUES`, and then to the others, each of which
+    gives it back by `Topic.READ`. No other message does: rank 0 may end a backward before another rank begins its
+    forward.
 
     Args:
         ranks: memory and messages of this rank.
@@ -47,10 +48,13 @@ class RankValues:
             raise RuntimeError(
                 "buffers of the model were added or resized, which several devices can't follow. Make them before `fit`"
             )
-        is_source = self._messages.rank == 0
+        messages, number, before = self._messages, self._number, self._turn
+        is_source = messages.rank == 0
         self._turn += 1
         if not is_source:
-            wait_for(self._messages.collect(Topic.VALUES, self._number, self._turn, [0]), "values of rank 0")
+            wait_for(messages.collect(Topic.VALUES, number, self._turn, [0]), "values of rank 0")
+        elif before:
+            wait_for(messages.collect(Topic.READ, number, before, messages.others), "other ranks")
         start = 0
         for tensor in tensors:
             shared = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -60,7 +64,9 @@ class RankValues:
                 tensor.copy_(shared)
             start += _aligned(tensor)
         if is_source:
-            self._messages.post(Topic.VALUES, self._number, self._turn, b"", self._messages.others)
+            messages.post(Topic.VALUES, number, self._turn, b"", messages.others)
+        else:
+            messages.post(Topic.READ, number, self._turn, b"", [0])
 
 
 def _aligned(tensor: Tensor) -> int:
