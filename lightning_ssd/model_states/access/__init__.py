@@ -4,6 +4,7 @@ The modules, in the order in which they are best read:
 
 - `torch_functions`: the effect of each function of torch on its tensor arguments.
 - `references`: references that autograd saves in place of offloaded weights.
+- `autograd_forwards`: the running forward of an `autograd.Function` of user code.
 - `parameter`: the tensor classes of offloaded parameters and of aliases of them.
 - `operands`: arguments and results of operators on offloaded tensors.
 - `sources`: whole values of an offloaded tensor, read and written wherever they are stored.

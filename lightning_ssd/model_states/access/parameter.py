@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +26,7 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
+from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
 from lightning_ssd.model_states.access.references import references_saved, saves_references
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of
 from lightning_ssd.model_states.stores import StagedFlats
@@ -704,12 +705,12 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
             continue
         if torch.is_inference_mode_enabled():
             return
-        apply_code: CodeType = cast(Any, torch.autograd.Function.apply).__code__  # runs the forwards of all functions
+        forwards = autograd_forwards()
         frame: FrameType | None = sys._getframe(2)
         for _ in range(_FRAMES):
             if frame is None:
                 break
-            if frame.f_code is apply_code and any([given is value for given in frame.f_locals["args"]]):
+            if id(frame.f_code) in forwards and _has_argument(frame, value):
                 if isinstance(value, OffloadedView):
                     raise not_followed(value.source.name)
                 value.source.access.grad_dtype.sum_in_fp32(value)
@@ -719,3 +720,11 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
 
 _FRAMES = 32
 """Python calls between an autograd function and an operator that it runs, at most."""
+
+
+def _has_argument(frame: FrameType, value: Tensor) -> bool:
+    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
+    for given in frame.f_locals.values():
+        if given is value or (isinstance(given, tuple) and any([one is value for one in given])):
+            return True
+    return False
