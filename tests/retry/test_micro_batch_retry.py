@@ -340,8 +340,6 @@ def test_values_that_a_module_refers_to_no_more_are_freed_at_once() -> None:
 class Guarded:
     """An object that refuses to be asked for unknown attributes."""
 
-    __slots__ = ("calls",)
-
     def __init__(self) -> None:
         self.calls = 0
 
