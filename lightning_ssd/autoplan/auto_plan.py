@@ -37,7 +37,7 @@ Outcome = Literal["measuring", "keep", "plan", "offload"]
 
 FIRST_STEPS = 2
 """Steps before the decision: the first one allocates optimizer states, the second one shows their memory. One step is
-enough if its saved tensors have no room beside what is allocated after it."""
+enough if its saved tensors do not fit beside the memory that stays allocated after it."""
 
 SHORT_STEPS_AFTER_KEEP = 2
 """Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With

@@ -52,7 +52,7 @@ class KnownMemory:
         self.fits = known and limit.fits
 
     def lacks(self, saved_bytes: int) -> bool:
-        """Returns whether saved storages have no room beside what is allocated between two steps.
+        """Returns whether the saved storages do not fit beside the memory that stays allocated between steps.
 
         A forward begins with that memory, and needs more for its transient tensors.
 

@@ -21,7 +21,7 @@ def load_c_library(source: Path, fallback: str) -> ctypes.CDLL | None:
 
     Args:
         source: the file, whose functions release Python's lock while they run.
-        fallback: what is done without them, for the log.
+        fallback: the slower way without the library, for the log.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

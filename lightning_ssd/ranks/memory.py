@@ -14,7 +14,7 @@ from lightning_ssd.uncopied import Uncopied
 _HUGE_PAGE = 2 * 2**20
 
 _MAPPED = 16
-"""Mapped bytes, in units of the host's memory. Pages of allocations that nobody writes take no memory."""
+"""Size of the mapping, in multiples of the host's memory. A page takes memory when it is first written."""
 
 
 def make_file() -> tuple[int, int]:

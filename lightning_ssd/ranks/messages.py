@@ -71,8 +71,8 @@ class RankMessages(Uncopied):
     """Sends messages to other ranks and receives theirs, each with a topic, a number and a turn.
 
     A rank that ends without `close` (killed, or by an exception) makes all futures of messages fail on the other ranks,
-    those that are pending and all later ones, with an error that names it. If it has ended by `close`, without an
-    error, those fail that need a message which it has not sent.
+    pending and later ones, with an error that names it, except of messages that it has sent before. If it has
+    ended by `close`, without an error, those fail that need a message which it has not sent.
 
     Threads: any. `_lock` guards the fields below it; it is not held while futures complete. Futures complete, and run
     their callbacks, on the thread `ranks`, which receives; or on the calling thread if their messages have arrived.
@@ -162,7 +162,7 @@ class RankMessages(Uncopied):
     def fail(self, error: BaseException) -> None:
         """Ends the training of all ranks with the text of an error of this one, unless another one has failed before.
 
-        All pending futures fail, here and there, and all later ones.
+        All pending futures fail, here and there, and later ones of messages that have not arrived.
         """
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         with self._lock:
@@ -264,15 +264,16 @@ class RankMessages(Uncopied):
             box.done.set_exception(error)
 
     def _fail_all(self, error: RankError) -> None:
-        """Fails all futures of messages, if this is the first failure."""
+        """Fails all futures of messages, if this is the first failure. What has arrived may still be collected."""
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = error
-            boxes, self._boxes = list(self._boxes.values()), {}
-        for box in boxes:
-            if box.expected is not None:
-                box.done.set_exception(error)
+            expected = [(key, box) for key, box in self._boxes.items() if box.expected is not None]
+            for key, _ in expected:
+                del self._boxes[key]
+        for _, box in expected:
+            box.done.set_exception(error)
 
     def _why_incomplete(self, box: _Box) -> RankError | None:
         """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from lightning_ssd.activations import ActivationOffloader, StagePass, config
 from lightning_ssd.activations.in_flight import InFlight
-from lightning_ssd.device import CPUCopyEngine
+from tests.support.numbered import SIZE, NotingEngine, Saving, noted
 from tests.support.offloader import change_policy, open_offloader
 
-SIZE = 64
 NBYTES = 4 * SIZE
 PER_CHUNK = 3
 """Saved tensors of a micro-batch."""
@@ -24,35 +22,6 @@ Passes = tuple[tuple[str, int], ...]
 FIRST_STAGE: Passes = (("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2))
 LAST_STAGE: Passes = (("F", 0), ("B", 0), ("F", 1), ("B", 1))
 GPIPE: Passes = (("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2))
-
-noted: list[tuple[str, int]] = []
-"""Events in their order: passes that begin, loads and backwards of tensors by their numbers."""
-
-
-class NotingEngine(CPUCopyEngine):
-    """A copy engine that notes the copies to the device by their values."""
-
-    def h2d(self, src: Tensor, dst: Tensor, after: Any, *, awaited: bool = False) -> Any:
-        mark = super().h2d(src, dst, after, awaited=awaited)
-        first = dst.view(torch.float32)[0]
-        if first.isfinite():  # the copies whose speed is measured have any values
-            noted.append(("load", int(first)))
-        return mark
-
-
-class Saving(torch.autograd.Function):
-    """Saves one tensor, whose values are a number, and notes the backward that needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, number: int) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(torch.full((SIZE,), float(number)))
-        return tensor + 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        (saved,) = ctx.saved_tensors
-        noted.append(("backward", int(saved[0])))
-        return gradient * saved, None
 
 
 def step(offloader: ActivationOffloader, passes: Passes) -> None:

@@ -60,6 +60,17 @@ def test_the_first_failure_is_the_error_of_all_ranks(three: list[RankMessages]) 
             one.collect(Topic.STEP, 0, 0, [0, 1, 2]).result(timeout=0)
 
 
+def test_what_a_rank_has_sent_before_it_fails_is_collected_afterwards(three: list[RankMessages]) -> None:
+    """All ranks then raise the error that each of them finds, such as too small a budget that they have agreed on."""
+    first, second, _ = three
+    failed = first.collect(Topic.STEP, 0, 0, [1])
+    second.post(Topic.SUM, 0, 0, b"sent", [0])
+    second.fail(ValueError("a bad batch"))
+    with pytest.raises(RankError, match="a bad batch"):
+        failed.result(timeout=60)
+    assert first.collect(Topic.SUM, 0, 0, [1]).result(timeout=0) == {1: b"sent"}
+
+
 def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
     first, second, third = three
     wait = first.collect(Topic.GRADIENT, 0, 0, [2])

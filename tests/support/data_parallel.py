@@ -26,8 +26,8 @@ from tests.support.plans import Watch as PlanWatch
 from tests.support.trainings import (
     ROWS,
     WIDTH,
+    Look,
     SmallModel,
-    Watch,
     batches,
     make_trainer,
     offloading,
@@ -299,27 +299,13 @@ def refusals(root: Path) -> None:
             raise AssertionError(f"{arguments} was not refused")
 
 
-class Look(Watch):
-    """Sees the scratch directories of both processes while they train."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self.root = root
-        self.directories: list[str] = []
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        trainer.strategy.barrier()
-        self.directories = sorted(path.rsplit("-", 1)[1] for path in scratch_directories(self.root))
-        trainer.strategy.barrier()
-
-
 def offloaded(root: Path) -> None:
     """Both processes offload, to directories of their own, and leave none."""
     look = Look(root)
     trained = trainer(root, offloading(), look)
     trained.fit(model(SmallModel), batches())
-    assert look.moved > 0 and look.directories == ["rank0", "rank1"], look.directories
+    directories = sorted(path.rsplit("-", 1)[1] for path in look.directories)
+    assert look.moved > 0 and directories == ["rank0", "rank1"], directories
     trained.strategy.barrier()
     assert scratch_directories(root) == []
 

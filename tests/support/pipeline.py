@@ -23,7 +23,7 @@ from lightning_ssd.callbacks.offloader import find_offloader
 from tests.support.compare import assert_same
 from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.offloader import wait_for_writes
-from tests.support.trainings import ROWS, WIDTH, Watch, batches, make_trainer, scratch_directories, small_arguments
+from tests.support.trainings import ROWS, WIDTH, Look, batches, make_trainer, scratch_directories, small_arguments
 
 CHUNKS = 4
 """Micro-batches of a schedule."""
@@ -126,21 +126,6 @@ def window() -> PrefetchScheduler:
     return PrefetchScheduler(window_bytes=TENSOR)
 
 
-class Look(Watch):
-    """Sees the scratch directories of both processes while they train."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self.root = root
-        self.directories: list[str] = []
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        trainer.strategy.barrier()
-        self.directories = [f"{Path(path).parent.name} {path[-5:]}" for path in scratch_directories(self.root)]
-        trainer.strategy.barrier()
-
-
 def numbers(module: Pipeline) -> list[Tensor]:
     return [*module.losses, *module.gradients, *(parameter.detach() for parameter in module.parameters())]
 
@@ -163,7 +148,8 @@ def own_directories(root: Path) -> None:
     drive = root / f"drive{os.environ.get('LOCAL_RANK', 0)}"
     drive.mkdir(parents=True)
     train(root, Pipeline(), offload(drive), look, steps=1)
-    assert look.bytes_in["ssd"] and look.directories == ["drive0 rank0", "drive1 rank1"], look.directories
+    directories = [f"{Path(path).parent.name} {path[-5:]}" for path in look.directories]
+    assert look.bytes_in["ssd"] and directories == ["drive0 rank0", "drive1 rank1"], directories
     assert scratch_directories(drive) == []
 
 

@@ -93,6 +93,21 @@ class Watch(pl.Callback):
                 self.bytes_read += io.bytes_read
 
 
+class Look(Watch):
+    """Sees the scratch directories of all processes while they train."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.directories: list[str] = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        trainer.strategy.barrier()
+        self.directories = scratch_directories(self.root)
+        trainer.strategy.barrier()
+
+
 def small_model(seed: int = 0, kind: type[SmallModel] = SmallModel) -> Any:
     """Returns a model with the weights of `seed`."""
     torch.manual_seed(seed)

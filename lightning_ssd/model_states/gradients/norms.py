@@ -53,7 +53,7 @@ class GradientNorms:
         if check_finite and self._decision.loss_scaled:
             self._decision.check(grad)
         gradient = self._gradients[flat]
-        # Of several ranks' gradients, the norm of their mean is measured.
+        # Several ranks clip by the norm of their mean gradient, which is not known yet.
         if self._decision.needs_norm and not gradient.accumulating and not gradient.is_shared:
             self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
 

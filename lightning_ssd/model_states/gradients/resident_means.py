@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.model_states.gradients.rank_mean import write_mean
 from lightning_ssd.ranks import Ranks, Topic
 from lightning_ssd.waits import wait_for
 
@@ -54,12 +55,10 @@ class ResidentMeans:
         contents = wait_for(messages.collect(Topic.RESIDENTS, 0, self._turn, messages.others), "other ranks")
         self._turn += 1
         by_rank = [contents.get(rank, flags) for rank in range(messages.size)]
-        mean = torch.zeros_like(memory[0])
-        for values_of_rank, flags_of_rank in zip(memory, by_rank, strict=True):
-            if any(flags_of_rank):
-                mean.add_(values_of_rank, alpha=share)
         present = [any(of_parameter) for of_parameter in zip(*by_rank, strict=True)]
         if any(present):
+            mean = torch.empty_like(memory[0])
+            write_mean(mean, [one for one, of_rank in zip(memory, by_rank, strict=True) if any(of_rank)], share)
             device = self._parameters[0][1].device
             means = mean.to(device).split([parameter.numel() for _, parameter in self._parameters])
             for (_, parameter), values_of_parameter, has in zip(self._parameters, means, present, strict=True):

@@ -135,25 +135,11 @@ def make_store(
     """
     of_weights, of_opt_state = tiers
     pin = copies.device.type == "cuda"
-    weights = make_buffer(
-        layout.flat.nbytes,
-        of_weights,
-        staging,
-        undo,
-        versions=layout.versions,
-        blobs=blobs,
-        share=None if ranks is None else partial(ranks.allocate, layout.flat, pin=pin),
-    )
+    make = partial(make_buffer, staging=staging, undo=undo, versions=layout.versions, blobs=blobs)
+    share = None if ranks is None else partial(ranks.allocate, layout.flat)
+    weights = make(layout.flat.nbytes, of_weights, share=share and partial(share, pin=pin))
     assert weights is not None
-    opt_state = make_buffer(
-        layout.opt_state_bytes,
-        of_opt_state,
-        staging,
-        undo,
-        versions=layout.versions,
-        blobs=blobs,
-        share=None if ranks is None else partial(ranks.allocate, layout.flat, pin=False),
-    )
+    opt_state = make(layout.opt_state_bytes, of_opt_state, share=share and partial(share, pin=False))
     return StateStore(layout, VersionedBuffers(layout, weights, opt_state), copies, staging)
 
 
