@@ -446,7 +446,7 @@ def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
     labels = [label(run) for _, run in rows]
     axes.bar_label(bars, labels, padding=3)
     axes.set_xlabel("seconds a step")
-    axes.margins(x=0.35)
+    axes.set_xlim(0, 1.7 * max((run["step"] for _, run in rows), default=1.0))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
