@@ -58,6 +58,12 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.case.optimizer([one for one in self.parameters() if one.requires_grad])
 
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
+        self.after_step(self.trainer.optimizers[0])
+
 
 class ReadsGradients(Net):
     """Reads gradients between backward and step, of which each rank sees the mean."""
@@ -73,14 +79,35 @@ class Looks(Net):
         super().__init__(case)
         self.seen: list[Tensor | None] = []
 
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.rank == 1:
             moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
             values = [*self.state_dict().values(), *self.parameters(), *moments]
             self.seen += [value.detach().clone() for value in values]
 
-    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
-        self.look(self.trainer.optimizers[0])
+
+class Writes(Net):
+    """Writes weights after each step and in forward, which each rank runs in another order, and loads weights."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.averages: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().forward(x, index)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        weights = dict(self.named_parameters())
+        with torch.no_grad():
+            for name in list(weights)[:: 1 - 2 * self.rank]:
+                weights[name].mul_(0.5)
+                average = self.averages.setdefault(name, torch.zeros_like(weights[name]))
+                average.lerp_(weights[name], 0.5)
+            self.blocks[0].first.weight.copy_(self.averages["blocks.0.first.weight"])
+        self.blocks[1].second.bias.data.zero_()
+        self.blocks[2].load_state_dict({name: 2 * value for name, value in self.blocks[2].state_dict().items()})
 
 
 class Overflows(Net):
@@ -150,6 +177,8 @@ CASES = {
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
     "values are read": Case(module=Looks),
+    "weights are written": Case(module=Writes, frozen=True),
+    "16-mixed, weights are written": Case(sgd, module=Writes, scaled=True),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
@@ -204,12 +233,11 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
                 by_value = case.trainer.get("gradient_clip_algorithm") == "value"
                 clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
                 clip(module.parameters(), limit)
-            if not isinstance(module, Looks):
+            if isinstance(module, ReadsGradients):
                 module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
             scaler.step(optimizer)
             scaler.update()
-            if isinstance(module, Looks):
-                module.look(optimizer)
+            module.after_step(optimizer)
             optimizer.zero_grad()
     return module, optimizer.state_dict()
 

@@ -20,7 +20,8 @@ class RankStates:
 
     Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
     read them from the message about the step until it posts its gradient for the next one: the owner writes only when
-    it has the gradients of all ranks. Rank 0 writes the initial values, before the first exchange of all ranks.
+    it has the gradients of all ranks. The same holds for weights that user code writes (`RankSteps.write`). Rank 0
+    writes the initial values, before the first exchange of all ranks.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.
