@@ -113,11 +113,6 @@ class OwnBackward(Net):
         self.optimizers().step()
 
 
-class OtherOptimizer(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters())
-
-
 CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     "other model": (lambda: fit(Wider()), r"rank 0 and rank 1 train differently: 'layers.1.bias"),
     "other learning rate": (
@@ -125,7 +120,6 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
-    "Adagrad": (lambda: fit(OtherOptimizer()), "Take AdamW, Adam or SGD"),
     "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
     "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
 }

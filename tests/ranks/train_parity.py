@@ -110,6 +110,17 @@ class Writes(Net):
         self.blocks[2].load_state_dict({name: 2 * value for name, value in self.blocks[2].state_dict().items()})
 
 
+class Validates(Net):
+    """Sees losses of validation, in which callbacks may exchange the weights."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.seen: list[Tensor | None] = []
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.seen.append(self.loss(batch, index))
+
+
 class Overflows(Net):
     """The gradients of rank 1 in one batch are infinite."""
 
@@ -148,6 +159,28 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
+def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+class Coupled(torch.optim.Optimizer):
+    """Steps all parameters by the norm of all gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        loss = closure()
+        (group,) = self.param_groups
+        norm = nn.utils.get_total_norm([one.grad for one in group["params"] if one.grad is not None])
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter.sub_(mean.lerp_(parameter.grad / norm, 0.1))
+        return loss
+
+
 @dataclass
 class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
@@ -156,6 +189,7 @@ class Case:
     scaled: bool = False
     tied: bool = False
     frozen: bool = False
+    callback: Callable[[], pl.Callback] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
 
@@ -177,6 +211,17 @@ CASES = {
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
     "values are read": Case(module=Looks),
+    "adafactor": Case(adafactor, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed adafactor": Case(adafactor, module=Overflows, scaled=True),
+    "optimizer couples parameters": Case(
+        Coupled, lambda rank, index: [0, 1 + (rank + index) % 2], trainer={"accumulate_grad_batches": 3}
+    ),
+    "stochastic weight averaging": Case(
+        sgd, callback=lambda: pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
+    ),
+    "moving average of weights": Case(
+        module=Validates, callback=lambda: pl.callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=2)
+    ),
     "weights are written": Case(module=Writes, frozen=True),
     "16-mixed, weights are written": Case(sgd, module=Writes, scaled=True),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
@@ -196,21 +241,27 @@ def make_scaler(case: Case) -> torch.amp.GradScaler:
 
 
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
+    return train_by(SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy), case)
+
+
+def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[str, Any]]:
     torch.manual_seed(dist.get_rank())  # the values of rank 0 count
     module = case.module(case)
-    strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
     scaled = {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler(case))} if case.scaled else {}
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **case.trainer, **scaled,
+        callbacks=[] if case.callback is None else [case.callback()], num_sanity_val_steps=0, **case.trainer, **scaled,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))
+    loader = DataLoader(batches(dist.get_rank()), batch_size=None)
+    trainer.fit(module, loader, loader if case.module is Validates else None)
     (optimizer,) = trainer.optimizers
     return module, optimizer.state_dict()
 
 
 def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
+    if case.callback is not None:
+        return train_by(pl.strategies.DDPStrategy(), case)
     torch.manual_seed(dist.get_rank())
     module = case.module(case)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(module), find_unused_parameters=True)
@@ -235,11 +286,15 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
                 clip(module.parameters(), limit)
             if isinstance(module, ReadsGradients):
                 module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
-            scaler.step(optimizer)
+            scaler.step(optimizer, *[_no_closure] * (case.optimizer is Coupled))
             scaler.update()
             module.after_step(optimizer)
             optimizer.zero_grad()
     return module, optimizer.state_dict()
+
+
+def _no_closure() -> None:
+    """The closure of a step whose backward has ended."""
 
 
 class _Loss(nn.Module):
@@ -263,7 +318,7 @@ def differences(case: Case) -> Iterator[str]:
             found = our_state["state"].get(key, {}).get(name)
             if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
                 yield f"state {name} of parameter {key}"
-    if issubclass(case.module, (ReadsGradients, Looks)) and not case.trainer:
+    if issubclass(case.module, (ReadsGradients, Looks, Validates)) and not case.trainer:
         for number, (one, other) in enumerate(zip(ours.seen, plain.seen, strict=True)):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
                 yield f"value {number} that was read"

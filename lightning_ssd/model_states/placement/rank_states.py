@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.model_states.gradients import SharedGradient
-from lightning_ssd.model_states.optimizers import ElementwiseOptimizer
-from lightning_ssd.model_states.placement.grouping import FlatSpec
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
@@ -87,14 +85,3 @@ def describe_training(
         "gradient accumulation": setup.sums_gradients,
     }
     return items + [(name, repr(value)) for name, value in settings.items()]
-
-
-def check_shared(specs: Sequence[FlatSpec]) -> None:
-    """Raises ValueError, with the remedy, if several ranks don't support the optimizer of a flat parameter."""
-    for item in specs:
-        optimizer = item.flat_optimizer
-        if optimizer is not None and not isinstance(optimizer, ElementwiseOptimizer):
-            raise ValueError(
-                f"several devices don't offload states of {item.flat.name} with its optimizer yet. Take AdamW, Adam or "
-                "SGD, or set `devices=1`; or, if all states fit on each device, `states='gpu'`."
-            )
