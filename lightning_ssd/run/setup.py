@@ -102,7 +102,6 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
         "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
         "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
         "`clip='speculative'`": ("`clip='auto'`", speculates),
-        "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
         f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
     }
     for what, (remedy, found) in unsupported.items():

@@ -5,11 +5,13 @@ A script for `processes.launch`. Its arguments are names of `CASES`; without any
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from tests.ranks.hand_over import torn_hand_overs
+from tests.support.meter import Meter, use
 
 WIDTH, STEPS = 32, 4
 
@@ -128,6 +131,28 @@ class Overflows(Net):
         return super().loss(batch, index) * (1e8 if self.rank == 1 and index == 1 else 1.0)
 
 
+FAILED = {place: threading.Event() for place in [(1, 1, "forward"), (1, 2, "backward"), (0, 3, "backward")]}
+"""Rank, batch and place of each failure of `RunsOut`, which has happened if the event is set: it is not restored."""
+
+
+class RunsOut(Net):
+    """Runs out of memory on one rank at a time, which alone runs its micro-batch again."""
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        self._fail(index, "forward")
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                x.register_hook(lambda gradient: self._fail(index, "backward"))
+        return self.head(x)
+
+    def _fail(self, index: int, place: str) -> None:
+        event = FAILED.get((self.rank, index, place))
+        if self._trainer is not None and event is not None and not event.is_set():
+            event.set()
+            raise torch.OutOfMemoryError(f"Tried to allocate 20.00 GiB in {place}.")
+
+
 class OverflowsRead(Overflows, ReadsGradients):
     pass
 
@@ -224,10 +249,12 @@ CASES = {
     ),
     "weights are written": Case(module=Writes, frozen=True),
     "16-mixed, weights are written": Case(sgd, module=Writes, scaled=True),
+    "out of memory": Case(module=RunsOut, trainer={"gradient_clip_val": 0.05}),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
+    "serial steps": Case(strategy={"overlap": "naive"}),
 }
 
 
@@ -254,7 +281,10 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         callbacks=[] if case.callback is None else [case.callback()], num_sanity_val_steps=0, **case.trainer, **scaled,
     )  # fmt: skip
     loader = DataLoader(batches(dist.get_rank()), batch_size=None)
-    trainer.fit(module, loader, loader if case.module is Validates else None)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.module is RunsOut:
+            use(Meter(1e9, 10**6), patch)
+        trainer.fit(module, loader, loader if case.module is Validates else None)
     (optimizer,) = trainer.optimizers
     return module, optimizer.state_dict()
 
@@ -318,6 +348,8 @@ def differences(case: Case) -> Iterator[str]:
             found = our_state["state"].get(key, {}).get(name)
             if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
                 yield f"state {name} of parameter {key}"
+    if case.module is RunsOut and not all(event.is_set() for (rank, *_), event in FAILED.items() if rank == ours.rank):
+        yield "memory has sufficed"
     if issubclass(case.module, (ReadsGradients, Looks, Validates)) and not case.trainer:
         for number, (one, other) in enumerate(zip(ours.seen, plain.seen, strict=True)):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
