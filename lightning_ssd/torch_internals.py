@@ -32,6 +32,7 @@ replacement ("at import" below). There are three groups:
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
 | `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
+| `collectives_begun` | `torch.distributed.distributed_c10d._world`, `_get_sequence_number_for_group` | |
 | `new_storage_info` | `torch.distributed.checkpoint.filesystem._StorageInfo` | |
 | `register_state_dict_hook`, `run_node_first` | methods of modules and nodes | |
 
@@ -397,3 +398,13 @@ def new_storage_info(file: str, offset: int, nbytes: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
+
+
+def collectives_begun() -> list[int]:
+    """Returns the number of collectives of each process group so far; an empty list without torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    from torch.distributed.distributed_c10d import _world
+
+    count: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
+    return [count(group) for group in _world.pg_map]

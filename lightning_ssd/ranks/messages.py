@@ -33,6 +33,8 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()
     """The sender, a flat parameter's owner, has written all of its new values."""
+    WRITTEN = auto()
+    """The sender, a flat parameter's owner, has written weights that user code of all ranks has changed alike."""
     RESIDENTS = auto()
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
     VALUES = auto()

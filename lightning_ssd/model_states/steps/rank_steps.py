@@ -12,6 +12,11 @@ No rank waits for a message in forward or backward except for the weights of the
 between ranks, and repeated micro-batches, need no order that ranks agree on.
 
 If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`).
+
+User code writes weights on all ranks, each of which changes a copy of its own (`write`). When a rank needs the values
+again, it posts a checksum of its copy as `T.GRADIENT`, in the turn of a step. Once the owner has equal ones of all
+ranks, it writes its copy to the shared memory, and posts `T.WRITTEN`, which the next readers wait for. A rank that has
+not written posts a gradient in this turn, which differs.
 """
 
 import struct
@@ -35,9 +40,9 @@ from lightning_ssd.waits import wait_for, wait_for_all
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: `sum`, `follow`, `announce` and `reduce` run on the training thread, or on autograd's while that waits.
-    `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their callbacks:
-    these count steps and post messages, and wait for nothing.
+    Threads: `sum`, `follow`, `announce`, `reduce` and `write` run on the training thread, or on autograd's while that
+    waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their
+    callbacks: these count steps and post messages, and wait for nothing.
 
     Ownership: see `SharedGradient` and `RankStates`.
 
@@ -67,12 +72,10 @@ class RankSteps:
         self._copies = copies
         self._worker = worker
         mean_library()  # compiled now, and not while the first step waits
-        self._sums = dict.fromkeys(flat_optimizers, 0)
-        """Sums of each flat parameter's gradients so far."""
+        self._turns = dict.fromkeys(stores, 0)
+        """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
         self._steps = dict.fromkeys(flat_optimizers, 0)
         """Steps that were submitted."""
-        self._stepped: dict[FlatParameter, Future[None]] = {}
-        """Last step of each flat parameter that this rank owns, which uses its mean gradient."""
         self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
         """For each parameter, whether a rank has had a gradient of it in the last sum."""
         self._not_finite: set[FlatParameter] = set()
@@ -105,7 +108,7 @@ class RankSteps:
             A future that is done when the mean gradient, and its norms, are known. The owner has the mean in
             `Gradient.accum`.
         """
-        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._sums, flat)
+        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._turns, flat)
         messages = self._messages
         owner, norms = self._states.owner_of(flat), self._gradients.norms.to_sum(flat)
         # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
@@ -145,7 +148,7 @@ class RankSteps:
             content = _write_sum(gradient.has_accum, flat, norms, finite=finite)
             messages.post(Topic.SUM, number, turn, content, messages.others)
 
-        last = self._stepped.get(flat, finished(None))
+        last = self._stores[flat].stepped  # which uses the last mean, or writes weights
         gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
         return gradient.summed
 
@@ -160,7 +163,7 @@ class RankSteps:
         wait_for_all(self._gradients.consumed(), "gradients")
         for flat, gradient in self._gradients.items():
             gradient.fold()
-            turns[flat] = self._next(self._sums, flat)
+            turns[flat] = self._next(self._turns, flat)
             own[flat] = _describe(gradient.has_accum, True, None)
             if not self.owns(flat):
                 to = [self._states.owner_of(flat)]
@@ -193,12 +196,7 @@ class RankSteps:
             RankError: ranks step with different options.
         """
         gradient, shared = self._gradients[flat], self._states.gradients[flat]
-        for rank, content in contents.items():
-            if content[1:_FLAGS] != contents[self._messages.rank][1:_FLAGS]:
-                raise RankError(
-                    f"ranks {rank} and {self._messages.rank} step {flat.name} with different options of the optimizer, "
-                    "or user code reads gradients on one of them only. Change options, and register hooks, on all."
-                )
+        self._check_alike(flat, contents)
         flags = [_read_flags(contents[rank], flat) for rank in range(self._messages.size)]
         sources = [
             shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
@@ -216,6 +214,21 @@ class RankSteps:
                     write_mean(total[elements], chosen, share)
         gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
         self._has_grad[flat] = gradient.has_accum
+
+    def _check_alike(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
+        own = self._messages.rank
+        for rank, content in contents.items():
+            if content[1:_FLAGS] == contents[own][1:_FLAGS]:
+                continue
+            if _WRITES in (content[1], contents[own][1]):
+                raise RankError(
+                    f"user code writes weights of {flat.name} on ranks {rank} and {own}, but not the same values, or "
+                    "on one of them only. Write the same on all ranks: they share the weights."
+                )
+            raise RankError(
+                f"ranks {rank} and {own} step {flat.name} with different options of the optimizer, or user code reads "
+                "gradients on one of them only. Change options, and register hooks, on all."
+            )
 
     def are_finite(self, flat_params: Collection[FlatParameter]) -> bool:
         """Returns whether the sums of flat parameters, for which it waits, are finite, if their norms are measured."""
@@ -244,7 +257,6 @@ class RankSteps:
             scale: scale of the gradients, done before; None: the step is skipped.
         """
         number, turn = self._states.numbers[flat], self._next(self._steps, flat)
-        self._stepped[flat] = done
 
         def post(topic: Topic, future: "Future[None]") -> None:  # on the thread that completes it
             if (error := future.exception()) is not None:
@@ -280,6 +292,45 @@ class RankSteps:
         done = then(self._messages.collect(Topic.STEP, number, turn, [owner]), count)
         return then(written, lambda _: finished(None)), done
 
+    # ---- writes of user code ----
+
+    def write(self, flat: FlatParameter, masters: Tensor) -> None:
+        """Has the owner store master weights of `flat`, unless user code has not changed them.
+
+        Args:
+            flat: the flat parameter, whose last step or write is done.
+            masters: its master weights, this rank's copy; they belong to the write.
+        """
+        store, messages = self._stores[flat], self._messages
+        if store.is_unchanged(masters):
+            return
+        number, turn, owner = self._states.numbers[flat], self._next(self._turns, flat), self._states.owner_of(flat)
+        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
+        own = _describe_write(masters)
+        if self.owns(flat):
+            others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
+
+            def run() -> None:  # on the worker's thread
+                self._check_alike(flat, {**others.result(), messages.rank: own})
+                store.checkin(masters)
+                messages.post(Topic.WRITTEN, number, turn, b"", messages.others)
+
+            written = self._worker.submit(run, [read, others], priority=0)
+            written.add_done_callback(self._fail)
+        else:
+            collected = messages.collect(Topic.WRITTEN, number, turn, [owner])
+
+            def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
+                messages.post(Topic.GRADIENT, number, turn, own, [owner])
+                return then(collected, lambda _: finished(None))
+
+            written = then(read, post)
+        store.announce_step(written, written)
+
+    def _fail(self, future: "Future[None]") -> None:
+        if (error := future.exception()) is not None:
+            self._messages.fail(error)
+
     @staticmethod
     def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
         counts[flat] += 1
@@ -288,6 +339,12 @@ class RankSteps:
 
 _FLAGS = 6
 """Bytes before the flags of parameters in a message about a gradient."""
+
+_WRITES = 2
+"""The second byte of a message about weights that user code has written. Messages about gradients have a flag there."""
+
+_ROW = 2**12
+"""Elements of a row, of which a checksum is computed."""
 
 
 def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None) -> bytes:
@@ -301,6 +358,19 @@ def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None
     numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in (options or {}).items()}
     digest = zlib.crc32(repr(sorted(numbers.items())).encode())
     return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
+
+
+def _describe_write(masters: Tensor) -> bytes:
+    """Returns the content of a message about weights that user code has written, with a checksum of their bits.
+
+    That of `zlib` takes one thread and 1 s/GB: it is computed of sums of rows and columns, which all threads compute.
+    """
+    words = masters.view(torch.int32)
+    rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+    checksum = 0
+    for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :]):
+        checksum = zlib.crc32(part.numpy().data, checksum)
+    return bytes((True, _WRITES)) + checksum.to_bytes(_FLAGS - 2, "little")
 
 
 def _are_finite(norms: Mapping[nn.Parameter, Tensor], flat: FlatParameter, values: Tensor) -> bool:
