@@ -26,7 +26,8 @@ from lightning_ssd.activations import (
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_parameters
 from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
-from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
+from lightning_ssd.autoplan.plan_cycle import PlanCycle
+from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
@@ -143,14 +144,6 @@ class AutoPlan(Uncopied):
         """Whether the present micro-batch is the first one of a step."""
         return self._begins_step
 
-    def excluded(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context whose time, before the forward of a micro-batch, is no part of measured times.
-
-        The steps by which plans are made and corrected would otherwise include the time in which the first
-        micro-batches record their state, and later steps don't.
-        """
-        return contextlib.nullcontext() if self.cycle is None else self.cycle.excluded()
-
     # ---- events of the training ----
 
     def begin_micro_batch(self, batch: Any) -> None:
@@ -178,7 +171,7 @@ class AutoPlan(Uncopied):
         if larger:
             self._proven[self._rule] = 0
 
-    def before_backward(self, loss: Tensor) -> None:
+    def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
         if self._known is not None and self._steps == 0:
             self._obstacles.see_first_step(loss, self._training.offloader.device)
@@ -186,16 +179,16 @@ class AutoPlan(Uncopied):
         if self.cycle is None and (first or self._short or self._states_are_movable()):
             self._obstacles.see_backward(loss)
         if self.cycle is not None:
-            self.cycle.begin_backward()
+            self.cycle.begin_backward(loss)
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
         """Called after each backward."""
         if self.cycle is not None:
             self.cycle.end_backward()
         if self._training.automatic:  # with manual optimization more backwards may follow
             self._end_backward()
 
-    def before_optimizer_step(self) -> None:
+    def begin_optimizer(self) -> None:
         """Called before each optimizer step."""
         if self.cycle is not None:
             self.cycle.begin_optimizer()
@@ -255,14 +248,11 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             self.cycle.end_epoch()
 
-    def report(self) -> None:
-        """Called when training ends: logs a report on the plan of operators, if there is one."""
-        if self.cycle is not None and self.cycle.planned:
-            self.cycle.report()
-
-    def close_cycle(self) -> None:
-        """Ends the plan of operators: no hooks and modes are left. What was measured can still be read."""
+    def end_training(self) -> None:
+        """Called when training ends: no hooks and modes of a plan are left. What was measured can still be read."""
         if self.cycle is not None:
+            if self.cycle.planned:
+                self.cycle.report()
             self.cycle.close()
 
     def close(self) -> None:
@@ -325,7 +315,7 @@ class AutoPlan(Uncopied):
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
         self.cycle = PlanCycle(self._training, options, meter, logs_metrics=False, keeps_excess=True)
-        self.cycle.profiled.recordable = self._batches
+        self.cycle.recordable = self._batches
 
     def _keep_for_cuda_graphs(self) -> None:
         """Keeps all saved tensors from the second step on, which records the CUDA graphs. The first one warms them up.
@@ -378,7 +368,7 @@ class AutoPlan(Uncopied):
         self._ran_out = self._runs_again = self._short = True
         if self.cycle is not None:
             self._failed_profiles += self.cycle.measuring
-            self.cycle.discard()
+            self.cycle.run_out()
             if self._limited:
                 known.limit.lower()
                 self._limited = False  # its second attempt offloads all

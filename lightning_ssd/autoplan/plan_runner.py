@@ -8,7 +8,6 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from lightning_ssd.activations import (
@@ -279,7 +278,6 @@ class PlanRunner:
                 if self._states is not None:
                     self._stepped = self._states.steps.work()
             return
-        self._timer.end()
         self._timer.begin()
 
     def end_step(self) -> None:
@@ -296,18 +294,13 @@ class PlanRunner:
         self._timer.skip()
 
     def pause(self) -> None:
-        """Called when a validation begins, whose time and memory are not measured."""
-        self._timer.pause()
+        """Called when a validation begins, in a step or after it: the step is not measured."""
+        self._timer.skip()
         self._peak_bytes = self._gpu_peak()
 
     def resume(self) -> None:
-        """Called when a validation has ended."""
-        self._timer.resume()
+        """Called when a validation has ended, whose peak of memory is not that of a step."""
         self._reset_peak()
-
-    def excluded(self) -> AbstractContextManager[None]:
-        """Returns a context whose time is not part of the present step's."""
-        return self._timer.excluded()
 
     def measured(
         self, steps: int = COMPARED_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
