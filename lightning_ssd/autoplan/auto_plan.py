@@ -40,10 +40,6 @@ FIRST_STEPS = 2
 """Steps before the decision: the first one allocates optimizer states, the second one shows their memory. One step is
 enough if its saved tensors do not fit beside the memory that stays allocated after it."""
 
-SHORT_STEPS_AFTER_KEEP = 2
-"""Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With
-another outcome one such step is enough."""
-
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches without enough memory have ended, after which the training is not planned any more."""
 
@@ -99,8 +95,6 @@ class AutoPlan(Uncopied):
         """Steps that have ended under these rules."""
         self._short = False
         """Whether saved tensors of a micro-batch of the present step had no room."""
-        self._short_steps = 0
-        """Steps in a row in which that was true."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The policy in force before a second attempt at the present micro-batch."""
@@ -110,8 +104,6 @@ class AutoPlan(Uncopied):
         """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
-        self._runs_again = False
-        """Whether the present micro-batch has."""
         offloader = self._training.offloader
         # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
         placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
@@ -151,7 +143,6 @@ class AutoPlan(Uncopied):
         if self._known is None:
             return
         self._restore()  # a hook of the module may have skipped the last batch
-        self._runs_again = False
         if self._at_boundary:
             self._short = False
         self._shape = BatchShape.of(batch)
@@ -175,9 +166,6 @@ class AutoPlan(Uncopied):
         """Called before each backward."""
         if self._known is not None and self._steps == 0:
             self._obstacles.see_first_step(loss, self._training.offloader.device)
-        first = self._steps < FIRST_STEPS
-        if self.cycle is None and (first or self._short or self._states_are_movable()):
-            self._obstacles.see_backward(loss)
         if self.cycle is not None:
             self.cycle.begin_backward(loss)
 
@@ -291,10 +279,9 @@ class AutoPlan(Uncopied):
         pattern = self._training.offloader.last_pattern
         first_lacks_room = self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0))
         self._short = self._short or first_lacks_room
-        self._short_steps = self._short_steps + 1 if self._short else 0
         if not first_lacks_room and (self._steps < FIRST_STEPS or known.limit.measuring):
             return
-        if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
+        if not (movable or self._short):
             return
         obstacle = self._obstacles.find(self._shape)
         if obstacle is None:
@@ -365,7 +352,7 @@ class AutoPlan(Uncopied):
             f"run again with all saved tensors offloaded. {note}"
         )
         self._proven.clear()
-        self._ran_out = self._runs_again = self._short = True
+        self._ran_out = self._short = True
         if self.cycle is not None:
             self._failed_profiles += self.cycle.measuring
             self.cycle.run_out()
@@ -402,7 +389,7 @@ class AutoPlan(Uncopied):
         if self._known is None:  # nothing more can be offloaded
             return
         self._shape, self._trained, self._begins_step = shape, trained, begins_step
-        self._limited, self._at_boundary, self._ran_out, self._runs_again = True, False, True, True
+        self._limited, self._at_boundary, self._ran_out = True, False, True
         self._apply_limit(self._known)
         self._known.limit.measure()
         offloader.run(replace(offloader.policy, window_bytes=0))

@@ -46,9 +46,6 @@ __all__ = ["PlanCycle"]
 MAX_UNCORRECTED = 12
 """Steps under a plan after which it is final, although few of them could be compared with its prediction."""
 
-RECURRING = 2
-"""Micro-batches that are larger than the recorded one before there are rows for their size."""
-
 LASTING = 4
 """Steps in a row with more allocated memory, or other trained parameters, after which a training is profiled again."""
 
@@ -106,8 +103,6 @@ class PlanCycle(ProfiledSteps):
         self._states_moved = False
         """Whether model states were moved in this training. They are moved once at most."""
         self._recorded = RecordedBatch(training.module.parameters())
-        self._most = ROWS
-        """Number of the row for the largest micro-batches that do not offload all saved tensors."""
         self._calibration_fits = True
         """Whether no timed step has run out of memory under the calibration plan."""
         self._seen_rows: set[int] = set()
@@ -122,8 +117,6 @@ class PlanCycle(ProfiledSteps):
         """Steps under the plan in force, and those that were measured up to the last comparison."""
         self._compared_plan: Plan | None = None
         """The plan that these numbers are of."""
-        self._num_larger = 0
-        """Micro-batches for which the largest row was too small."""
         self._last: tuple[PlanRunner, Plan] | None = None
         """The last plan that was applied and reported, and its runner."""
 
@@ -275,7 +268,6 @@ class PlanCycle(ProfiledSteps):
         seconds = None if calibrating is None else calibrating.fastest_step()
         if seconds is not None:
             runner.correct(timed, seconds)
-        self._most = ROWS
         self._decide(runner)
 
     # ---- plan ----
@@ -379,16 +371,12 @@ class PlanCycle(ProfiledSteps):
                 self._profile_again(runner, grown=grown)
                 return
         size = None if differs else self._recorded.size(shape)
-        number = math.inf if size is None else row_of(size)
-        if size is not None and number > self._most:
-            self._num_larger += 1
-            if self._num_larger > RECURRING and not self.calibrating:
-                self._most = row_of(size)
-        if number <= self._most:
-            self._seen_rows.add(int(number))
-            runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded.shape is not None)
-        else:
+        number = None if size is None else row_of(size)
+        if number is None or (self.calibrating and number > ROWS):
             runner.follow(None if differs else self._safe_row(runner, shape))
+        else:
+            self._seen_rows.add(number)
+            runner.follow(self._row(runner, number))
         if number != ROWS or not self._recorded.is_like(shape):
             runner.skip_step()
 

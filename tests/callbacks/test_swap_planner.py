@@ -400,29 +400,6 @@ def test_hooks_are_enabled_again_when_more_parameters_are_trained() -> None:
     assert all(looks.found[begin : begin + 6])  # until steps with the other parameters were profiled
 
 
-def _to_nested(batch: Tensor) -> Tensor:
-    return torch.nested.nested_tensor(list(batch))
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("store", "dense"),
-    [(Tensor.to_sparse, Tensor.to_dense), (_to_nested, lambda batch: batch.to_padded_tensor(0.0))],
-    ids=["sparse", "nested"],
-)
-def test_hooks_stay_enabled_for_batches_of_unknown_size(store: Any, dense: Any) -> None:
-    class OfUnknownSize(TinyGPT):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(dense(batch), batch_idx)
-
-    texts = [store(torch.randn(2, 16)) for _ in range(20)]
-    first, looks = planner(tolerance=1e9), Looks()
-    trainer = quiet_trainer(max_epochs=1, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first, looks])
-    trainer.fit(OfUnknownSize("none"), torch.utils.data.DataLoader(texts, batch_size=None))
-    assert first.cycle.plan is not None and first.cycle.plan.keeps_all and all(looks.found)
-
-
 def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
     """It checkpoints. There is none before a user's plan, or if it would exceed the memory."""
     for arguments, steps, expected in (
