@@ -2,7 +2,8 @@
 
 A training has these phases. All methods are called on the training thread.
 
-1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`).
+1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`), and so do those
+   that are recorded and checked for a plan.
 2. decide, at the end of each step until there is a plan (`_decide`).
 3. plan: a `PlanCycle`, to which the events of the training are passed.
 
@@ -156,6 +157,8 @@ class AutoPlan(Uncopied):
         self._limited = self.cycle is None or self.cycle.keeps_excess
         if self._limited:
             self._apply_limit(self._known)
+            if self.cycle is not None and self.cycle.phase == "checking":
+                self._known.limit.reserve(self.cycle.profiler.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule

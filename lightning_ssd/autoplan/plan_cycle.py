@@ -69,14 +69,14 @@ class PlanCycle(ProfiledSteps):
         options: the user's arguments.
         meter: the device's allocator; `None`: its memory is not limited.
         logs_metrics: whether comparisons are passed to the user's loggers.
-        keeps_excess: whether micro-batches up to the recorded one follow the placement that is in force, which keeps
+        keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
 
     Attributes:
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
         stage: phase of the plan; in "calibrate", steps under the calibration plan are timed.
         comparison: the last comparison of a plan's prediction with measured steps.
-        keeps_excess: the argument, until a micro-batch was recorded or has run out of memory.
+        keeps_excess: the argument, until a micro-batch was checked or has run out of memory.
     """
 
     def __init__(
@@ -160,11 +160,10 @@ class PlanCycle(ProfiledSteps):
         self._recorded.begin(shape, self.training.offloader.stats().saved)
         if begins and self._meter is not None and self.training.states is None:
             self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
-        if self.phase == "recording":
-            self.keeps_excess = False  # the checked micro-batch needs memory for recomputed tensors
         if self.phase in ("waiting", "recording") and not self.keeps_excess:
             offload_all(self.training.offloader)
         super().begin_micro_batch(batch)
+        self.keeps_excess = self.keeps_excess and self.phase in ("waiting", "recording", "checking")
         if self.phase == "recording":
             self._recorded.record(shape)
             self._allocated = self._level
@@ -249,6 +248,7 @@ class PlanCycle(ProfiledSteps):
         plan = self._maker.make_calibration(runner)
         if plan is None:
             self.runner = None
+            offload_all(self.training.offloader)
             return
         self.stage = "calibrate"
         runner.apply(plan, warm_up=0)  # the fastest of few steps is no first one
