@@ -23,7 +23,8 @@ A row is a training in a process of its own, with random weights and samples, in
 workers. A row has: the median step after `--warm-up` steps and after the plan is final; the longest step after that;
 the GPU's peak in these steps; RAM at its most, and at the end (the proportional set size of the process); the first
 step, and the steps and seconds until the plan is final; the seconds of the first `--warm-up` steps; and the loss of a
-fixed step, which is the same in all modes as far as matrix products are.
+fixed step, which is the same in all modes as far as matrix products are. A row that
+`--limit` has ended has what was measured until then.
 """
 
 import argparse
@@ -55,6 +56,9 @@ MODES = ("plain", "plain+checkpoint", "default", "checkpoint", "ssdtrain")
 
 LOSS_STEP = 10
 """Step whose loss is compared."""
+
+TOLD_EVERY = 5.0
+"""Least seconds between two prints of the results so far, of which the last one counts if the training is ended."""
 
 DISTINCT = 32
 """Samples that are made, and repeated."""
@@ -293,16 +297,19 @@ class RamWatch:
 
 
 class Probe(pl.Callback):
-    """Times all steps, and measures memory once the plan is final.
+    """Times all steps, measures memory once the plan is final, and prints results now and then.
 
     Args:
         warm_up: steps before the measured ones, at least.
+        watch: the RAM of the process.
     """
 
-    def __init__(self, warm_up: int) -> None:
+    def __init__(self, warm_up: int, watch: RamWatch) -> None:
         self._warm_up = warm_up
+        self._watch = watch
+        self._told = self._began = time.monotonic()
+        self._outcome = "none"
         self._marks: list[Any] = []
-        self._began = time.monotonic()
         self._loss: Tensor | None = None
         self.final: int | None = None
         self.seconds = 0.0
@@ -323,6 +330,11 @@ class Probe(pl.Callback):
             self.final, self.seconds = batch_idx, time.monotonic() - self._began
         if self.final is not None and batch_idx == max(self.final, self._warm_up) and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        auto, planner = find_planners(trainer)
+        self._outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
+        if time.monotonic() >= self._told + TOLD_EVERY:
+            self._told = time.monotonic()
+            print(json.dumps(self.result() | {"partial": True}), flush=True)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: object, batch_idx: int
@@ -330,18 +342,15 @@ class Probe(pl.Callback):
         if batch_idx == LOSS_STEP:
             self._loss = outputs["loss"].detach().clone()
 
-    def result(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Returns the measurements, when training has ended."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def result(self) -> dict[str, Any]:
+        """Returns the measurements of the steps that the device has ended."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
-        steps = [self._clock.elapsed(begin, end) or 0.0 for begin, end in pairs]
+        ended = [self._clock.elapsed(begin, end) for begin, end in pairs]
+        steps = [seconds for seconds in ended if seconds is not None]
         final = len(steps) if self.final is None else self.final
         measured = steps[max(final, self._warm_up) :]
         if not measured:
-            return {"error": f"no plan in {len(steps)} steps"}
-        auto, planner = find_planners(trainer)
-        outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
+            return {"error": f"no final plan, or no step after the first ones, in {len(steps)} steps", "steps": steps}
         return {
             "step": statistics.median(measured),
             "mean": statistics.fmean(measured),
@@ -352,8 +361,10 @@ class Probe(pl.Callback):
             "seconds": self.seconds,
             "beginning": sum(steps[: self._warm_up]),
             "steps": steps,
-            "outcome": outcome,
-            "loss": float("nan") if self._loss is None else self._loss.item(),
+            "outcome": self._outcome,
+            "loss": None if self._loss is None else self._loss.item(),
+            "process_ram": self._watch.most,
+            "process_ram_at_end": self.ram_at_end or process_ram(),
         }
 
 
@@ -392,12 +403,12 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
     for layer in model.modules():
         if arguments.compiled and isinstance(layer, GradientCheckpointingLayer):
             layer.compile()
-    probe = Probe(arguments.warm_up)
+    watch = RamWatch()
+    probe = Probe(arguments.warm_up, watch)
     data = Samples(
         shape, getattr(model.config, "vocab_size", 0), shape.batch * arguments.steps, ragged=arguments.ragged
     )
     loader = DataLoader(data, shape.batch, num_workers=2, collate_fn=pad if arguments.ragged else None)
-    watch = RamWatch()
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_of(mode), arguments.steps, [probe], path)
         trainer.gradient_clip_val = None if mode.startswith("fsdp") else 1.0
@@ -407,7 +418,9 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
             return {"error": "out of memory"}
         finally:
             watch.end()
-        return probe.result(trainer) | {"process_ram": watch.most, "process_ram_at_end": probe.ram_at_end}
+        if cuda:
+            torch.cuda.synchronize()
+        return probe.result()
 
 
 def table(runs: Mapping[str, dict[str, Any]]) -> str:
@@ -417,14 +430,18 @@ def table(runs: Mapping[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in runs.items():
+        if run.get("partial"):
+            name += f" (ended after {len(run['steps'])} steps)"
         if "error" in run:
             lines.append(f"| {name} | {run['error']} | | | | | | | | |")
             continue
-        peak, ram, at_end = (run[name] / 2**30 for name in ("peak", "process_ram", "process_ram_at_end"))
+        # Earlier results have no RAM of the process.
+        ram = ", ".join(f"{run[one] / 2**30:.1f}" for one in ("process_ram", "process_ram_at_end") if one in run)
+        loss = "" if run["loss"] is None else f"{run['loss']:.4f}"
         lines.append(
-            f"| {name} | {run['step']:.3f} s (mean {run['mean']:.3f}) | {run['longest']:.2f} s | {peak:.1f} GiB | "
-            f"{ram:.1f}, {at_end:.1f} GiB | {run['first']:.1f} s | {run['final']} steps, {run['seconds']:.0f} s | "
-            f"{run['beginning']:.1f} s | {run['loss']:.4f} | {run['outcome']} |"
+            f"| {name} | {run['step']:.3f} s (mean {run['mean']:.3f}) | {run['longest']:.2f} s | "
+            f"{run['peak'] / 2**30:.1f} GiB | {ram and f'{ram} GiB'} | {run['first']:.1f} s | "
+            f"{run['final']} steps, {run['seconds']:.0f} s | {run['beginning']:.1f} s | {loss} | {run['outcome']} |"
         )
     return "\n".join(lines)
 

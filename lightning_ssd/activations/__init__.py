@@ -48,7 +48,7 @@ from lightning_ssd.activations.graph import (
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.pipeline import StagePass
-from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
+from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, PlacementPolicy
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, State, check_version
@@ -89,7 +89,6 @@ __all__ = [
     "OffloadAll",
     "OffloadConfig",
     "OffloadExcess",
-    "OffloadOnPressure",
     "OffloadPolicy",
     "OpSchedule",
     "Operation",

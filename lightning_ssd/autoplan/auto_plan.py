@@ -2,7 +2,8 @@
 
 A training has these phases. All methods are called on the training thread.
 
-1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`).
+1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`), and so do those
+   that are recorded and checked for a plan.
 2. decide, at the end of each step until there is a plan (`_decide`).
 3. plan: a `PlanCycle`, to which the events of the training are passed.
 
@@ -26,7 +27,8 @@ from lightning_ssd.activations import (
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_parameters
 from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
-from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
+from lightning_ssd.autoplan.plan_cycle import PlanCycle
+from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
@@ -38,10 +40,6 @@ Outcome = Literal["measuring", "keep", "plan", "offload"]
 FIRST_STEPS = 2
 """Steps before the decision: the first one allocates optimizer states, the second one shows their memory. One step is
 enough if its saved tensors do not fit beside the memory that stays allocated after it."""
-
-SHORT_STEPS_AFTER_KEEP = 2
-"""Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With
-another outcome one such step is enough."""
 
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches without enough memory have ended, after which the training is not planned any more."""
@@ -98,8 +96,6 @@ class AutoPlan(Uncopied):
         """Steps that have ended under these rules."""
         self._short = False
         """Whether saved tensors of a micro-batch of the present step had no room."""
-        self._short_steps = 0
-        """Steps in a row in which that was true."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The policy in force before a second attempt at the present micro-batch."""
@@ -109,8 +105,6 @@ class AutoPlan(Uncopied):
         """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
-        self._runs_again = False
-        """Whether the present micro-batch has."""
         offloader = self._training.offloader
         # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
         placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
@@ -143,14 +137,6 @@ class AutoPlan(Uncopied):
         """Whether the present micro-batch is the first one of a step."""
         return self._begins_step
 
-    def excluded(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context whose time, before the forward of a micro-batch, is no part of measured times.
-
-        The steps by which plans are made and corrected would otherwise include the time in which the first
-        micro-batches record their state, and later steps don't.
-        """
-        return contextlib.nullcontext() if self.cycle is None else self.cycle.excluded()
-
     # ---- events of the training ----
 
     def begin_micro_batch(self, batch: Any) -> None:
@@ -158,7 +144,6 @@ class AutoPlan(Uncopied):
         if self._known is None:
             return
         self._restore()  # a hook of the module may have skipped the last batch
-        self._runs_again = False
         if self._at_boundary:
             self._short = False
         self._shape = BatchShape.of(batch)
@@ -172,30 +157,29 @@ class AutoPlan(Uncopied):
         self._limited = self.cycle is None or self.cycle.keeps_excess
         if self._limited:
             self._apply_limit(self._known)
+            if self.cycle is not None and self.cycle.phase == "checking":
+                self._known.limit.reserve(self.cycle.profiler.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
 
-    def before_backward(self, loss: Tensor) -> None:
+    def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
         if self._known is not None and self._steps == 0:
             self._obstacles.see_first_step(loss, self._training.offloader.device)
-        first = self._steps < FIRST_STEPS
-        if self.cycle is None and (first or self._short or self._states_are_movable()):
-            self._obstacles.see_backward(loss)
         if self.cycle is not None:
-            self.cycle.begin_backward()
+            self.cycle.begin_backward(loss)
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
         """Called after each backward."""
         if self.cycle is not None:
             self.cycle.end_backward()
         if self._training.automatic:  # with manual optimization more backwards may follow
             self._end_backward()
 
-    def before_optimizer_step(self) -> None:
+    def begin_optimizer(self) -> None:
         """Called before each optimizer step."""
         if self.cycle is not None:
             self.cycle.begin_optimizer()
@@ -255,14 +239,11 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             self.cycle.end_epoch()
 
-    def report(self) -> None:
-        """Called when training ends: logs a report on the plan of operators, if there is one."""
-        if self.cycle is not None and self.cycle.planned:
-            self.cycle.report()
-
-    def close_cycle(self) -> None:
-        """Ends the plan of operators: no hooks and modes are left. What was measured can still be read."""
+    def end_training(self) -> None:
+        """Called when training ends: no hooks and modes of a plan are left. What was measured can still be read."""
         if self.cycle is not None:
+            if self.cycle.planned:
+                self.cycle.report()
             self.cycle.close()
 
     def close(self) -> None:
@@ -301,10 +282,9 @@ class AutoPlan(Uncopied):
         pattern = self._training.offloader.last_pattern
         first_lacks_room = self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0))
         self._short = self._short or first_lacks_room
-        self._short_steps = self._short_steps + 1 if self._short else 0
         if not first_lacks_room and (self._steps < FIRST_STEPS or known.limit.measuring):
             return
-        if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
+        if not (movable or self._short):
             return
         obstacle = self._obstacles.find(self._shape)
         if obstacle is None:
@@ -325,7 +305,7 @@ class AutoPlan(Uncopied):
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
         self.cycle = PlanCycle(self._training, options, meter, logs_metrics=False, keeps_excess=True)
-        self.cycle.profiled.recordable = self._batches
+        self.cycle.recordable = self._batches
 
     def _keep_for_cuda_graphs(self) -> None:
         """Keeps all saved tensors from the second step on, which records the CUDA graphs. The first one warms them up.
@@ -375,10 +355,10 @@ class AutoPlan(Uncopied):
             f"run again with all saved tensors offloaded. {note}"
         )
         self._proven.clear()
-        self._ran_out = self._runs_again = self._short = True
+        self._ran_out = self._short = True
         if self.cycle is not None:
             self._failed_profiles += self.cycle.measuring
-            self.cycle.discard()
+            self.cycle.run_out()
             if self._limited:
                 known.limit.lower()
                 self._limited = False  # its second attempt offloads all
@@ -412,7 +392,7 @@ class AutoPlan(Uncopied):
         if self._known is None:  # nothing more can be offloaded
             return
         self._shape, self._trained, self._begins_step = shape, trained, begins_step
-        self._limited, self._at_boundary, self._ran_out, self._runs_again = True, False, True, True
+        self._limited, self._at_boundary, self._ran_out = True, False, True
         self._apply_limit(self._known)
         self._known.limit.measure()
         offloader.run(replace(offloader.policy, window_bytes=0))

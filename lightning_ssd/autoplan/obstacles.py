@@ -125,30 +125,21 @@ class Obstacles:
         self.lasting: str | None = None
         self.cuda_graphs = False
         self._training = training
-        self._is_compiled = False
-        """Whether a loss has shown compiled code that is no unit."""
         self._code: CompiledCode | None = None
         """Notices compiled code that is no unit; `None` before `begin`."""
-        self._has_units = False
-        """Whether there are compiled units, whose code the graph of a loss has, too."""
 
     def begin(self) -> None:
         """Begins to look for compiled code."""
-        units = compiled_units(self._training)
-        self._code, self._has_units = CompiledCode(units), bool(units)
+        self._code = CompiledCode(compiled_units(self._training))
 
     def see_first_step(self, loss: Tensor, device: torch.device) -> None:
         """Called before backwards of the first step: looks for CUDA graphs, but not for those of other trainings."""
         if records_cuda_graphs(device) and (self._ran_compiled or _has_compiled_nodes(loss)):
             self.cuda_graphs = True
 
-    def see_backward(self, loss: Tensor) -> None:
-        """Called before backwards of a training that may be planned: looks for compiled code."""
-        self._is_compiled = self._is_compiled or (not self._has_units and _has_compiled_nodes(loss))
-
     def find(self, shape: BatchShape | None) -> str | None:
         """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
-        if self.lasting is None and (self._is_compiled or self._ran_compiled):
+        if self.lasting is None and self._ran_compiled:
             self.lasting = COMPILED
         if self.lasting is None and shape is None:
             return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"

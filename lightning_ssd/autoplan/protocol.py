@@ -17,7 +17,6 @@ Note:
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import nn
@@ -81,9 +80,6 @@ class MicroBatchPlanner(Protocol):
     @property
     def begins_step(self) -> bool:
         """Whether it is the first micro-batch of a step."""
-
-    def excluded(self) -> AbstractContextManager[None]:
-        """Returns a context whose time, before the forward, is no part of measured times."""
 
     def save_memory(self, part: str, note: str) -> None:
         """Prepares the second attempt: all saved tensors are offloaded, one at a time. Agreed if backward has begun.
