@@ -23,10 +23,18 @@ from lightning_ssd.activations import (
     OffloadExcess,
     OffloadPolicy,
     make_auto_placement,
+    records_cuda_graphs,
 )
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_parameters
 from lightning_ssd.autoplan.known_memory import KnownMemory
-from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
+from lightning_ssd.autoplan.obstacles import (
+    BLOCKS,
+    COMPILED,
+    CompiledCode,
+    compiled_units,
+    has_compiled_nodes,
+    obstacle_to_planning,
+)
 from lightning_ssd.autoplan.plan_cycle import PlanCycle
 from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
@@ -67,14 +75,19 @@ class AutoPlan(Uncopied):
         self.outcome: Outcome = "measuring"
         self.cycle: PlanCycle | None = None
         self._training = training
-        self._obstacles = Obstacles(training)
+        self._obstacle: str | None = None
+        """Reason why this training can't be planned; `None`: none was found."""
+        self._cuda_graphs = False
+        """Whether compiled code of the first step has recorded CUDA graphs."""
+        self._code: CompiledCode | None = None
+        """Notices compiled code that is no unit, in the first steps and under modes; `None`: nothing is decided."""
         self._parameters = tuple(training.module.parameters())
         self._batches = SeenBatches()
         """Batches of the whole training."""
         self._failed_profiles = 0
         self._begin()
         if self._known is not None:
-            self._obstacles.begin()
+            self._code = CompiledCode(compiled_units(training))
 
     def _begin(self) -> None:
         """Begins to decide for the steps with the present offloader."""
@@ -167,8 +180,8 @@ class AutoPlan(Uncopied):
 
     def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
-        if self._known is not None and self._steps == 0:
-            self._obstacles.see_first_step(loss, self._training.offloader.device)
+        if self._code is not None and self._steps == 0 and records_cuda_graphs(self._training.offloader.device):
+            self._cuda_graphs |= self._code.ran or has_compiled_nodes(loss)  # not those of other trainings
         if self.cycle is not None:
             self.cycle.begin_backward(loss)
 
@@ -206,9 +219,9 @@ class AutoPlan(Uncopied):
             return
         self._at_boundary = True
         self._steps += 1
-        if self._steps == FIRST_STEPS:
-            self._obstacles.end_first_steps()
-        if self._obstacles.cuda_graphs and self._steps == 1:
+        if self._steps == FIRST_STEPS and self._code is not None:
+            self._code.close()
+        if self._cuda_graphs and self._steps == 1:
             self._keep_for_cuda_graphs()
         else:
             self._end_step(known)
@@ -217,8 +230,8 @@ class AutoPlan(Uncopied):
         """Decides for the steps after one that has ended, or passes its end to the plan."""
         ran_out, self._ran_out = self._ran_out, False
         if self.cycle is not None:
-            if self._obstacles.find_late(self._training.inform):
-                self._plan_late_code()
+            if self._code is not None and self._code.ran_under_mode:
+                self._end_plan_of_late_code(self._code)
             elif ran_out:
                 self._plan_smaller(known, self.cycle)
             return
@@ -249,7 +262,9 @@ class AutoPlan(Uncopied):
     def close(self) -> None:
         """Ends all decisions."""
         self._known = None
-        self._obstacles.close()
+        code, self._code = self._code, None
+        if code is not None:
+            code.close()
         self._close_plan()
 
     # ---- before there is a plan of operators ----
@@ -286,15 +301,25 @@ class AutoPlan(Uncopied):
             return
         if not (movable or self._short):
             return
-        obstacle = self._obstacles.find(self._shape)
+        obstacle = self._find_obstacle()
         if obstacle is None:
             self._begin_plan(known)
         elif self._short:
             self._offload_excess(obstacle)
 
+    def _find_obstacle(self) -> str | None:
+        """Returns the reason why the training can't be planned now, by the present batch; `None`: it can."""
+        if self._obstacle is None and self._code is not None and self._code.ran:
+            self._obstacle = COMPILED
+        if self._obstacle is None and self._shape is None:
+            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
+        self._obstacle = self._obstacle or obstacle_to_planning(self._training)
+        return self._obstacle
+
     def _begin_plan(self, known: KnownMemory) -> None:
         self.outcome = "plan"
-        self._obstacles.end_first_steps()
+        if self._code is not None:
+            self._code.close()  # calls in the first steps have shown the code that was compiled earlier
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
         owner = self._training.owner
@@ -324,8 +349,10 @@ class AutoPlan(Uncopied):
         offloader.run(replace(offloader.policy, placement=KeepAll()))
         self._enable_hooks(False)
 
-    def _plan_late_code(self) -> None:
+    def _end_plan_of_late_code(self, code: CompiledCode) -> None:
         """Ends the plan, as compiled code that is no unit runs under it."""
+        self._obstacle = COMPILED
+        code.forget(self._training.inform)
         self._training.inform(
             "offload='auto': compiled code that is no block of the model was called in a step that was recorded or "
             f"planned. The plan ends, and saved tensors that have no room are offloaded ({BLOCKS})."
@@ -409,8 +436,8 @@ class AutoPlan(Uncopied):
             cycle.plan_smaller()
             return
         self._close_plan()
-        self._obstacles.lasting = "profiling needs more memory than there is"
-        self._offload_excess(self._obstacles.lasting)
+        self._obstacle = "profiling needs more memory than there is"
+        self._offload_excess(self._obstacle)
         offloader = self._training.offloader
         placement = OffloadExcess(tuple(offloader.tiers), known.limit)
         offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))

@@ -285,10 +285,9 @@ class PlanCycle(ProfiledSteps):
         self._apply(runner, plan)
 
     def _apply(self, runner: PlanRunner, plan: Plan) -> None:
-        """Puts a plan in force, with rows for smaller micro-batches of all sizes that there were until now."""
+        """Puts a plan in force."""
         runner.apply(plan)
-        for number in self._seen_rows:
-            self._row(runner, number)
+        self._make_rows(runner)
         first, self._last = self._last is None, (runner, plan)
         if self._options.save is not None:
             plan.save(self._options.save)
@@ -348,6 +347,8 @@ class PlanCycle(ProfiledSteps):
             plan = self._maker.make_better(runner, explained=explained)
         if plan is not None and plan != runner.plan:
             self._apply(runner, plan)
+        else:
+            self._make_rows(runner)  # those of the corrected profile
 
     def plan_smaller(self) -> None:
         """Plans with less GPU memory, if there is a plan, because a step has run out of memory."""
@@ -377,8 +378,14 @@ class PlanCycle(ProfiledSteps):
         else:
             self._seen_rows.add(number)
             runner.follow(self._row(runner, number))
-        if number != ROWS or not self._recorded.is_like(shape):
+        if number != ROWS:
             runner.skip_step()
+
+    def _make_rows(self, runner: PlanRunner) -> None:
+        """Makes the rows for sizes that there were, and all smaller ones if there were several: no later step waits."""
+        several = len(self._seen_rows | {ROWS}) > 1
+        for number in self._seen_rows | set(range(1, ROWS) if several else ()):
+            self._row(runner, number)
 
     def _row(self, runner: PlanRunner, number: int) -> PlanRow | None:
         """Returns a row of the plan in force. The first micro-batch of its size makes it.

@@ -84,7 +84,7 @@ def test_numbers_are_plain_lightnings_in_each_outcome(
     plain = train("auto", **how)
     use(AMPLE if outcome == "keep" else SHORT, monkeypatch)
     if outcome == "offload":
-        monkeypatch.setattr("lightning_ssd.autoplan.obstacles.obstacle_to_planning", lambda *_: "several devices")
+        monkeypatch.setattr("lightning_ssd.autoplan.auto_plan.obstacle_to_planning", lambda *_: "several devices")
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
     assert see.outcomes[-1] == outcome
     first = see.outcomes.index(outcome)
