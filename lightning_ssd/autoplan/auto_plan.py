@@ -38,6 +38,7 @@ from lightning_ssd.autoplan.obstacles import (
 from lightning_ssd.autoplan.plan_cycle import PlanCycle
 from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -81,6 +82,7 @@ class AutoPlan(Uncopied):
         """Whether compiled code of the first step has recorded CUDA graphs."""
         self._code: CompiledCode | None = None
         """Notices compiled code that is no unit, in the first steps and under modes; `None`: nothing is decided."""
+        self._recompilation = Recompilation(training)
         self._parameters = tuple(training.module.parameters())
         self._batches = SeenBatches()
         """Batches of the whole training."""
@@ -266,6 +268,7 @@ class AutoPlan(Uncopied):
         if code is not None:
             code.close()
         self._close_plan()
+        self._recompilation.close()
 
     # ---- before there is a plan of operators ----
 
@@ -329,7 +332,14 @@ class AutoPlan(Uncopied):
         meter = known.limit.meter
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
-        self.cycle = PlanCycle(self._training, options, meter, logs_metrics=False, keeps_excess=True)
+        self.cycle = PlanCycle(
+            self._training,
+            options,
+            meter,
+            logs_metrics=False,
+            keeps_excess=True,
+            recompilation=self._recompilation,
+        )
         self.cycle.recordable = self._batches
 
     def _keep_for_cuda_graphs(self) -> None:

@@ -5,7 +5,8 @@ A training has these phases, in the order of the methods. All of them are called
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
    a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
    there is none, they offload all saved tensors.
-2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
+2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or the training is profiled anew: model states
+   are moved, or code is compiled again to save less (`_decide`).
 3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
    applied. Then the plan is final.
 
@@ -31,6 +32,7 @@ from lightning_ssd.autoplan.plan_report import (
 from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanRow, PlanRunner, offload_all
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import StatesOwner, Training
+from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.planning import ModelProfile, Plan, Prediction, render_summary
 from lightning_ssd.profiling import (
     add_unseen_memory,
@@ -71,6 +73,7 @@ class PlanCycle(ProfiledSteps):
         logs_metrics: whether comparisons are passed to the user's loggers.
         keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
+        recompilation: compiles the training's code again where that frees the memory; `None`: it is not compiled again.
 
     Attributes:
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
@@ -87,6 +90,7 @@ class PlanCycle(ProfiledSteps):
         *,
         logs_metrics: bool,
         keeps_excess: bool = False,
+        recompilation: Recompilation | None = None,
     ) -> None:
         super().__init__(training, options.warm_up, options.steps, self._plan_profile)
         self.runner: PlanRunner | None = None
@@ -95,6 +99,7 @@ class PlanCycle(ProfiledSteps):
         self._options = options
         self._meter = meter
         self._logs_metrics = logs_metrics
+        self._recompilation = recompilation
         machine = options.machine or measure_training_machine(training.offloader, training.state_format)
         self._maker = PlanMaker(options, machine, training.offloader.device)
         self.keeps_excess = keeps_excess
@@ -273,8 +278,11 @@ class PlanCycle(ProfiledSteps):
     # ---- plan ----
 
     def _decide(self, runner: PlanRunner) -> None:
-        """Makes a plan and applies it, or moves model states and has the training profiled again."""
+        """Makes a plan and applies it, or has the training profiled again, with other code or tiers of states."""
         plan = self._maker.make(runner)
+        if self._recompilation is not None and self._recompilation.begin(runner, plan):
+            self._profile_again(runner, 2)  # the first of these steps compiles
+            return
         owner = self.training.owner
         if owner is not None and not self._states_moved and owner.can_move_states():
             elsewhere = self._maker.make_elsewhere(runner, plan)
@@ -369,7 +377,10 @@ class PlanCycle(ProfiledSteps):
         if begins:
             self._num_differing = self._num_differing + 1 if differs else 0
             if self._num_differing >= LASTING and not self.calibrating:
-                self._profile_again(runner, grown=grown)
+                growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
+                reason = growth if grown else "other parameters are trained than before"
+                self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
+                self._profile_again(runner, 1)
                 return
         size = None if differs else self._recorded.size(shape)
         number = None if size is None else row_of(size)
@@ -417,11 +428,8 @@ class PlanCycle(ProfiledSteps):
             runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
         return runner.safe_rows[number]
 
-    def _profile_again(self, runner: PlanRunner, *, grown: bool) -> None:
-        """Profiles the training anew, as more memory is allocated for good, or other parameters are trained."""
-        growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
-        reason = growth if grown else "other parameters are trained than before"
-        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
+    def _profile_again(self, runner: PlanRunner, warm_up: int) -> None:
+        """Profiles the training anew, after `warm_up` steps."""
         runner.stop()
         self.stage, self.recordable = "profile", None
-        self.begin(1)
+        self.begin(warm_up)
