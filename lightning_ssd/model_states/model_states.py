@@ -193,6 +193,7 @@ class ModelStates(Uncopied):
             arrived=lambda flat: self._prefetcher.wait(flat),
             release=lambda flat: self._prefetcher.evict(flat),
             checkin=lambda flat, masters: self._checkin(flat, masters),
+            on_ranks=ranks is not None,
         )
         self._prefetcher = ParamPrefetcher(
             [flat_params for _, flat_params in offloaded.units],

@@ -63,6 +63,7 @@ class Waiters:
             lambda _: None,
             lambda _: None,
             lambda flat, masters: by_flat[flat].checkin(masters),
+            on_ranks=False,
         )
         self.gradient: Future[None] = Future()
         """The gradient of the step arrives when the test says so."""

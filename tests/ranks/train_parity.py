@@ -104,7 +104,7 @@ class Writes(Net):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         weights = dict(self.named_parameters())
         with torch.no_grad():
-            for name in list(weights)[:: 1 - 2 * self.rank]:
+            for name in list(weights)[:: -1 if self.rank % 2 else 1]:
                 weights[name].mul_(0.5)
                 average = self.averages.setdefault(name, torch.zeros_like(weights[name]))
                 average.lerp_(weights[name], 0.5)

@@ -57,6 +57,7 @@ class StagedFlats:
         arrived: orders the compute stream after the prefetch of a flat parameter, if it is resident.
         release: evicts a flat parameter.
         checkin: stores changed master weights, which belong to it.
+        on_ranks: whether other ranks share the values. All ranks change a copy of their own then.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class StagedFlats:
         arrived: Callable[[FlatParameter], None],
         release: Callable[[FlatParameter], None],
         checkin: Callable[[FlatParameter, Tensor], None],
+        *,
+        on_ranks: bool,
     ) -> None:
         self._stores = stores
         self._check_caller = check_caller
@@ -76,6 +79,7 @@ class StagedFlats:
         self._arrived = arrived
         self._release = release
         self._checkin = checkin
+        self._on_ranks = on_ranks
         self._staged: dict[FlatParameter, StagedFlat] = {}
         self._summoned: dict[FlatParameter, SummonedWeights] = {}
         """Master weights for `load_state_dict`, which `unstage` stores."""
@@ -187,18 +191,18 @@ class StagedFlats:
         ranks, not when this rank happens to read.
         """
         changed = [flat for flat, staged in self._staged.items() if staged.changed]
-        return [flat for flat in (*changed, *self._summoned) if self._stores[flat].shared]
+        return [*changed, *self._summoned] if self._on_ranks else []
 
     def _change(self, flat: FlatParameter) -> StagedFlat:
         staged = self._stage(flat)
-        if self._stores[flat].shared and not staged.changed:
+        if self._on_ranks and not staged.changed:
             staged.masters = staged.masters.clone()
         staged.changed = True
         return staged
 
     def unstage_for(self, flat: FlatParameter) -> None:
         """Unstages values before weights of `flat` are fetched."""
-        if not self._stores[flat].shared or flat in self._changed_on_ranks():
+        if not self._on_ranks or flat in self._changed_on_ranks():
             self.unstage()
 
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
@@ -207,11 +211,10 @@ class StagedFlats:
             return
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
-            store, changed = self._stores[flat], staged.changed
-            if changed and not store.shared:
+            if staged.changed and not self._on_ranks:
                 staged.values.set_masters(staged.masters)
-            store.unstage(staged.values, changed=changed)
-            if changed and store.shared:
+            self._stores[flat].unstage(staged.values, changed=staged.changed)
+            if staged.changed and self._on_ranks:
                 self._checkin(flat, staged.masters)
         for flat in [flat for flat in self._summoned if flat not in keep]:
             weights = self._summoned.pop(flat)

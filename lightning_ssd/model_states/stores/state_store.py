@@ -250,11 +250,6 @@ class StateStore:
         """Done when the announced step is committed or skipped."""
         return self._stepped
 
-    @property
-    def shared(self) -> bool:
-        """Whether other ranks share the memory of the values."""
-        return any([buffer.shared for buffer in self.buffers.host])
-
     def drain(self) -> None:
         """Returns when the announced step is made and its result is stored.
 
@@ -272,7 +267,7 @@ class StateStore:
         masters = staged.masters()
         # Those in host memory are returned themselves, unless other ranks would see changes of them; staging memory
         # can't be held for long.
-        if staged.buffer is not None or self.shared:
+        if staged.buffer is not None or any(buffer.shared for buffer in self.buffers.host):
             masters = masters.clone()
             self.unstage(staged, changed=False)
         return masters
