@@ -349,7 +349,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
             run.loaded.clear()
         if fitting:
             run.make_offloader()
-            pl.utilities.rank_zero_info("\n".join(f"{self.strategy_name}: {line}" for line in run.describe()))
+            pl.utilities.rank_zero_info(run.describe(self.strategy_name))
 
     @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer) -> None:
