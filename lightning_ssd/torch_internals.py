@@ -27,6 +27,7 @@ replacement ("at import" below). There are three groups:
   `torch.cuda.memory._set_allocator_settings` |
 | `raw_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
+| `has_stance` | `torch._dynamo.eval_frame._stance` | True: no code is compiled a second time |
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
 | `has_cuda_graphs` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
@@ -105,6 +106,7 @@ _INTERFACES = {
     "set_eval_frame": ("torch._C._dynamo.eval_frame.set_eval_frame", "keep Dynamo out of its hooks"),
     "compile_context": ("torch._guards.CompileContext.try_get", "refuse offloaded weights in compiled functions"),
     "compile_callbacks": ("torch._dynamo.callback.callback_handler", "remove its hooks before Dynamo traces modules"),
+    "partitioner": ("torch._functorch.config", "have compiled code save less and recompute more"),
     "autograd_node": ("torch._C._current_autograd_node", "find the node that runs in backward"),
     "graph_task": ("torch._C._current_graph_task_id", "find whether a backward runs"),
     "innermost_transform": ("torch._C._functorch.peek_interpreter_stack", "find transforms of `torch.func`"),
@@ -169,6 +171,7 @@ innermost_saved_hooks: Callable[[bool], _Hooks | None]
 set_eval_frame: Callable[[Any], Any]
 compile_context: Callable[[], object]
 compile_callbacks: Any
+partitioner: Any
 autograd_node: Callable[[], Any]
 graph_task: Callable[[], int]
 innermost_transform: Callable[[], object]
@@ -286,6 +289,15 @@ def count_compiled() -> int:
     if dynamo is None:
         return 0
     return int(dynamo.counters["frames"]["total"] + dynamo.counters["stats"]["unique_graphs"])
+
+
+def has_stance() -> bool:
+    """Returns whether user code has set a stance (`torch.compiler.set_stance`); True where torch can't tell.
+
+    Under a stance, code that was discarded may not be compiled again.
+    """
+    stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    return stance is None or bool(stance.stance != "default")
 
 
 def compile_seconds() -> float:
