@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import LazyTensor
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
@@ -343,6 +344,8 @@ def differences(case: Case) -> Iterator[str]:
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if not torch.equal(one, other):
             yield f"weight {name}: {(one - other).abs().max()}"
+    if not any(isinstance(value, LazyTensor) for state in our_state["state"].values() for value in state.values()):
+        yield "each rank has copies of the optimizer states"
     if our_state["state"].keys() != plain_state["state"].keys():
         yield f"states of {our_state['state'].keys()} instead of {plain_state['state'].keys()}"
     for key, state in plain_state["state"].items():
