@@ -900,7 +900,7 @@ def test_a_training_without_a_plan_prefetches_again_after_it_ran_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The measured micro-batches after the second attempt have no window, and later ones one that has room."""
-    monkeypatch.setattr("lightning_ssd.autoplan.obstacles.obstacle_to_planning", lambda *_: "several devices")
+    monkeypatch.setattr("lightning_ssd.autoplan.auto_plan.obstacle_to_planning", lambda *_: "several devices")
     windows = Windows()
     run = train_by_default(SHORT, LimitedMemory(fails_at=[(2, 10)]), callbacks=[windows])
     assert run.failures == 1

@@ -3,13 +3,17 @@
 A step of one flat parameter, between backward and the next forward (`T`: topics of messages):
 
 1. All ranks: the gradient is copied to the rank's part of shared memory, and `T.GRADIENT` posted to the owner.
-2. Owner, on the worker's thread: the mean in the order of ranks, in fp32, to its `SharedGradient.sums`. `T.SUM` tells
-   the others which parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
-3. Owner, on the worker's thread: the step, as with one rank. `T.WEIGHTS` and `T.STEP` tell that it is written.
+2. Owner, on the worker's thread: norms of the mean, if they are needed. `T.SUM` tells the others which parameters have
+   a gradient, and the norms, from which all ranks compute the same coefficient.
+3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
+   gradients. `T.WEIGHTS` and `T.STEP` tell that it is written.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
 No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
 between ranks, and repeated micro-batches, need no order that ranks agree on.
+
+The mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory besides the
+ranks' gradients. A clipped step reads these twice, which is less for up to four ranks, and the same for four.
 
 If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`).
 
@@ -28,8 +32,8 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
-from lightning_ssd.model_states.gradients import GradientOffloader, mean_library, measure_summed, write_mean
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
+from lightning_ssd.model_states.gradients import GradientOffloader
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
@@ -71,7 +75,6 @@ class RankSteps:
         self._gradients = gradients
         self._copies = copies
         self._worker = worker
-        mean_library()  # compiled now, and not while the first step waits
         self._turns = dict.fromkeys(stores, 0)
         """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
         self._steps = dict.fromkeys(flat_optimizers, 0)
@@ -105,8 +108,7 @@ class RankSteps:
             priority: priority of the owner's job.
 
         Returns:
-            A future that is done when the mean gradient, and its norms, are known. The owner has the mean in
-            `Gradient.accum`.
+            A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
         gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._turns, flat)
         messages = self._messages
@@ -138,12 +140,16 @@ class RankSteps:
         others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
 
         def run() -> None:  # on the worker's thread
-            self._mean(flat, {**others.result(), messages.rank: own[0]})
+            mean = gradient.mean = self._mean(flat, {**others.result(), messages.rank: own[0]})
+            finite = True
             if norms is not None:
+                present = [item for item, has in zip(flat.param_views, gradient.has_accum, strict=True) if has]
+                spans = [slice(item.start, item.start + item.numel) for item in present]
+                values = [mean.norm(span) for span in spans]
                 norms.clear()
-                for index in range(len(flat.param_views)):
-                    measure_summed(gradient, flat, index, norms)
-            finite = norms is None or _are_finite(norms, flat, gradient.accumulated())
+                norms.update({item.parameter: value for item, value in zip(present, values, strict=True)})
+                # A norm of finite gradients may be infinite.
+                finite = all(norm.isfinite() or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
             self._note_finite(flat, finite)
             content = _write_sum(gradient.has_accum, flat, norms, finite=finite)
             messages.post(Topic.SUM, number, turn, content, messages.others)
@@ -172,7 +178,7 @@ class RankSteps:
             if self.owns(flat):
                 number, turn = self._states.numbers[flat], turns[flat]
                 contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
-                self._mean(flat, {**contents, messages.rank: own[flat]})
+                self._mean(flat, {**contents, messages.rank: own[flat]}).write(gradient.accumulated())
                 content = _write_sum(gradient.has_accum, flat, None, finite=True)  # all ranks check it themselves
                 messages.post(Topic.SUM, number, turn, content, messages.others)
         for flat, gradient in self._gradients.items():
@@ -189,8 +195,10 @@ class RankSteps:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
 
-    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
-        """Computes the mean of all ranks' gradients, which belong to this rank, into `Gradient.accum`.
+    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
+        """Returns the mean of all ranks' gradients, which belong to this rank.
+
+        Parameters without a gradient on some ranks get zeros there, as in torch's DDP.
 
         Raises:
             RankError: ranks step with different options.
@@ -202,18 +210,13 @@ class RankSteps:
             shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
             for rank in range(self._messages.size)
         ]
-        total = gradient.accumulated()
-        share = 1.0 / self._messages.size
-        if all(map(all, flags)):
-            write_mean(total, sources, share)
-        else:
-            for index, item in enumerate(flat.param_views):
-                elements = slice(item.start, item.start + item.numel)
-                chosen = [one[elements] for one, has_grad in zip(sources, flags, strict=True) if has_grad[index]]
-                if chosen:
-                    write_mean(total[elements], chosen, share)
         gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
+        for source, of_rank in zip(sources, flags, strict=True):
+            for item, has, on_any in zip(flat.param_views, of_rank, gradient.has_accum, strict=True):
+                if on_any and not has:
+                    source[item.start : item.start + item.numel].zero_()
         self._has_grad[flat] = gradient.has_accum
+        return RankMean(sources, 1.0 / self._messages.size)
 
     def _check_alike(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
         own = self._messages.rank
@@ -280,8 +283,10 @@ class RankSteps:
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
 
-        def count(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
-            if contents[owner][0]:
+        stepped = self._messages.collect(Topic.STEP, number, turn, [owner])
+
+        def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
+            if stepped.result()[owner][0]:
                 self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
                 store.commit()
             if reduced:
@@ -289,7 +294,7 @@ class RankSteps:
             return finished(None)
 
         written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
-        done = then(self._messages.collect(Topic.STEP, number, turn, [owner]), count)
+        done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
         if store.layout.versions == 2:  # until the commit, the weights are those of the version before
             return done, done
         return then(written, lambda _: finished(None)), done
@@ -373,12 +378,6 @@ def _describe_write(masters: Tensor) -> bytes:
     for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :]):
         checksum = zlib.crc32(part.numpy().data, checksum)
     return bytes((True, _WRITES)) + checksum.to_bytes(_FLAGS - 2, "little")
-
-
-def _are_finite(norms: Mapping[nn.Parameter, Tensor], flat: FlatParameter, values: Tensor) -> bool:
-    """Returns whether gradients with these norms are finite; a norm may be infinite nevertheless."""
-    views = [item.of(values) for item in flat.param_views if item.parameter in norms]
-    return all(bool(norm.isfinite()) for norm in norms.values()) or all(bool(view.isfinite().all()) for view in views)
 
 
 def _write_sum(

@@ -266,7 +266,7 @@ class StepScheduler:
             gradient.submit_step(done)
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
-            gradient.submit_step(done if reduced else on_host)  # the owner reads it until then
+            gradient.submit_step(done)  # the owner reads it until then, or this rank has reduced it
         if self._ranks is not None and self._ranks.owns(flat):
             self._ranks.announce(flat, weights, done, self._decision.scale)
         store.announce_step(weights, done)
