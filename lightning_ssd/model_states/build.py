@@ -124,7 +124,7 @@ def make_model_states(
             )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
-        two_versions &= setup.world_size == 1 or setup.config.clip == "speculative"
+        two_versions &= connected is None or setup.config.clip == "speculative"
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
