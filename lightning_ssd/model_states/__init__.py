@@ -56,6 +56,7 @@ from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, present_tiers, regroup_model_states
 from lightning_ssd.model_states.optimizers import (
     AdamOptimizer,
+    RankMean,
     StepHalf,
     StepInput,
     parameters_of,
@@ -117,6 +118,7 @@ __all__ = [
     "NotPlainError",
     "PlainData",
     "PlanTiers",
+    "RankMean",
     "RunFingerprint",
     "Setup",
     "StagedState",
