@@ -36,6 +36,7 @@ from lightning_ssd.activations.config import (
     make_offloader,
 )
 from lightning_ssd.activations.graph import (
+    COMPILED_OPERATOR,
     Buffer,
     ForwardGraph,
     Operation,
@@ -79,6 +80,7 @@ __all__ = [
     "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",
+    "COMPILED_OPERATOR",
     "Buffer",
     "EmptyCaches",
     "ForwardGraph",

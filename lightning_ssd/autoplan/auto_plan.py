@@ -5,7 +5,8 @@ A training has these phases. All methods are called on the training thread.
 1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`), and so do those
    that are recorded and checked for a plan.
 2. decide, at the end of each step until there is a plan (`_decide`).
-3. plan: a `PlanCycle`, to which the events of the training are passed.
+3. plan: a `PlanCycle`, to which the events of the training are passed. Compiled code may be compiled again before
+   there is a plan, once (`Recompilation`): then all begins anew.
 
 A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
 """
@@ -38,6 +39,7 @@ from lightning_ssd.autoplan.obstacles import (
 from lightning_ssd.autoplan.plan_cycle import PlanCycle
 from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -81,6 +83,7 @@ class AutoPlan(Uncopied):
         """Whether compiled code of the first step has recorded CUDA graphs."""
         self._code: CompiledCode | None = None
         """Notices compiled code that is no unit, in the first steps and under modes; `None`: nothing is decided."""
+        self._recompilation = Recompilation(training)
         self._parameters = tuple(training.module.parameters())
         self._batches = SeenBatches()
         """Batches of the whole training."""
@@ -232,6 +235,10 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             if self._code is not None and self._code.ran_under_mode:
                 self._end_plan_of_late_code(self._code)
+            elif self._recompilation.due:
+                self._close_plan()
+                self._recompilation.begin()
+                self._begin()
             elif ran_out:
                 self._plan_smaller(known, self.cycle)
             return
@@ -266,6 +273,7 @@ class AutoPlan(Uncopied):
         if code is not None:
             code.close()
         self._close_plan()
+        self._recompilation.close()
 
     # ---- before there is a plan of operators ----
 
@@ -329,7 +337,14 @@ class AutoPlan(Uncopied):
         meter = known.limit.meter
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
-        self.cycle = PlanCycle(self._training, options, meter, logs_metrics=False, keeps_excess=True)
+        self.cycle = PlanCycle(
+            self._training,
+            options,
+            meter,
+            logs_metrics=False,
+            keeps_excess=True,
+            recompilation=self._recompilation,
+        )
         self.cycle.recordable = self._batches
 
     def _keep_for_cuda_graphs(self) -> None:

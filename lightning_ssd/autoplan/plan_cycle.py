@@ -6,7 +6,7 @@ A training has these phases, in the order of the methods. All of them are called
    a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
    there is none, they offload all saved tensors.
 2. plan: `PlanMaker` makes a plan, for other tiers of model states if that is faster: then states are moved, once.
-   `PlanRunner` applies it (`_decide`).
+   `PlanRunner` applies it (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
 3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
    applied. Then the plan is final.
 
@@ -33,6 +33,7 @@ from lightning_ssd.autoplan.plan_report import (
 from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanRow, PlanRunner, offload_all
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import StatesOwner, Training
+from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.planning import ModelProfile, Plan, Prediction, render_summary
 from lightning_ssd.profiling import (
     add_unseen_memory,
@@ -73,6 +74,8 @@ class PlanCycle(ProfiledSteps):
         logs_metrics: whether comparisons are passed to the user's loggers.
         keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
+        recompilation: decides whether code is compiled again in place of a first plan. If so, the caller closes this
+            object. `None`: code is not compiled again.
 
     Attributes:
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
@@ -89,6 +92,7 @@ class PlanCycle(ProfiledSteps):
         *,
         logs_metrics: bool,
         keeps_excess: bool = False,
+        recompilation: Recompilation | None = None,
     ) -> None:
         super().__init__(training, options.warm_up, options.steps, self._plan_profile)
         self.runner: PlanRunner | None = None
@@ -97,6 +101,7 @@ class PlanCycle(ProfiledSteps):
         self._options = options
         self._meter = meter
         self._logs_metrics = logs_metrics
+        self._recompilation = recompilation
         machine = options.machine or measure_training_machine(training.offloader, training.state_format)
         self._maker = PlanMaker(options, machine, training.offloader.device)
         self.keeps_excess = keeps_excess
@@ -281,6 +286,8 @@ class PlanCycle(ProfiledSteps):
     def _decide(self, runner: PlanRunner) -> None:
         """Makes a plan and applies it, maybe for other tiers of model states, which are moved."""
         plan = self._maker.make(runner)
+        if self._recompilation is not None and self._recompilation.choose(runner, plan):
+            return
         owner = self.training.owner
         if owner is not None and not self._states_moved and owner.can_move_states():
             elsewhere = self._maker.make_elsewhere(runner, plan)

@@ -125,6 +125,11 @@ class Training(Protocol):
         """Whether each process has all weights, so that its forward and backward read those of no other process."""
 
     @property
+    def repeats_digits(self) -> bool:
+        """Whether no digit may depend on this process's measurements: a killed run has to resume bit for bit
+        (`recover=True`), or other processes train the same weights."""
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches in a step."""
 
