@@ -174,7 +174,7 @@ class AutoPlan(Uncopied):
         if self._limited:
             self._apply_limit(self._known)
             if self.cycle is not None and self.cycle.phase == "checking":
-                self._known.limit.reserve(self.cycle.profiler.checked_bytes)
+                self._known.limit.reserve(self.cycle.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
