@@ -13,8 +13,6 @@ from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.sizes import show_argument
 
-__all__ = ["DataParallelStrategy"]
-
 T = TypeVar("T")
 
 

@@ -20,21 +20,3 @@ from lightning_ssd.model_states.gradients.norms import measure_summed
 from lightning_ssd.model_states.gradients.rank_mean import mean_library, write_mean
 from lightning_ssd.model_states.gradients.resident_means import ResidentMeans
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
-
-__all__ = [
-    "Clipping",
-    "GradScaleDecision",
-    "Gradient",
-    "GradientOffloader",
-    "GradientPool",
-    "GradientState",
-    "ResidentMeans",
-    "SharedGradient",
-    "WaitingGradient",
-    "add_check",
-    "clip",
-    "is_power_of_two",
-    "mean_library",
-    "measure_summed",
-    "write_mean",
-]
