@@ -30,6 +30,7 @@ from lightning_ssd.activations.compiled_code import (
 )
 from lightning_ssd.activations.config import HOST_MEMORY, OffloadConfig, make_auto_placement, make_offloader
 from lightning_ssd.activations.graph import (
+    COMPILED_OPERATOR,
     Buffer,
     ForwardGraph,
     Operation,
@@ -42,7 +43,7 @@ from lightning_ssd.activations.graph import (
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.pipeline import StagePass
-from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
+from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, PlacementPolicy
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, check_version

@@ -29,7 +29,6 @@ from lightning_ssd.model_states.placement import (
     PlanTiers,
     RankStates,
     Setup,
-    check_shared,
     compute_dtypes,
     describe_training,
     flat_groups,
@@ -187,11 +186,9 @@ def _share(
 
     Raises:
         RankError: ranks train differently, or one has failed.
-        ValueError: several ranks don't support an optimizer.
     """
     ranks = undo.enter_context(Ranks.connect())
     check_agreement(ranks.messages, describe_training(module, optimizers, [item.flat for item in specs], setup))
-    check_shared(specs)
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
 
 

@@ -26,13 +26,16 @@ class Topic(IntEnum):
     GRADIENT = auto()
     """The sender's gradient of a flat parameter is in shared memory, and the sender reads its weights no more."""
     SUM = auto()
-    """The sender, a flat parameter's owner, has summed its gradients, and reads those of other ranks no more."""
+    """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
+    read gradients, the mean is in shared memory."""
     COPIED = auto()
     """The receiver, a flat parameter's owner, may change the sum, because the sender has copied it."""
     WEIGHTS = auto()
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()
-    """The sender, a flat parameter's owner, has written all of its new values."""
+    """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
+    WRITTEN = auto()
+    """The sender, a flat parameter's owner, has written weights that user code of all ranks has changed alike."""
     RESIDENTS = auto()
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
     VALUES = auto()

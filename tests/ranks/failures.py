@@ -18,7 +18,7 @@ WIDTH = 32
 
 
 class Net(pl.LightningModule):
-    """Calls `act` in one place: "forward", "backward" or "step"."""
+    """Calls `act` in one place: "forward", "backward", or after a "step"."""
 
     def __init__(self, act: Callable[["Net", int], None] | None = None, where: str = "forward") -> None:
         super().__init__()
@@ -34,6 +34,9 @@ class Net(pl.LightningModule):
                 x.register_hook(lambda gradient: self._act("backward"))
         self._act("forward")
         return x.square().mean()
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
+        self._act("step")
 
     def _act(self, where: str) -> None:
         if self.act is not None and self.where == where:
@@ -67,8 +70,13 @@ def leave(module: Net, index: int) -> None:
         sys.exit("enough")
 
 
-def write(module: Net, index: int) -> None:
-    module.layers[0].weight.data.zero_()
+def write_other_values(module: Net, index: int) -> None:
+    module.layers[0].weight.data.fill_(dist.get_rank())
+
+
+def write_on_one_rank(module: Net, index: int) -> None:
+    if dist.get_rank() == 1:
+        module.layers[0].weight.data.zero_()
 
 
 class Wider(Net):
@@ -105,20 +113,13 @@ class OwnBackward(Net):
         self.optimizers().step()
 
 
-class OtherOptimizer(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters())
-
-
 CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     "other model": (lambda: fit(Wider()), r"rank 0 and rank 1 train differently: 'layers.1.bias"),
     "other learning rate": (
         lambda: fit(OtherRate()),
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
-    "written weights": (lambda: fit(Net(write)), "several devices share one copy of them"),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
-    "Adagrad": (lambda: fit(OtherOptimizer()), "Take AdamW, Adam or SGD"),
     "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
     "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
 }
@@ -131,6 +132,14 @@ ENDS = {
     "other options": (
         lambda: fit(LaterRate()),
         "(rank 1 has failed: )?ranks . and . step layers.. with diff",
+    ),
+    "other weights": (
+        lambda: fit(Net(write_other_values)),
+        "(rank 1 has failed: )?user code writes weights of layers.0",
+    ),
+    "weights of one rank": (
+        lambda: fit(Net(write_on_one_rank, "step")),
+        "(rank 1 has failed: )?user code writes weights of layers.0",
     ),
     "fewer batches": (lambda: fit(Net(), 4 - dist.get_rank()), "rank 1 has ended its training, and rank 0 goes on"),
 }

@@ -23,7 +23,7 @@ from lightning_ssd.model_states.placement.grouping import (
     make_flat_params,
     make_spec,
 )
-from lightning_ssd.model_states.placement.rank_states import RankStates, check_shared, describe_training
+from lightning_ssd.model_states.placement.rank_states import RankStates, describe_training
 from lightning_ssd.model_states.placement.residency import (
     PlanTiers,
     UnitTiers,
