@@ -33,6 +33,7 @@ replacement ("at import" below). There are three groups:
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
 | `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
+| `abort_process_groups` | `torch.distributed.distributed_c10d._world` | |
 | `collectives_begun` | `torch.distributed.distributed_c10d._world`, `_get_sequence_number_for_group` | |
 | `new_storage_info` | `torch.distributed.checkpoint.filesystem._StorageInfo` | |
 | `register_state_dict_hook`, `run_node_first` | methods of modules and nodes | |
@@ -403,6 +404,15 @@ def dtype_order(tensors: list[Tensor | None]) -> list[int]:
 
     groups = _group_tensors_by_device_and_dtype([tensors], with_indices=True)
     return [index for _, indices in groups.values() for index in indices]
+
+
+def abort_process_groups() -> None:
+    """Ends the collectives of all process groups with errors, later ones too. Gloo's groups ignore it."""
+    from torch.distributed import distributed_c10d
+
+    groups = sorted(distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
+    for group, _ in groups:
+        group.abort()
 
 
 def new_storage_info(file: str, offset: int, nbytes: int) -> Any:

@@ -5,8 +5,8 @@ A training has these phases, in the order of the methods. All of them are called
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
    a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
    there is none, they offload all saved tensors.
-2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or the training is profiled anew: model states
-   are moved, or code is compiled again to save less (`_decide`).
+2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew
+   (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
 3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
    applied. Then the plan is final.
 
@@ -73,7 +73,8 @@ class PlanCycle(ProfiledSteps):
         logs_metrics: whether comparisons are passed to the user's loggers.
         keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
-        recompilation: compiles the training's code again where that frees the memory; `None`: it is not compiled again.
+        recompilation: decides whether code is compiled again in place of a first plan. If so, the caller closes this
+            object. `None`: code is not compiled again.
 
     Attributes:
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
@@ -278,10 +279,9 @@ class PlanCycle(ProfiledSteps):
     # ---- plan ----
 
     def _decide(self, runner: PlanRunner) -> None:
-        """Makes a plan and applies it, or has the training profiled again, with other code or tiers of states."""
+        """Makes a plan and applies it, or moves model states and has the training profiled again."""
         plan = self._maker.make(runner)
-        if self._recompilation is not None and self._recompilation.begin(runner, plan):
-            self._profile_again(runner, 2)  # the first of these steps compiles
+        if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
         owner = self.training.owner
         if owner is not None and not self._states_moved and owner.can_move_states():
@@ -377,10 +377,7 @@ class PlanCycle(ProfiledSteps):
         if begins:
             self._num_differing = self._num_differing + 1 if differs else 0
             if self._num_differing >= LASTING and not self.calibrating:
-                growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
-                reason = growth if grown else "other parameters are trained than before"
-                self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
-                self._profile_again(runner, 1)
+                self._profile_again(runner, grown=grown)
                 return
         size = None if differs else self._recorded.size(shape)
         number = None if size is None else row_of(size)
@@ -428,8 +425,11 @@ class PlanCycle(ProfiledSteps):
             runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
         return runner.safe_rows[number]
 
-    def _profile_again(self, runner: PlanRunner, warm_up: int) -> None:
-        """Profiles the training anew, after `warm_up` steps."""
+    def _profile_again(self, runner: PlanRunner, *, grown: bool) -> None:
+        """Profiles the training anew, as more memory is allocated for good, or other parameters are trained."""
+        growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
+        reason = growth if grown else "other parameters are trained than before"
+        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
         runner.stop()
         self.stage, self.recordable = "profile", None
-        self.begin(warm_up)
+        self.begin(1)

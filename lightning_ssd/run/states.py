@@ -227,6 +227,7 @@ class RunStates(Uncopied, StatesOwner):
             self._setup,
             plan_tiers=plan_tiers,
             loaded=self.loaded.values(),
+            connected=self._strategy.ranks,
         )
         if not self._fitting:
             return

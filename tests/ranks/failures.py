@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,9 +57,17 @@ def fit(module: Net, batches: int = 4, **strategy: Any) -> None:
     trainer.fit(module, DataLoader([torch.ones(4, WIDTH) for _ in range(batches)], batch_size=None))
 
 
-def die(module: Net, index: int) -> None:
-    if dist.get_rank() == 1 and index == 2:
+def die(module: Net, index: int, rank: int = 1) -> None:
+    if dist.get_rank() == rank and index == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_and_stay() -> None:
+    """Rank 1 fails, and its process does not end before rank 0's, with which the store ends."""
+    try:
+        fit(Net(fail), states="gpu")
+    except ValueError:
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(minutes=5))
 
 
 def fail(module: Net, index: int) -> None:
@@ -126,24 +136,39 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
 """Trainings whose error all ranks raise, and its text."""
 
 ENDS = {
-    "kill": (lambda: fit(Net(die, "backward")), "rank 1 has died"),
-    "raise": (lambda: fit(Net(fail)), "rank 1 has failed: ValueError: a bad batch"),
-    "exit": (lambda: fit(Net(leave)), "rank 1 has failed: SystemExit"),
+    "kill": (lambda: fit(Net(die, "backward")), 0, "RankError: rank 1 has died"),
+    "raise": (lambda: fit(Net(fail)), 0, "RankError: rank 1 has failed: ValueError: a bad batch"),
+    "exit": (lambda: fit(Net(leave)), 0, "RankError: rank 1 has failed: SystemExit"),
     "other options": (
         lambda: fit(LaterRate()),
-        "(rank 1 has failed: )?ranks . and . step layers.. with diff",
+        0,
+        "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
+    ),
+    "fewer batches": (
+        lambda: fit(Net(), 4 - dist.get_rank()),
+        0,
+        "RankError: rank 1 has ended its training, and rank 0 goes on",
     ),
     "other weights": (
         lambda: fit(Net(write_other_values)),
-        "(rank 1 has failed: )?user code writes weights of layers.0",
+        0,
+        "RankError: (rank 1 has failed: )?user code writes weights of layers.0",
     ),
     "weights of one rank": (
         lambda: fit(Net(write_on_one_rank, "step")),
-        "(rank 1 has failed: )?user code writes weights of layers.0",
+        0,
+        "RankError: (rank 1 has failed: )?user code writes weights of layers.0",
     ),
-    "fewer batches": (lambda: fit(Net(), 4 - dist.get_rank()), "rank 1 has ended its training, and rank 0 goes on"),
+    "kill, in DDP": (lambda: fit(Net(die, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has died"),
+    "kill of rank 0, in DDP": (
+        lambda: fit(Net(partial(die, rank=0)), states="gpu"),
+        1,
+        "lightning_ssd: rank 0 has died",
+    ),
+    "raise, in DDP": (lambda: fit(Net(fail, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has failed: Value"),
+    "raise and stay, in DDP": (fail_and_stay, 0, "lightning_ssd: rank 1 has failed: ValueError: a bad batch"),
 }
-"""Trainings that end at another place on each rank, and the error of rank 0: their collectives would not match."""
+"""Trainings that end at another place on each rank, as their collectives would not match; and the error of a rank."""
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

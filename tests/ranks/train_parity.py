@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import LazyTensor
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
@@ -224,6 +225,7 @@ CASES = {
     "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
     "sgd with momentum": Case(sgd),
     "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}),
+    "speculation": Case(module=Writes, strategy={"clip": "speculative"}, trainer={"gradient_clip_val": 0.9}),
     "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "ragged accumulation": Case(sgd, trainer={"accumulate_grad_batches": 3}),
@@ -251,6 +253,7 @@ CASES = {
     "16-mixed, weights are written": Case(sgd, module=Writes, scaled=True),
     "out of memory": Case(module=RunsOut, trainer={"gradient_clip_val": 0.05}),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed, speculation": Case(module=Overflows, scaled=True, strategy={"clip": "speculative"}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
@@ -341,6 +344,8 @@ def differences(case: Case) -> Iterator[str]:
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if not torch.equal(one, other):
             yield f"weight {name}: {(one - other).abs().max()}"
+    if not any(isinstance(value, LazyTensor) for state in our_state["state"].values() for value in state.values()):
+        yield "each rank has copies of the optimizer states"
     if our_state["state"].keys() != plain_state["state"].keys():
         yield f"states of {our_state['state'].keys()} instead of {plain_state['state'].keys()}"
     for key, state in plain_state["state"].items():
