@@ -23,8 +23,6 @@ from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
 
-__all__ = ["is_fitting", "make_setup", "planned_tiers"]
-
 
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Returns whether the run of the Trainer is a training."""

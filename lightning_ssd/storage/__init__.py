@@ -17,47 +17,7 @@ from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, striped_free_bytes
 from lightning_ssd.storage.slab import Slab, commit
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
-from lightning_ssd.storage.smart import DriveWear, read_wear, read_wears
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.timed_transfers import Calibration
 from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume
-
-__all__ = [
-    "PAGE",
-    "Backend",
-    "BackendFile",
-    "Blob",
-    "BlobStore",
-    "Calibration",
-    "ChecksumError",
-    "DetachedBlobs",
-    "DriveWear",
-    "FileRange",
-    "IOStats",
-    "KvikioBackend",
-    "NotPrivateError",
-    "Piece",
-    "PinnedBuffer",
-    "PinnedPool",
-    "PosixBackend",
-    "PriorityQueue",
-    "PrivateDirectory",
-    "ScratchDirectory",
-    "Slab",
-    "SlotAllocator",
-    "StorageError",
-    "StorageFullError",
-    "StoreManifest",
-    "Urgency",
-    "Volume",
-    "align_up",
-    "choose_backend",
-    "commit",
-    "from_os_error",
-    "read_manifest",
-    "read_wear",
-    "read_wears",
-    "striped_free_bytes",
-    "why_no_gds",
-]
