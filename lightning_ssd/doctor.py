@@ -14,7 +14,7 @@ import torch
 from lightning_ssd.device import CGROUPS, PROC, available_memory
 from lightning_ssd.profiling import copy_bandwidths, memory_bandwidth
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import BlobStore, StorageError, why_no_gds
+from lightning_ssd.storage import BlobStore, StorageError, read_wear, why_no_gds
 from lightning_ssd.versions import TESTED, installed_versions, is_tested
 
 Verdict = Literal["good", "slow", "wrong"]
@@ -27,6 +27,9 @@ LEAST_DRAM = 20e9
 
 LEAST_DRIVE = 1e9
 """Bytes/s below which a drive is called slow: SATA drives have 0.5 GB/s, NVMe drives 2 GB/s or more."""
+
+MOST_WORN = 0.8
+"""Used share of a drive's rated endurance from which on the drive is called wrong."""
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "virtiofs", "overlay")
@@ -162,6 +165,19 @@ def _drive(path: Path, proc: Path) -> Iterator[Finding]:
     remedy = "use an NVMe drive, or several (`path=[...]`)" if min(write, read) < LEAST_DRIVE else ""
     found = f"{write / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read"
     yield Finding(subject, "slow" if remedy else "good", found, remedy)
+    yield _wear(subject, path)
+
+
+def _wear(subject: str, path: Path) -> Finding:
+    wear = read_wear(path)
+    if wear is None:
+        remedy = "install smartmontools, and run as root to see the drive's own counters"
+        return Finding(subject, "good", "wear unknown", remedy)
+    parts = [] if wear.bytes_written is None else [f"{wear.bytes_written / 1e12:.1f} TB written in its life"]
+    parts += [] if wear.endurance_used is None else [f"{wear.endurance_used:.0%} of its rated endurance used"]
+    worn = (wear.endurance_used or 0) >= MOST_WORN
+    remedy = "replace the drive before a training that writes much; keep a backup" if worn else ""
+    return Finding(subject, "wrong" if worn else "good", f"{wear.device}: {', '.join(parts)}", remedy)
 
 
 def _compiler() -> Finding:

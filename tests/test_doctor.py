@@ -1,5 +1,6 @@
 """`lightning-ssd doctor`: every line says good, slow or wrong, and names the remedy."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from lightning_ssd import cli, doctor
 from lightning_ssd.profiling import machine
+from lightning_ssd.storage import smart
+from tests.support.storage import answer
 
 SUBJECTS = ["Python", "torch", "Lightning", "GPU", "DRAM", "host memory", "pinned memory", "C compiler"]
 
@@ -15,6 +18,7 @@ SUBJECTS = ["Python", "torch", "Lightning", "GPU", "DRAM", "host memory", "pinne
 @pytest.fixture(autouse=True)
 def short_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
 
 
 @pytest.fixture
@@ -71,13 +75,14 @@ def test_a_slow_machine(
 ) -> None:
     monkeypatch.setattr(doctor, "LEAST_DRIVE", 0)
     monkeypatch.setattr(doctor, "LEAST_DRAM", 0)
-    (tmp_path / "bin").mkdir()
+    said = {"nvme_smart_health_information_log": {"data_units_written": 2_000_000, "percentage_used": 7}}
+    answer(tmp_path, monkeypatch, json.dumps(said))
     (tmp_path / "bin" / "cc").symlink_to("/bin/true")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     lines = _lines(tmp_path, capsys)
     good = ("DRAM", "host memory", "pinned memory", "C compiler", "filesystem ext4", "O_DIRECT works")
     assert all(lines[subject].startswith("good ") for subject in good), lines
     assert "WSL2" not in lines
+    assert "1.0 TB written in its life, 7% of its rated endurance used" in "".join(lines.values())
 
     monkeypatch.setattr(doctor, "LEAST_DRIVE", 1e15)
     monkeypatch.setattr(doctor, "LEAST_DRAM", 1e15)
@@ -92,13 +97,17 @@ def test_a_slow_machine(
     assert "20.00 GiB of 64.00 GiB usable" in lines["host memory"]
 
 
-@pytest.mark.parametrize("problem", ["host memory", "untested"])
+@pytest.mark.parametrize("problem", ["host memory", "worn", "untested"])
 def test_what_is_wrong_makes_the_command_fail(
     tmp_path: Path, proc: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str
 ) -> None:
+    remedy = "replace the drive"
     if problem == "host memory":
         _mount(proc, "tmpfs")
         remedy = "give a directory on an SSD"
+    elif problem == "worn":
+        said = {"nvme_smart_health_information_log": {"percentage_used": 93}}
+        answer(tmp_path, monkeypatch, json.dumps(said))
     else:
         monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
         remedy = "install a tested version"

@@ -1,9 +1,9 @@
 """`OffloadMonitor` shows offloaded bytes, bandwidths and stalls in the user's loggers and progress bar."""
 
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +17,10 @@ from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import LEAST_BUDGET, check_flag, parse_bytes
+from lightning_ssd.storage import read_wears
+
+WEAR_INTERVAL = 600.0
+"""Least seconds between two reads of the drives' wear."""
 
 
 class OffloadMonitor(pl.Callback):
@@ -36,10 +40,13 @@ class OffloadMonitor(pl.Callback):
 
     - `peak_device_bytes` (CUDA), `peak_pinned_bytes`: peaks of device memory and of pinned memory for activations;
     - `ssd_bytes_written`, `ssd_bytes_written_per_day`, `ssd_years`: bytes of activations and model states written since
-      the training's start, per day, and years until the drives' rated endurance is used up at this rate.
+      the training's start, per day, and years until the drives' rated endurance is used up at this rate;
+    - `drive_bytes_written`, `drive_endurance_used`: lifetime bytes written to the drives of `path`, and the used share
+      of the rated endurance of the most worn drive, as the drives report them (SMART). They are read at most every ten
+      minutes, where `smartctl` is installed and permitted.
 
-    If a training writes to SSDs, one log line has the bytes a day and the years that drives of that endurance last,
-    after 20 steps or at the training's end. It is a warning if they are worn out within a year.
+    If a training writes to SSDs, one log line has the bytes a day, the drives' own counters and the years that they
+    last, after 20 steps or at the training's end. It is a warning if they are worn out within a year.
 
     The monitor that a strategy adds automatically writes to no logger, so loggers get the same metrics as from plain
     Lightning unless the user adds `OffloadMonitor()`. No monitor changes the Trainer's metrics (`callback_metrics` and
@@ -71,13 +78,21 @@ class OffloadMonitor(pl.Callback):
         self._stores = _Counts()
         self._last: dict[str, float] = {}
         self._begun = 0.0
+        self._begun_in = Path()
+        """The working directory when the run began, to which relative paths belong."""
+        self._wear_read_at = float("-inf")
         self._wear_line = WearLine(self._endurance)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._begun_in = Path.cwd()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._offloaders, self._stores = _Counts(), _Counts()
         self._last = {}
         self._begun = perf_counter()
+        self._wear_read_at = float("-inf")
         self._wear_line = WearLine(self._endurance)
         self._shown = {}
         if self._progress_bar and find_offloader(trainer) is not None:
@@ -118,6 +133,7 @@ class OffloadMonitor(pl.Callback):
         if not trainer._logger_connector.should_update_logs:
             return
         metrics = self._metrics(offloader, find_model_states(trainer))
+        metrics |= self._drives(trainer, offloader)
         for logger in trainer.loggers if self._loggers else ():
             logger.log_metrics(
                 {f"OffloadMonitor/{name}": value for name, value in metrics.items()},
@@ -140,13 +156,34 @@ class OffloadMonitor(pl.Callback):
     def _log_wear(self, trainer: pl.Trainer, offloader: ActivationOffloader, *, ended: bool) -> None:
         """Logs the line about wear, once the steps that it is about have ended."""
         written = _written_bytes(self._count(offloader, find_model_states(trainer)))
-        path = offload_config(trainer).path
-        drives = 1 if path is None or isinstance(path, str | os.PathLike) else len(path)
         # Each process of this machine writes about the same.
-        self._wear_line.log(written * trainer.num_devices, drives, ended=ended)
+        self._wear_line.log(written * trainer.num_devices, lambda: self._directories(trainer), ended=ended)
+
+    def _directories(self, trainer: pl.Trainer) -> list[Path]:
+        """Returns the directories of the scratch files, whatever the working directory is now."""
+        root = trainer.default_root_dir
+        paths = offload_config(trainer).paths(root if "://" in root else self._begun_in / root)
+        return [self._begun_in / path for path in paths]
+
+    def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
+        """Returns the drives' own wear counters; empty: they were read less than `WEAR_INTERVAL` ago, or can't be."""
+        states = find_model_states(trainer)
+        on_ssds = "ssd" in offloader.tiers or (states is not None and states.nbytes.ssd)
+        if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
+            return {}
+        self._wear_read_at = perf_counter()
+        wear = read_wears(self._directories(trainer))
+        written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
+        used = [drive.endurance_used for drive in wear if drive.endurance_used is not None]
+        metrics: dict[str, float] = {}
+        if written:
+            metrics["drive_bytes_written"] = sum(written)
+        if used:
+            metrics["drive_endurance_used"] = max(used)
+        return metrics
 
     def _metrics(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
-        """Returns the metrics since the last call."""
+        """Returns the metrics since the last call, without those of `_drives`."""
         totals = self._count(offloader, states)
         delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
         self._last = totals

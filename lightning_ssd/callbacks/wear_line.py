@@ -1,9 +1,12 @@
 """`WearLine`: the log line that names the wear of SSDs, with the bytes that a training writes to them in a day."""
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import perf_counter
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.planning import DAY, YEAR, bytes_per_day, lifetime_seconds
+from lightning_ssd.storage import DriveWear, read_wears
 
 UNTIMED_STEPS = 10
 """First optimizer steps, which may be slower than later ones: their writes are not counted for the line about wear."""
@@ -37,12 +40,12 @@ class WearLine:
         self._steps += 1
         return self._steps in (UNTIMED_STEPS, UNTIMED_STEPS + TIMED_STEPS)
 
-    def log(self, written: float, drives: int, *, ended: bool) -> None:
+    def log(self, written: float, paths: Callable[[], Sequence[Path]], *, ended: bool) -> None:
         """Logs the line if the timed steps or the training have ended, and bytes were written.
 
         Args:
             written: bytes written so far.
-            drives: number of directories of scratch files.
+            paths: returns the directories of the scratch files; called only if bytes were written.
             ended: whether the training has ended.
         """
         seconds, nbytes = perf_counter() - self._before[0], written - self._before[1]
@@ -52,7 +55,9 @@ class WearLine:
         if not nbytes or seconds <= 0:
             return
         self.logged = True
-        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, self._endurance)
+        directories = paths()
+        drives = read_wears(directories)
+        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, len(directories), self._endurance)
         if years >= 1 or ended:  # a training of a few steps wears nothing out
             pl.utilities.rank_zero_info(line)
         else:
@@ -61,18 +66,25 @@ class WearLine:
             )
 
 
-def describe_wear(per_day: float, drives: int, endurance: float | None) -> tuple[str, float]:
+def describe_wear(
+    per_day: float, drives: Sequence[DriveWear], count: int, endurance: float | None
+) -> tuple[str, float]:
     """Returns the line about the wear of drives, and the years that they last.
 
     Args:
         per_day: bytes that are written a day.
-        drives: number of drives.
+        drives: counters of those drives that have some, each once.
+        count: number of drives.
         endurance: as of `WearLine`.
     """
-    rated = ASSUMED_ENDURANCE * drives if endurance is None else endurance
-    years = lifetime_seconds(rated, per_day, DAY) / YEAR
+    parts = [f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day"]
+    for drive in drives:
+        counts = [] if drive.bytes_written is None else [f"{drive.bytes_written / 1e12:.3g} TB in its life"]
+        counts += [] if drive.endurance_used is None else [f"{drive.endurance_used:.0%} of its rated endurance"]
+        parts.append(f"{drive.device} counts {' and '.join(counts)}")
+    used = sum(drive.bytes_written or 0 for drive in drives)
+    rated = ASSUMED_ENDURANCE * count if endurance is None else endurance
+    years = lifetime_seconds(max(0.0, rated - used), per_day, DAY) / YEAR
     assumed = " (give yours by `OffloadMonitor(endurance=)`)" if endurance is None else ""
-    return (
-        f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day; "
-        f"at this rate, drives rated for {rated / 1e12:.3g} TB{assumed} last {years:.2g} years"
-    ), years
+    parts.append(f"at this rate, drives rated for {rated / 1e12:.3g} TB{assumed} last {years:.2g} years")
+    return "; ".join(parts), years

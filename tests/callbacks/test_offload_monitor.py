@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import json
 import pickle
 import re
 from functools import partial
@@ -14,6 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from lightning_ssd import OffloadMonitor, PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.storage import smart
+from tests.support.storage import answer
 from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     SmallModel,
@@ -29,6 +32,11 @@ COUNTS = {"saved_bytes", "kept_bytes", "forwarded_bytes", "store_stall_s", "load
 MOVED = {"host_bytes_out", "host_bytes_in", "ssd_bytes_out", "ssd_bytes_in"}
 SPEEDS = {"copy_out_bytes_per_s", "copy_in_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_bytes_per_s"}
 LEVELS = {"peak_pinned_bytes", "ssd_bytes_written", "ssd_bytes_written_per_day"}
+
+
+@pytest.fixture(autouse=True)
+def nobody_asks_real_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smart, "device_of", lambda path: None)
 
 
 class MemoryLogger(Logger):
@@ -266,20 +274,29 @@ def test_wear_of_the_drives_by_states_and_activations(tmp_path: Path) -> None:
     assert last["ssd_years"] == pytest.approx(years)
 
 
+WORN = {"nvme_smart_health_information_log": {"data_units_written": 2_000_000, "percentage_used": 7}}
+COUNTED = (
+    r"SSDs get \S+ TB a day; /dev/nvme7n1 counts 1.02 TB in its life and 7% of its rated endurance; at this rate, "
+)
+
+
 def _train_on_ssd(tmp_path: Path, steps: int, *callbacks: pl.Callback, **arguments: Any) -> None:
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=MIN_BYTES, **{"states": "ssd", "offload": 1.0} | arguments)
     make_trainer(tmp_path, strategy, callbacks=list(callbacks), max_epochs=1).fit(small_model(), batches(steps))
 
 
-def test_wear_is_said_unasked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rate = r"SSDs get \S+ TB a day; at this rate, "
+def test_wear_is_said_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
+    answer(tmp_path, monkeypatch, json.dumps(WORN))
     caplog.set_level("INFO")
     _train_on_ssd(tmp_path, 3)
-    assert re.search(f"{rate}drives rated for 600 TB .* last .* years$", caplog.text, re.M)
+    assert re.search(f"{COUNTED}drives rated for 600 TB .* last .* years$", caplog.text, re.M)
     caplog.clear()
     _train_on_ssd(tmp_path, 24, OffloadMonitor(endurance=4 * 10**18))
-    assert caplog.text.count("SSDs get") == len(re.findall(rate, caplog.text)) == 1
-    with pytest.warns(UserWarning, match=f"{rate}drives rated for 1 TB last .* years. Less is written"):
+    assert caplog.text.count("SSDs get") == len(re.findall(COUNTED, caplog.text)) == 1
+    with pytest.warns(UserWarning, match=f"{COUNTED}drives rated for 1 TB last 0 years. Less is written"):
         _train_on_ssd(tmp_path, 24, OffloadMonitor(endurance="1TB"))
 
 
@@ -292,3 +309,15 @@ def test_nothing_is_said_of_wear_without_ssds(tmp_path: Path, caplog: pytest.Log
 def test_endurance_is_a_number_of_bytes() -> None:
     with pytest.raises(ValueError, match="`endurance='long'` is not a number of bytes"):
         OffloadMonitor(endurance="long")
+
+
+def test_the_drives_wear_is_logged_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
+    said = {"nvme_smart_health_information_log": {"data_units_written": 3, "percentage_used": 12}}
+    answer(tmp_path, monkeypatch, json.dumps(said))
+    logger = MemoryLogger()
+    _train(tmp_path, logger, log_every_n_steps=2)
+    assert len(logger.rows) > 1
+    assert logger.rows[0][1]["drive_bytes_written"] == 3 * 512_000
+    assert logger.rows[0][1]["drive_endurance_used"] == 0.12
+    assert not any("drive_endurance_used" in row for _, row in logger.rows[1:])

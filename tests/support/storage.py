@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_ssd.storage import Blob, BlobStore
@@ -52,3 +53,13 @@ def open_files(path: Path) -> list[str]:
         with suppress(FileNotFoundError):  # the descriptor of the listing itself
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return [file for file in files if file == str(path) or file.startswith(f"{path}/")]
+
+
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int = 0) -> None:
+    """Puts a `smartctl` on the path that says `said`."""
+    command = tmp_path / "bin" / "smartctl"
+    command.parent.mkdir(exist_ok=True)
+    (tmp_path / "said").write_text(said)
+    command.write_text(f'#!/bin/sh\n[ "$3" = /dev/nvme7n1 ] && cat {tmp_path / "said"}\nexit {code}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
