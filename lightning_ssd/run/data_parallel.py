@@ -192,7 +192,7 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         super().teardown()
         if self._watch is not None and self.ranks is not None:
             self._watch.end()
-            self.ranks.messages.close()
+            self.ranks.close()
             self.ranks = self._watch = None
         if self._ddp is not None:
             assert self.cluster_environment is not None
