@@ -164,9 +164,9 @@ INLINE void fence(void) {
 #endif
 }
 
-/* Moments that are not stored in fp32. A step computes in fp32, one block of elements in the first cache after the other:
-   new moments first, then new weights while the moments are rounded: the processor divides beside most of the other
-   instructions, and reads the next block from memory while it computes, which larger blocks prevent. */
+/* Moments that are not stored in fp32. A step computes in fp32, one block of elements after the other in the first
+   cache: new moments, then new weights while the moments are rounded, since the processor divides beside other instructions.
+   Blocks are so small that the next one is read from memory while the processor computes. */
 
 enum { CODE_BLOCK = 256, DECADES = 7 }; /* as in dynamic_code.py */
 
@@ -263,24 +263,23 @@ INLINE void store_stochastically(char *to, int i, const float *values, __m512i r
     store_halves(to, i, _mm512_srli_epi32(bits, 16), past_caches);
 }
 
-/* Computes numbers from their positions: reading 16 entries of a table would take longer. Positions of signed numbers are
-   multiplied by 4, so that no decade has the last four bits of the exponent of 0. */
-INLINE __m512 decode_wide(const char *codes, int i, float scale, const DynamicCode *code, int is_signed) {
+/* Computes numbers from their positions: reading 16 entries of a table would take longer. Positions of signed numbers
+   are multiplied by 4, so that no decade has the last four bits of the exponent of 0. */
+INLINE __m512 decode_wide(const char *codes, int i, float scale, __m512 slopes, __m512 offsets, int is_signed) {
     __m512i number = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
     __m512 position =
         is_signed ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(number), wide_float(4.0f), wide_float(-4.0f * 127.0f))
                   : _mm512_cvtepi32_ps(_mm512_add_epi32(number, wide(1)));
     __m512i bits = _mm512_castps_si512(position), exponent = _mm512_srli_epi32(bits, 23);
-    __m512 slope = _mm512_permutexvar_ps(exponent, _mm512_loadu_ps(code->slopes));
-    __m512 offset = _mm512_permutexvar_ps(exponent, _mm512_loadu_ps(code->offsets));
+    __m512 slope = _mm512_permutexvar_ps(exponent, slopes), offset = _mm512_permutexvar_ps(exponent, offsets);
     if (is_signed) /* offset ^ (bits & sign) */
         offset = _mm512_castsi512_ps(
             _mm512_ternarylogic_epi32(_mm512_castps_si512(offset), bits, wide(0x80000000u), 0x78));
     return _mm512_mul_ps(_mm512_fmadd_ps(position, slope, offset), wide_float(scale));
 }
 
-/* Returns the positions of 16 values, with their signs. The exponent of a magnitude, without its last bit, tells the two
-   decades to which it may belong. */
+/* Returns the positions of 16 values, with their signs. The exponent of a magnitude, without its last bit, tells the
+   two decades to which it may belong. */
 INLINE __m512i positions_wide(const float *values, float inverse, const DynamicCode *code, int is_signed) {
     __m512 relative = _mm512_mul_ps(_mm512_load_ps(values), wide_float(inverse)), least = wide_float(0x1p-25f);
     __m512 magnitude = is_signed ? _mm512_range_ps(relative, least, 0xb) /* larger magnitude */
@@ -315,17 +314,24 @@ INLINE void store_codes(char *to, const __m512i *positions, int is_signed, int p
 
 INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gradient_size, int is_8bit) {
     const Arrays a = b->arrays;
+    const float scale_m = b->scales[0], scale_v = b->scales[1];
+    const __m512 scale = wide_float(s->scale), decay = wide_float(s->decay), lerp = wide_float(s->lerp);
+    const __m512 beta2 = wide_float(s->beta2), one_minus_beta2 = wide_float(s->one_minus_beta2);
+    const int decoupled = s->decoupled;
+    __m512 slopes[2], offsets[2];
+    for (int moment = 0; moment < 2 && is_8bit; moment++) {
+        slopes[moment] = _mm512_loadu_ps(s->codes[moment]->slopes);
+        offsets[moment] = _mm512_loadu_ps(s->codes[moment]->offsets);
+    }
     for (int i = 0; i < CODE_BLOCK; i += 16) {
         __m512 g = gradient_size == 2 ? load_bf16(a.gradient, i) : load_fp32(a.gradient, i);
-        __m512 m = is_8bit ? decode_wide(a.m_in, i, b->scales[0], s->codes[0], 1) : load_bf16(a.m_in, i);
-        __m512 v = is_8bit ? decode_wide(a.v_in, i, b->scales[1], s->codes[1], 0) : load_bf16(a.v_in, i);
-        g = _mm512_mul_ps(g, wide_float(s->scale));
-        if (!s->decoupled)
-            g = _mm512_fmadd_ps(load_master(&a, i, masters), wide_float(s->decay), g);
-        m = _mm512_fmadd_ps(wide_float(s->lerp), _mm512_sub_ps(g, m), m);
-        v = _mm512_fmadd_ps(_mm512_mul_ps(wide_float(s->one_minus_beta2), g), g, _mm512_mul_ps(v, wide_float(s->beta2)));
-        _mm512_store_ps(b->m + i, m);
-        _mm512_store_ps(b->v + i, v);
+        __m512 m = is_8bit ? decode_wide(a.m_in, i, scale_m, slopes[0], offsets[0], 1) : load_bf16(a.m_in, i);
+        __m512 v = is_8bit ? decode_wide(a.v_in, i, scale_v, slopes[1], offsets[1], 0) : load_bf16(a.v_in, i);
+        g = _mm512_mul_ps(g, scale);
+        if (!decoupled)
+            g = _mm512_fmadd_ps(load_master(&a, i, masters), decay, g);
+        _mm512_store_ps(b->m + i, _mm512_fmadd_ps(lerp, _mm512_sub_ps(g, m), m));
+        _mm512_store_ps(b->v + i, _mm512_fmadd_ps(_mm512_mul_ps(one_minus_beta2, g), g, _mm512_mul_ps(v, beta2)));
     }
 }
 
@@ -389,11 +395,13 @@ INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gr
     const Arrays a = b->arrays;
     const uint8_t *codes_m = (const uint8_t *)a.m_in, *codes_v = (const uint8_t *)a.v_in;
     const uint16_t *stored_m = (const uint16_t *)a.m_in, *stored_v = (const uint16_t *)a.v_in;
+    const uint16_t *rounded_g = (const uint16_t *)a.gradient;
+    const float *whole_g = (const float *)a.gradient;
     _Pragma("GCC ivdep")
     for (int i = 0; i < CODE_BLOCK; i++) {
         float m = is_8bit ? s->codes[0]->numbers[codes_m[i]] * b->scales[0] : bf16_as_float(stored_m[i]);
         float v = is_8bit ? s->codes[1]->numbers[codes_v[i]] * b->scales[1] : bf16_as_float(stored_v[i]);
-        float g = gradient_size == 2 ? bf16_as_float(((const uint16_t *)a.gradient)[i]) : ((const float *)a.gradient)[i];
+        float g = gradient_size == 2 ? bf16_as_float(rounded_g[i]) : whole_g[i];
         g = g * s->scale;
         if (!s->decoupled)
             g = fmaf(load_master(&a, i, masters), s->decay, g);
