@@ -42,7 +42,7 @@ ROOMS["summary"] = _STATES | {"host_memory", "planning"}
 ROOMS["versions"] = {"_lightning"}
 ROOMS["callbacks"] = _STATES | {"planning", "profiling", "autoplan", "timeline", "summary", "versions"}
 ROOMS["run"] = _STATES | {"planning", "autoplan", "callbacks", "retry", "recover"}
-ROOMS["run"] |= {"host_memory", "locations", "summary"}
+ROOMS["run"] |= {"host_memory", "locations", "ranks", "summary"}
 ROOMS["strategy"] = _STATES | {"autoplan", "callbacks", "retry", "run", "locations", "versions"}
 # Commands, and what only they and users' own programs import.
 ROOMS["export"] = _STATES
@@ -85,7 +85,7 @@ def test_folders_import_those_below_them_only() -> None:
 
 
 def test_folders_are_entered_by_their_init() -> None:
-    """A name that another folder uses is in the `__all__` of its own, so that all others may change freely."""
+    """A name that another folder uses is imported by the `__init__` of its own, so that others may change."""
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     entered_apart = {"recipes.models", "recipes.data"}  # their imports need an extra
     for file in PACKAGE.rglob("*.py"):

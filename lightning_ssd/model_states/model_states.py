@@ -192,13 +192,15 @@ class ModelStates(Uncopied):
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
             release=lambda flat: self._prefetcher.evict(flat),
+            checkin=lambda flat, masters: self._checkin(flat, masters),
+            on_ranks=ranks is not None,
         )
         self._prefetcher = ParamPrefetcher(
             [flat_params for _, flat_params in offloaded.units],
             self.stores,
             copies,
             nbytes.device,
-            self._staged.unstage,
+            self._staged.unstage_for,
             self._staged.pull,
             setup.config.overlap,
         )
@@ -603,7 +605,7 @@ class ModelStates(Uncopied):
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()
-        with summon(self.stores, read_only=self._why_read_only):
+        with summon(self.stores, self._checkin, read_only=self._why_read_only):
             self._summoned = True
             try:
                 with self._masters.summon():
@@ -617,12 +619,14 @@ class ModelStates(Uncopied):
         """Why user code may not change weights, and the remedy, as the end of a message; None: it may."""
         if self.records.enabled:
             return "which `recover=True` can't repeat after a kill. Change them before `fit`, or set `recover=False`."
-        if self._ranks is not None:
-            return (
-                "and several devices share one copy of them. Change them before `fit`, or set `devices=1`; or, if all "
-                "states fit on each device, `states='gpu'`."
-            )
         return None
+
+    def _checkin(self, flat: FlatParameter, masters: Tensor) -> None:
+        """Stores master weights of `flat` that user code may have changed, with several ranks at a later time."""
+        if self._reduction is None:
+            self.stores[flat].checkin(masters)
+        else:
+            self._reduction.steps.write(flat, masters)
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
@@ -646,11 +650,6 @@ class ModelStates(Uncopied):
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Master weights of resident 16-bit parameters."""
         return self._masters.by_param
-
-    @property
-    def prefetched_bytes(self) -> int:
-        """Most bytes of the device that compute weights of offloaded parameters take at a time."""
-        return min(self._prefetcher.budget, sum(flat.nbytes for flat in self.stores))
 
     # ---- the end ----
 

@@ -125,6 +125,10 @@ class Profiler(Uncopied):
         self._removals: list[Callable[[], None]] = []
         """Functions that remove the hooks of timed steps."""
 
+    def follow_move(self, offloader: ActivationOffloader, states: ModelStates | None) -> None:
+        """Continues with another offloader and other tiers of model states. What was measured stays."""
+        self._offloader, self._states, self._policy_before = offloader, states, offloader.policy
+
     # ---- one micro-batch, operation by operation ----
 
     def record_lifetimes(self, module: nn.Module) -> None:

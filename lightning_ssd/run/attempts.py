@@ -16,8 +16,6 @@ from lightning_ssd.retry import UNRECORDED, MicroBatchRetry
 from lightning_ssd.run.precision import scale
 from lightning_ssd.run.states import RunStates
 
-__all__ = ["end_retry", "prepare_retry", "retry_backward", "run_before_step"]
-
 
 def prepare_retry(
     run: RunStates, trainer: pl.Trainer, inputs: object, forward: Callable[[], Any]
@@ -33,19 +31,18 @@ def prepare_retry(
     planner, automatic = run.planner, trainer.lightning_module.automatic_optimization
     if planner is None or not planner.may_run_out or not automatic:
         return None
-    if trainer.world_size > 1:  # other processes would wait for collectives that this one runs again
+    if trainer.world_size > 1 and run.model_states is None:  # torch's DDP reduces gradients in backward
         return None
     movable = not runs_within_step(trainer.strategy.optimizers) and run.can_offload_states()
-    with planner.excluded():
-        return MicroBatchRetry(
-            trainer,
-            inputs=inputs,
-            states=lambda: run.model_states,
-            forward=forward,
-            save_memory=functools.partial(planner.save_memory, note=UNRECORDED),
-            offload_states=functools.partial(_offload_states, run, planner) if movable else None,
-            delay_steps=planner.begins_rule,
-        )
+    return MicroBatchRetry(
+        trainer,
+        inputs=inputs,
+        states=lambda: run.model_states,
+        forward=forward,
+        save_memory=functools.partial(planner.save_memory, note=UNRECORDED),
+        offload_states=functools.partial(_offload_states, run, planner) if movable else None,
+        delay_steps=planner.begins_rule,
+    )
 
 
 def retry_backward(plugin: pl.plugins.Precision, retry: MicroBatchRetry, loss: Tensor) -> None:

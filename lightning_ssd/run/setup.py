@@ -19,12 +19,9 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.recover import training_settings
-from lightning_ssd.run.averaging import averaging_callbacks
 from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
-
-__all__ = ["is_fitting", "make_setup", "planned_tiers"]
 
 
 def is_fitting(trainer: pl.Trainer) -> bool:
@@ -62,7 +59,7 @@ def make_setup(
     if fitting and plan is not None and plan.clip != "off":
         config = replace(config, clip=plan.clip)
     exact = scales_exactly(strategy.precision_plugin)
-    whole = stepped_whole(strategy.optimizers, to_offload) if fitting else []
+    whole = stepped_whole(strategy.optimizers, to_offload, on_ranks=trainer.world_size > 1) if fitting else []
     defer_to_user_hooks = (
         not trainer.lightning_module.automatic_optimization
         or user_sees_gradients(trainer)
@@ -97,16 +94,11 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
         plan: the user's plan, if it determines the tiers of states.
     """
     on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])
-    speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
-    averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
         "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
         "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
-        "`clip='speculative'`": ("`clip='auto'`", speculates),
-        "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
         f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
-        f"the callback {', '.join(averaging)}": ("`callbacks` without it", bool(averaging)),
     }
     for what, (remedy, found) in unsupported.items():
         if found:

@@ -17,7 +17,7 @@ from lightning_ssd.futures import Future, all_of, failed, finished, then
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
-from lightning_ssd.model_states.units import Loaded, exact_value
+from lightning_ssd.model_states.units import Loaded, exact_value, same_bits
 from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
 from lightning_ssd.waits import wait_for
 
@@ -62,7 +62,8 @@ class StateStore:
 
     Threads: `prefetch_to` and `stage` may be called on any thread; their futures complete on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
-    second versions are added and dropped on that of the step's job (see `OptimizerStep`). The `DeviceStepper` uses
+    second versions are added and dropped on that of the step's job (see `OptimizerStep`). With several ranks, `checkin`
+    runs on the worker's thread, as an announced step. The `DeviceStepper` uses
     `stage`, `steps_in_place` and `lose` on its thread. All others run on the training thread, or on autograd's while
     that waits. No lock: the futures below determine the owner of the values.
 
@@ -244,6 +245,11 @@ class StateStore:
         """Returns a future that is done when the committed values are stored."""
         return self.buffers.written()
 
+    @property
+    def stepped(self) -> "Future[Any]":
+        """Done when the announced step is committed or skipped."""
+        return self._stepped
+
     def drain(self) -> None:
         """Returns when the announced step is made and its result is stored.
 
@@ -275,7 +281,7 @@ class StateStore:
     def is_unchanged(self, masters: Tensor) -> bool:
         """Whether the master weights that `checkout` has returned are still the stored ones."""
         staged = self._staged_now()
-        same = torch.equal(staged.masters(), masters)
+        same = same_bits(staged.masters(), masters)
         self.unstage(staged, changed=False)
         return same
 
