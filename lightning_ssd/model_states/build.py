@@ -124,7 +124,7 @@ def make_model_states(
             )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
-        two_versions &= setup.world_size == 1 or setup.config.clip == "speculative"
+        two_versions &= connected is None or setup.config.clip == "speculative"
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
@@ -145,6 +145,7 @@ def make_model_states(
             # After the model has given its memory to the stores: host memory need not have room for both.
             commit_memory(stores.values(), pin=device.type == "cuda")
         else:
+            ranks.send_values()
             ranks.ranks.messages.exchange(b"written")  # rank 0 has written the values of the stores
             RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
@@ -190,7 +191,7 @@ def _share(
     Raises:
         RankError: ranks train differently, or one has failed.
     """
-    check_agreement(ranks.messages, describe_training(module, optimizers, [item.flat for item in specs], setup))
+    check_agreement(ranks, describe_training(module, optimizers, [item.flat for item in specs], setup))
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
 
 
@@ -344,7 +345,7 @@ def _reserve(
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()
         if ranks is not None and budget is not None:  # of the free memory, which each rank has measured
-            budget = min(int(found) for found in ranks.ranks.messages.exchange(str(budget).encode()))
+            budget = min(int(found) for found in ranks.ranks.exchange(str(budget).encode()))
         memory_plan = plan_memory(
             [item.layout for item in specs],
             "ssd" if recover else setup.kind,
@@ -353,7 +354,8 @@ def _reserve(
             summed=setup.sums_gradients,
             tiers=tiers,
             lazy_seconds=setup.lazy_seconds,
-            ranks=setup.world_size,
+            ranks=1 if ranks is None else ranks.ranks.size,
+            means=setup.num_nodes > 1,
         )
         spare = setup.spare_memory(memory_plan, budget)
         staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=killed)

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from lightning_ssd.ranks.hosts import HostGroup
 from lightning_ssd.ranks.memory import RankMemory, make_file
 from lightning_ssd.ranks.messages import RankError, RankMessages
 from lightning_ssd.uncopied import Uncopied
@@ -23,11 +24,21 @@ class Ranks(Uncopied):
     Args:
         messages: messages of this rank; owned.
         memory: memory that all ranks map.
+        sums, values: collectives with other hosts, of the thread that sums gradients and of the training thread; owned.
+            None: there is one host.
     """
 
-    def __init__(self, messages: RankMessages, memory: RankMemory) -> None:
+    def __init__(
+        self,
+        messages: RankMessages,
+        memory: RankMemory,
+        sums: HostGroup | None = None,
+        values: HostGroup | None = None,
+    ) -> None:
         self.messages = messages
         self.memory = memory
+        self.sums = sums
+        self.values = values
 
     @classmethod
     def connect(cls, host: int) -> "Ranks":
@@ -37,12 +48,15 @@ class Ranks(Uncopied):
             host: number of this rank's host.
 
         Raises:
-            RankError: a rank does not answer.
+            RankError: a rank does not answer, or hosts have different numbers of ranks.
         """
         # Addresses in the abstract namespace, which no file system has: a killed rank leaves none behind.
         found: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
         dist.all_gather_object(found, (host, secrets.token_hex(16)))
-        members = [number for number, (host_of_rank, _) in enumerate(found) if host_of_rank == host]
+        hosts = {name: [rank for rank, (of_rank, _) in enumerate(found) if of_rank == name] for name, _ in found}
+        if len({len(ranks) for ranks in hosts.values()}) > 1:
+            raise RankError(f"hosts have different numbers of processes: {hosts}. Start the same number on each.")
+        members = hosts[host]
         rank, size, key = members.index(dist.get_rank()), len(members), found[members[0]][1]
         with contextlib.ExitStack() as undo:
             listener = undo.enter_context(_socket())
@@ -69,17 +83,45 @@ class Ranks(Uncopied):
             messages = RankMessages(rank, sockets, members[0])
             listener.close()
             undo.pop_all()
-        return cls(messages, memory)
+        if len(hosts) == 1:
+            return cls(messages, memory)
+        sums, values = (HostGroup.connect(list(hosts.values())) for _ in range(2))
+        return cls(messages, memory, sums, values)
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
+        """Number of this rank on its host."""
         return self.messages.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of this host."""
         return self.messages.size
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all hosts."""
+        return self.size * (1 if self.values is None else self.values.size)
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Sends `content` to all ranks, and returns what those of all hosts have sent in the same call, by global rank.
+
+        Raises:
+            RankError: another rank has failed or ended.
+        """
+        of_host = self.messages.exchange(content)
+        if self.values is None:
+            return of_host
+        of_hosts = [self.values.exchange(own) for own in of_host]
+        return [of_hosts[rank][host] for host in range(self.values.size) for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Ends the messages, and the collectives with other hosts if no rank has failed."""
+        self.messages.close()
+        if not self.messages.failed.done():
+            for group in (self.sums, self.values):
+                if group is not None:
+                    group.close()
 
     def end_allocation(self) -> None:
         """Page-locks shared memory, once all ranks have committed their pages, with zeros: they may be written now.
@@ -88,7 +130,7 @@ class Ranks(Uncopied):
             RankError: another rank has failed.
             StorageError: memory can't be page-locked.
         """
-        self.messages.exchange(b"allocated")
+        self.exchange(b"allocated")
         self.memory.pin()
 
     def __enter__(self) -> "Ranks":

@@ -14,8 +14,6 @@ from lightning_ssd.ranks import FailureWatch, Ranks
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.sizes import show_argument
 
-__all__ = ["DataParallelStrategy"]
-
 T = TypeVar("T")
 
 
@@ -194,7 +192,7 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         super().teardown()
         if self._watch is not None and self.ranks is not None:
             self._watch.end()
-            self.ranks.messages.close()
+            self.ranks.close()
             self.ranks = self._watch = None
         if self._ddp is not None:
             assert self.cluster_environment is not None

@@ -23,8 +23,6 @@ from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
 
-__all__ = ["is_fitting", "make_setup", "planned_tiers"]
-
 
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Returns whether the run of the Trainer is a training."""
@@ -81,6 +79,7 @@ def make_setup(
         whole=whole,
         sums_gradients=fitting and _accumulates(trainer),
         world_size=trainer.world_size,
+        num_nodes=trainer.num_nodes if trainer.world_size > 1 else 1,
         last_micro_batch=functools.partial(_ends_window, trainer),
         settings=_fingerprint(trainer, config, storage, default_path, compiles) if fitting else RunFingerprint.none(),
         start_over=start_over,
@@ -96,11 +95,14 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
         plan: the user's plan, if it determines the tiers of states.
     """
     on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])
+    several = trainer.num_nodes > 1
+    speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
         "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
         "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
-        f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
+        "`clip='speculative'` on several hosts": ("`clip='auto'`", several and speculates),
+        "`overlap='naive'` on several hosts": ("`overlap='optimized'`", several and config.overlap == "naive"),
     }
     for what, (remedy, found) in unsupported.items():
         if found:

@@ -18,6 +18,9 @@ from lightning_ssd import SSDOffloadStrategy
 
 WIDTH = 32
 
+DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
+"""Processes of a host."""
+
 
 class Net(pl.LightningModule):
     """Calls `act` in one place: "forward", "backward", or after a "step"."""
@@ -50,7 +53,8 @@ class Net(pl.LightningModule):
 
 def fit(module: Net, batches: int = 4, **strategy: Any) -> None:
     trainer = pl.Trainer(
-        strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator="cpu", devices=2,
+        strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator="cpu",
+        devices=DEVICES, num_nodes=dist.get_world_size() // DEVICES,
         use_distributed_sampler=False, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -12,8 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def launch(script: str, size: int = 2, arguments: Sequence[str] = (), timeout: float = 240) -> list[tuple[int, str]]:
-    """Runs `python tests/ranks/SCRIPT ARGUMENTS` as each rank.
+def launch(
+    script: str, size: int = 2, arguments: Sequence[str] = (), timeout: float = 240, hosts: int = 1
+) -> list[tuple[int, str]]:
+    """Runs `python tests/ranks/SCRIPT ARGUMENTS` as each rank; `size` ranks on as many hosts, which this machine plays.
 
     Returns:
         Exit status and output of each rank.
@@ -25,7 +27,8 @@ def launch(script: str, size: int = 2, arguments: Sequence[str] = (), timeout: f
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as kill:  # a killed rank leaves scratch files
         for rank in range(size):
             own = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0,
+                "RANK": rank, "LOCAL_RANK": rank % (size // hosts), "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size // hosts, "GROUP_RANK": rank // (size // hosts),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1,
                 "PYTHONPATH": ROOT,
             }  # fmt: skip

@@ -29,3 +29,10 @@ def test_the_end_of_a_rank_ends_the_other_with_its_cause(name: str) -> None:
     status, output = launch("failures.py", arguments=[name])[rank]
     assert status != 0
     assert re.search(error, output), output
+
+
+@pytest.mark.thorough
+def test_the_end_of_a_process_ends_those_of_other_hosts() -> None:
+    (status, output), _ = launch("failures.py", arguments=["kill"], hosts=2)
+    assert status != 0
+    assert "RankError: a process of another host has ended" in output, output

@@ -12,6 +12,7 @@ from lightning_ssd.waits import wait_for
 
 class ResidentMeans:
     """Replaces gradients on the device by their mean over ranks, summed in fp32 in the order of ranks by each of them.
+    Means of several hosts are summed by the ranks of each number.
 
     A parameter without a gradient on any rank keeps none. One without a gradient on some ranks has zeros there, as in
     torch's DDP.
@@ -26,6 +27,8 @@ class ResidentMeans:
 
     def __init__(self, ranks: Ranks, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._messages = ranks.messages
+        self._hosts = ranks.values
+        self._share = 1.0 / ranks.world_size
         self._parameters = parameters
         numel = max(1, sum(parameter.numel() for _, parameter in parameters))
         self._memory = [[ranks.memory.floats(numel) for _ in range(ranks.size)] for _ in range(2)]
@@ -41,7 +44,7 @@ class ResidentMeans:
         """
         if not self._parameters:
             return
-        memory, messages, share = self._memory[self._turn % 2], self._messages, 1.0 / self._messages.size
+        memory, messages = self._memory[self._turn % 2], self._messages
         gradients = [self._gradient(name, parameter) for name, parameter in self._parameters]
         flags = bytes(gradient is not None for gradient in gradients)
         if any(flags):
@@ -56,10 +59,15 @@ class ResidentMeans:
         self._turn += 1
         by_rank = [contents.get(rank, flags) for rank in range(messages.size)]
         present = [any(of_parameter) for of_parameter in zip(*by_rank, strict=True)]
+        sources = [one for one, of_rank in zip(memory, by_rank, strict=True) if any(of_rank)]
+        if self._hosts is not None:
+            present = self._hosts.maximum(torch.tensor(present, dtype=torch.uint8)).tolist()
         if any(present):
-            mean = torch.empty_like(memory[0])
-            sources = [one for one, of_rank in zip(memory, by_rank, strict=True) if any(of_rank)]
-            RankMean(sources, share).write(mean)
+            mean = torch.zeros_like(memory[0])
+            if sources:
+                RankMean(sources, self._share).write(mean)
+            if self._hosts is not None:
+                self._hosts.sum(mean)
             device = self._parameters[0][1].device
             means = mean.to(device).split([parameter.numel() for _, parameter in self._parameters])
             for (_, parameter), values_of_parameter, has in zip(self._parameters, means, present, strict=True):

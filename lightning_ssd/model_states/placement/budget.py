@@ -56,6 +56,7 @@ def plan_memory(
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
     lazy_seconds: bool = False,
     ranks: int = 1,
+    means: bool = False,
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
 
@@ -73,12 +74,15 @@ def plan_memory(
         lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned,
             but allocated from the remaining memory when steps need them.
         ranks: ranks that share the memory, in which each of them has gradients of its own. Several can't use SSDs.
+        means: whether the owner of a flat parameter keeps the mean of the gradients of this host, for the other hosts.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and the bytes needed.
     """
     everything: list[OffloadTierName] = ["host"] * len(layouts)
-    make_plan = partial(_plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds, ranks=ranks)
+    make_plan = partial(
+        _plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds, ranks=ranks, means=means
+    )
     all_host = make_plan(everything, everything)
     if tiers is not None:
         plan = make_plan([weights for weights, _ in tiers], [opt_state for _, opt_state in tiers])
@@ -152,6 +156,7 @@ def _plan(
     summed: bool,
     lazy_seconds: bool,
     ranks: int,
+    means: bool,
 ) -> MemoryPlan:
     param_staging: list[int] = []
     staging: list[int] = []
@@ -176,4 +181,6 @@ def _plan(
     host += for_params + for_staging + ranks * gradients
     if summed:
         host += ranks * sum(layout.summed_gradient_bytes for layout in layouts)
+    elif means:
+        host += sum(layout.summed_gradient_bytes for layout in layouts)
     return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

@@ -19,7 +19,7 @@ class RankStates:
     Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
     read them from the message about the step until it posts its gradient for the next one: the owner writes only when
     it has the gradients of all ranks. The same holds for weights that user code writes (`RankSteps.write`). Rank 0
-    writes the initial values, before the first exchange of all ranks.
+    writes the initial values, before the first exchange of all ranks, and those of the first host on all hosts.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.
@@ -34,6 +34,7 @@ class RankStates:
 
     def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
         self.ranks = ranks
+        self._values: list[Slab] = []
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
         self._owners = dict(zip(self.numbers, owners, strict=True))
@@ -49,7 +50,19 @@ class RankStates:
 
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `RankMemory.allocate`."""
-        return self.ranks.memory.allocate(nbytes, touch=self.owns(flat), pin=pin)
+        slab = self.ranks.memory.allocate(nbytes, touch=self.owns(flat), pin=pin)
+        self._values.append(slab)
+        return slab
+
+    def send_values(self) -> None:
+        """Makes the initial values of all flat parameters those of the first host; called by all ranks.
+
+        Raises:
+            RankError: a process of another host has ended.
+        """
+        if self.ranks.values is not None and self.ranks.rank == 0:
+            for slab in self._values:
+                self.ranks.values.broadcast(slab.tensor)
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         memory, ranks = self.ranks.memory, range(self.ranks.size)

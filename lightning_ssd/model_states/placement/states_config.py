@@ -147,6 +147,7 @@ class Setup:
         whole: optimizers that are stepped whole (see `WholeStep`); `defer_to_user_hooks` is set if there are any.
         sums_gradients: whether gradients of several micro-batches are summed, which takes host memory.
         world_size: ranks that train the model together.
+        num_nodes: hosts that they are on.
         last_micro_batch: returns whether the micro-batch whose backward ends is the last one before a step. Ranks
             reduce their gradients then.
     """
@@ -164,6 +165,7 @@ class Setup:
     whole: Sequence[Optimizer] = ()
     sums_gradients: bool = False
     world_size: int = 1
+    num_nodes: int = 1
     last_micro_batch: Callable[[], bool] = lambda: True
 
     def parts_of(self, unit: Unit) -> tuple[UnitPart, ...]:
@@ -220,7 +222,7 @@ class Setup:
         """Returns the bytes of host memory for model states, which all ranks share; None: unlimited."""
         if self.storage.host_memory != "auto":
             of_rank = parse_bytes(self.storage.host_memory, "host_memory") - self.storage.staging_bytes()
-            return max(0, of_rank) * self.world_size
+            return max(0, of_rank) * self.world_size // self.num_nodes
         return usable_memory() if self.config.states == "auto" else None
 
 

@@ -8,6 +8,7 @@ The modules, in the order in which they are best read:
 - `step_scheduler`: when the step of a flat parameter begins, and which futures wait for it.
 - `step`: the step of one flat parameter, from the arrival of its gradient to its commit.
 - `rank_steps`: sums of gradients over ranks, and steps that another rank makes.
+- `host_sums`: sums of gradients over hosts.
 - `rank_reduction`: when the gradients of all ranks are reduced.
 - `weights_first`: units whose compute weights are stepped before the rest.
 - `step_records`: the steps that the journal of `recover=True` has recorded.
@@ -27,18 +28,3 @@ from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step_records import StepRecords
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
-
-__all__ = [
-    "DeviceSteps",
-    "GradientArrivals",
-    "GradientClipping",
-    "RankReduction",
-    "RankSteps",
-    "RunningStep",
-    "StepRecords",
-    "StepScheduler",
-    "hook_step",
-    "hook_zero_grad",
-    "keep_last",
-    "unscale_as_optimizer",
-]

@@ -15,6 +15,9 @@ between ranks, and repeated micro-batches, need no order that ranks agree on.
 The mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory besides the
 ranks' gradients. A clipped step reads these twice, which is less for up to four ranks, and the same for four.
 
+With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
+owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
+
 If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`).
 
 User code writes weights on all ranks, each of which changes a copy of its own (`write`). When a rank needs the values
@@ -26,6 +29,7 @@ not written posts a gradient in this turn, which differs.
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +39,7 @@ from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
+from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankError, Topic
@@ -75,6 +80,11 @@ class RankSteps:
         self._gradients = gradients
         self._copies = copies
         self._worker = worker
+        sums = states.ranks.sums
+        self._hosts = None if sums is None else HostSums(sums, [flat for flat in flat_optimizers if states.owns(flat)])
+        """Sums over hosts. None: there is one host."""
+        self._written: dict[FlatParameter, int] = {}
+        """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
         """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
         self._steps = dict.fromkeys(flat_optimizers, 0)
@@ -139,9 +149,15 @@ class RankSteps:
             return gradient.summed
         others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
 
-        def run() -> None:  # on the worker's thread
-            mean = gradient.mean = self._mean(flat, {**others.result(), messages.rank: own[0]})
-            finite = True
+        def compute() -> None:  # on the worker's thread
+            gradient.mean = self._mean(flat, {**others.result(), messages.rank: own[0]})
+            if self._hosts is not None:  # whose sum needs memory
+                gradient.mean.write(gradient.accumulated())
+                gradient.mean = RankMean([gradient.accumulated()], 1.0)
+
+        def tell() -> None:  # on the same, or on that of sums over hosts
+            mean, finite = gradient.mean, True
+            assert mean is not None
             if norms is not None:
                 present = [item for item, has in zip(flat.param_views, gradient.has_accum, strict=True) if has]
                 spans = [slice(item.start, item.start + item.numel) for item in present]
@@ -155,7 +171,16 @@ class RankSteps:
             messages.post(Topic.SUM, number, turn, content, messages.others)
 
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
-        gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
+
+        def run() -> None:
+            compute()
+            if self._hosts is None:
+                tell()
+
+        computed = gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
+        if self._hosts is not None:
+            written = self._written.pop(flat, 0)
+            gradient.summed = self._hosts.submit(flat, gradient, lambda: written ^ _digest(own[0]), [computed], tell)
         return gradient.summed
 
     def reduce(self) -> None:
@@ -174,13 +199,20 @@ class RankSteps:
             if not self.owns(flat):
                 to = [self._states.owner_of(flat)]
                 messages.post(Topic.GRADIENT, self._states.numbers[flat], turns[flat], own[flat], to)
+        summed: dict[FlatParameter, Future[None]] = {}
         for flat, gradient in self._gradients.items():
             if self.owns(flat):
                 number, turn = self._states.numbers[flat], turns[flat]
                 contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
                 self._mean(flat, {**contents, messages.rank: own[flat]}).write(gradient.accumulated())
-                content = _write_sum(gradient.has_accum, flat, None, finite=True)  # all ranks check it themselves
-                messages.post(Topic.SUM, number, turn, content, messages.others)
+                summed[flat] = finished(None)
+                if self._hosts is not None:
+                    digest = self._written.pop(flat, 0) ^ _digest(own[flat])
+                    summed[flat] = self._hosts.submit(flat, gradient, partial(int, digest), [], lambda: None)
+        for flat, done in summed.items():
+            wait_for(done, "other hosts")
+            content = _write_sum(self._gradients[flat].has_accum, flat, None, finite=True)  # all ranks check themselves
+            messages.post(Topic.SUM, self._states.numbers[flat], turns[flat], content, messages.others)
         for flat, gradient in self._gradients.items():
             owner, number, turn = self._states.owner_of(flat), self._states.numbers[flat], turns[flat]
             if self.owns(flat):
@@ -215,8 +247,7 @@ class RankSteps:
             for item, has, on_any in zip(flat.param_views, of_rank, gradient.has_accum, strict=True):
                 if on_any and not has:
                     source[item.start : item.start + item.numel].zero_()
-        self._has_grad[flat] = gradient.has_accum
-        return RankMean(sources, 1.0 / self._messages.size)
+        return RankMean(sources, 1.0 / self._states.ranks.world_size)
 
     def _check_alike(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
         own = self._messages.rank
@@ -241,6 +272,11 @@ class RankSteps:
 
     def _note_finite(self, flat: FlatParameter, finite: bool) -> None:
         (self._not_finite.discard if finite else self._not_finite.add)(flat)
+
+    def close(self) -> None:
+        """Ends sums over hosts."""
+        if self._hosts is not None:
+            self._hosts.close()
 
     # ---- steps ----
 
@@ -314,6 +350,7 @@ class RankSteps:
         number, turn, owner = self._states.numbers[flat], self._next(self._turns, flat), self._states.owner_of(flat)
         read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
         own = _describe_write(masters)
+        self._written[flat] = zlib.crc32(own, self._written.get(flat, 0))
         if self.owns(flat):
             others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
 
@@ -365,6 +402,11 @@ def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None
     numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in (options or {}).items()}
     digest = zlib.crc32(repr(sorted(numbers.items())).encode())
     return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
+
+
+def _digest(content: bytes) -> int:
+    """Returns a number of what has to be the same on all ranks in a message about a gradient."""
+    return int.from_bytes(content[1:_FLAGS], "little")
 
 
 def _describe_write(masters: Tensor) -> bytes:

@@ -506,4 +506,6 @@ class StepScheduler:
             wait_for_all(self._gradients.consumed(), "the last steps")
         finally:
             self._worker.close()
+            if self._ranks is not None:
+                self._ranks.close()
             self._device_steps.close()

@@ -1,5 +1,6 @@
 """Tensors that each rank has, with the values of rank 0: parameters that are not offloaded at first, and buffers."""
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -13,7 +14,7 @@ _ALIGNMENT = 16
 
 
 class RankValues:
-    """Copies the values of rank 0 to the other ranks.
+    """Copies the values of rank 0, that of the first host, to the other ranks.
 
     Ownership: the shared memory belongs to rank 0 until it posts `Topic.VALUES`, and then to the others, each of which
     gives it back by `Topic.READ`. No other message does: rank 0 may end a backward before another rank begins its
@@ -27,6 +28,7 @@ class RankValues:
 
     def __init__(self, ranks: Ranks, number: int, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._messages = ranks.messages
+        self._hosts = ranks.values
         self._number = number
         self._tensors = tensors
         self._nbytes = sum(map(_aligned, tensors()))
@@ -55,17 +57,21 @@ class RankValues:
             wait_for(messages.collect(Topic.VALUES, number, self._turn, [0]), "values of rank 0")
         elif before:
             wait_for(messages.collect(Topic.READ, number, before, messages.others), "other ranks")
-        start = 0
-        for tensor in tensors:
-            shared = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            if is_source:
-                shared.copy_(tensor)
-            else:
-                tensor.copy_(shared)
-            start += _aligned(tensor)
+        starts = itertools.accumulate(map(_aligned, tensors), initial=0)
+        shared = [
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=False)
+        ]
         if is_source:
+            for target, tensor in zip(shared, tensors, strict=True):
+                target.copy_(tensor)
+            if self._hosts is not None:
+                self._hosts.broadcast(self._memory)
             messages.post(Topic.VALUES, number, self._turn, b"", messages.others)
-        else:
+        if not is_source or self._hosts is not None:
+            for target, tensor in zip(shared, tensors, strict=True):
+                tensor.copy_(target)
+        if not is_source:
             messages.post(Topic.READ, number, self._turn, b"", [0])
 
 

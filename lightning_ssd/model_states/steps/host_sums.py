@@ -1,0 +1,97 @@
+"""`HostSums`: sums of gradients over hosts, of one flat parameter after the other, in the same order on all hosts."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_ssd.device import Worker
+from lightning_ssd.futures import Future, finished, pass_on
+from lightning_ssd.model_states.gradients import Gradient
+from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.ranks import HostGroup, RankError
+
+
+class HostSums:
+    """Sums means of hosts, of each flat parameter once in a turn: the last one of the model first, as in backward.
+
+    Each step sums all flat parameters, also those without a gradient, so that the order is the same on all hosts
+    whichever branches their forwards take. A sum waits for that before it, on a thread of its own: the thread of steps
+    goes on, without which a host could wait for a step of its own for ever.
+
+    Threads: `submit` is called on the training thread or autograd's, one at a time. Sums run on the thread `hosts`.
+
+    Ownership: `Gradient.accum` belongs to the sum from the end of its dependencies until its future is done.
+
+    Args:
+        group: collectives with the other hosts, of the thread `hosts` alone.
+        flat_params: flat parameters that this rank owns, in the order of the model.
+    """
+
+    def __init__(self, group: HostGroup, flat_params: Sequence[FlatParameter]) -> None:
+        self._group = group
+        self._worker = Worker("hosts")
+        self._numbers = {flat: number for number, flat in enumerate(reversed(flat_params))}
+        self._turns = dict.fromkeys(flat_params, 0)
+        self._ends: dict[int, Future[None]] = {-1: finished(None)}
+        """Ends of sums that a submitted sum waits for, or may have to: by turn and number."""
+
+    def submit(
+        self,
+        flat: FlatParameter,
+        gradient: Gradient,
+        digest: Callable[[], int],
+        after: "Sequence[Future[None]]",
+        then: Callable[[], None],
+    ) -> "Future[None]":
+        """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
+
+        Args:
+            flat: the flat parameter.
+            gradient: its gradient.
+            digest: returns a number that has to be the same on all hosts.
+            after: futures of what this host contributes.
+            then: called on the thread `hosts` after the sum.
+
+        Returns:
+            A future of the end of `then`.
+        """
+        place = self._turns[flat] * len(self._turns) + self._numbers[flat]
+        self._turns[flat] += 1
+        before, end = self._ends.setdefault(place - 1, Future()), self._ends.setdefault(place, Future())
+
+        def run() -> None:
+            self._sum(flat, gradient, digest())
+            then()
+
+        def finish(future: "Future[None]") -> None:
+            del self._ends[place - 1]  # both sums have been submitted
+            pass_on(future, end)
+
+        self._worker.submit(run, [*after, before]).add_done_callback(finish)
+        return end
+
+    def close(self) -> None:
+        """Ends the thread, after the sum that runs."""
+        self._worker.close()
+
+    def _sum(self, flat: FlatParameter, gradient: Gradient, digest: int) -> None:
+        """Sums one flat parameter.
+
+        Raises:
+            RankError: another host trains differently, or a process of one has ended.
+        """
+        own = gradient.has_accum
+        *found, largest, smallest = self._group.maximum(torch.tensor([*own, digest, -digest])).tolist()
+        if largest != -smallest:
+            raise RankError(
+                f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
+                "writes its weights on one of them only, or writes other values. Do the same on all."
+            )
+        gradient.has_accum = [bool(one) for one in found]
+        if not any(found):
+            return
+        total = gradient.accumulated()
+        for item, has in zip(flat.param_views, own, strict=True):
+            if not has:
+                total[item.start : item.start + item.numel].zero_()
+        self._group.sum(total)

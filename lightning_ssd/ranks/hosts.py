@@ -1,0 +1,79 @@
+"""`HostGroup`: collectives of a rank with the ranks of the same number on other hosts."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ssd.ranks.messages import RankError
+from lightning_ssd.uncopied import Uncopied
+
+_TIMEOUT = timedelta(minutes=10)
+"""Time in which another host has to answer; the end of its process is noticed at once."""
+
+
+class HostGroup(Uncopied):
+    """Collectives of gloo, on tensors in host memory, which the ranks of a number call in the same order on all hosts.
+
+    Errors of gloo, such as that a process has ended, are raised as RankError.
+
+    Args:
+        group: process group of these ranks, in the order of hosts.
+
+    Attributes:
+        size: number of hosts.
+        host: number of this host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size = group.size()
+        self.host = group.rank()
+
+    @classmethod
+    def connect(cls, hosts: Sequence[Sequence[int]]) -> "HostGroup":
+        """Makes the groups of all ranks, and returns that of this rank; called by all ranks.
+
+        Args:
+            hosts: global ranks of each host.
+        """
+        groups = [dist.new_group(list(ranks), _TIMEOUT, backend="gloo") for ranks in zip(*hosts, strict=True)]
+        return next(cls(group) for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER)
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Returns the contents of all hosts."""
+        longest = int(self.maximum(torch.tensor([len(content)]))[0])
+        own = torch.zeros(longest + 8, dtype=torch.uint8)
+        own[:8].view(torch.int64)[0] = len(content)
+        own[8 : 8 + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(dist.all_gather(found, own, self._group, async_op=True))
+        return [one[8 : 8 + int(one[:8].view(torch.int64)[0])].numpy().tobytes() for one in found]
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Replaces values by their maximum over hosts, and returns them."""
+        self._wait(dist.all_reduce(values, dist.ReduceOp.MAX, self._group, async_op=True))
+        return values
+
+    def sum(self, values: Tensor) -> None:
+        """Replaces values by their sum over hosts, whose bits are the same on all of them."""
+        self._wait(dist.all_reduce(values, dist.ReduceOp.SUM, self._group, async_op=True))
+
+    def broadcast(self, values: Tensor) -> None:
+        """Replaces values by those of the first host."""
+        source = dist.get_global_rank(self._group, 0)
+        self._wait(dist.broadcast(values, source, self._group, async_op=True))
+
+    def close(self) -> None:
+        """Ends the group, no collective of which runs."""
+        dist.destroy_process_group(self._group)
+
+    @staticmethod
+    def _wait(work: dist.Work | None) -> None:
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RankError(f"a process of another host has ended or does not answer: {error}") from error
