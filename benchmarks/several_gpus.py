@@ -1,26 +1,42 @@
-"""Several GPUs of one host: step time, throughput and memory of GPT, one GPU and Lightning's DDP beside it.
+"""Several GPUs of one host: step time, throughput and memory of GPT, beside one GPU, peers, and the machine's bound.
 
     python -m benchmarks.several_gpus --out several_gpus.json --devices 1 2 [--cases fits:1024x24 host:3072x34,clip]
     python -m benchmarks.several_gpus --report several_gpus.json       # of earlier results; measures nothing
+    python -m benchmarks.several_gpus --report several_gpus.json --draw several_gpus.png
 
-A case is MODE:HIDDENxLAYERS, with options after commas; each is trained with each number of `--devices`.
+A case is MODE:HIDDENxLAYERS, with options after commas; each is trained with each number of `--devices`, and all again
+in each of `--rounds`, so that a slow minute of the machine hits more than one case.
 
 Modes:
+  machine  rates of the machine, all processes at once, and the forward and backward of the model (`rank_peers`)
   ddp      Lightning's own `ddp`, everything on the GPUs
   fits     `ssd_offload` with `states="gpu"`: torch's DDP, the same activations
   host     `states="host"`: one copy of the states in host memory for all GPUs
+  deepspeed, fsdp  the peers of `rank_peers`
 Options:
   clip             gradients are clipped to norm 1
   batch=N          sequences a GPU in a micro-batch (default: 16)
-  gpu=GIB          memory of each GPU that may be used (default: 24 with `host`, else all)
+  tokens=N         tokens of a sequence (default: 1024)
+  gpu=GIB          memory of each GPU that may be used (default: 24 with `host` and peers, else all)
   warm-up=N, steps=N
 
-Sequences of 1024 tokens, gradient checkpointing, AdamW. With `host`, weights are in bf16 with fp32 master weights
-(`bf16-true`); else `bf16-mixed`. Step: the median time from one step's begin to the next on rank 0, after its GPU has
-ended the step before. RAM: the largest decrease of the host's free memory since the processes began.
+Gradient checkpointing, AdamW. With `host`, weights are in bf16 with fp32 master weights (`bf16-true`); else
+`bf16-mixed`. Step: the median time from one step's begin to the next on rank 0, after its GPU has ended the step
+before. GPU: the most that rank 0 has allocated after the warm-up. RAM: the largest decrease of the host's free memory
+since the processes began.
+
+Bound, of `host` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
+
+  compute   forward and backward
+  DRAM      bytes a parameter that cross the host's memory, by the rate of a copy: 28 of the states, and for each GPU 2
+            of the gradient written and 2 read, and 4 of weights read in forward and backward; clipped: 2 more read
+  CPU       parameters, by the rate of all ranks' kernels
+  PCIe      4 bytes a parameter to each GPU
+  order     clipped: backward, and then the longer one of the forward and the half of the CPU's steps that it waits for
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -30,9 +46,10 @@ from typing import Any
 
 from benchmarks.processes import cap_gpu_memory, run_alone
 from benchmarks.step_times import StepTimes
+from lightning_ssd.device import available_cores
 
-TOKENS = 1024
-CASES = ["ddp:1024x24", "fits:1024x24", "host:3072x34", "host:3072x34,clip"]
+CASES = ["ddp:1024x24", "fits:1024x24", "machine:3072x34", "host:3072x34", "host:3072x34,clip"]
+PEERS = ("deepspeed", "fsdp", "machine")
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -40,8 +57,8 @@ def parse(text: str) -> dict[str, Any]:
     mode, _, rest = text.partition(":")
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
-    case = {"mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "warm-up": 4, "steps": 8, "clip": 0}
-    case["gpu"] = 24 if mode == "host" else 0
+    case = {"mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "tokens": 1024}
+    case |= {"warm-up": 4, "steps": 8, "clip": 0, "gpu": 24 if mode in ("host", "deepspeed", "fsdp") else 0}
     for option in options:
         name, _, value = option.partition("=")
         if name not in case:
@@ -76,9 +93,16 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
 
         def __getitem__(self, index: int) -> Tensor:
             generator = torch.Generator().manual_seed(index % (devices * case["batch"]))
-            return torch.randint(50304, (TOKENS,), generator=generator)
+            return torch.randint(50304, (case["tokens"],), generator=generator)
 
-    if case["gpu"]:
+    class PeakAfterWarmUp(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if cuda and batch_idx == case["warm-up"]:
+                torch.cuda.reset_peak_memory_stats()
+
+    cuda = torch.cuda.is_available()  # else the benchmark is tried out
+
+    if case["gpu"] and cuda:
         local = int(os.environ.get("LOCAL_RANK", 0))
         torch.cuda.set_device(local)
         cap_gpu_memory(case["gpu"], local)
@@ -88,12 +112,12 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         strategy = SSDOffloadStrategy(path, offload="none", states=states)
     times = StepTimes(losses=False)
     trainer = pl.Trainer(
-        accelerator="gpu",
+        accelerator="gpu" if cuda else "cpu",
         devices=devices,
         precision="bf16-true" if case["mode"] == "host" else "bf16-mixed",
         strategy=strategy,
         max_epochs=1,
-        callbacks=[times],
+        callbacks=[PeakAfterWarmUp(), times],
         gradient_clip_val=1.0 if case["clip"] else None,
         logger=False,
         enable_checkpointing=False,
@@ -102,7 +126,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         default_root_dir=path,
     )
     hidden = case["hidden"]
-    module = TrainedGPT(50304, TOKENS, hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
+    module = TrainedGPT(50304, case["tokens"], hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=case["batch"]))
     if trainer.global_rank > 0:
         return
@@ -111,28 +135,140 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "step": statistics.median(steps),
         "steps": steps,
-        "tokens": devices * case["batch"] * TOKENS / statistics.median(steps),
-        "gpu_peak": torch.cuda.max_memory_allocated(),
-        "machine": f"{devices} of {torch.cuda.device_count()} {torch.cuda.get_device_name()}, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}",
+        "gpu_peak": torch.cuda.max_memory_allocated() if cuda else 0,
+        "machine": f"{devices} of {torch.cuda.device_count()} {torch.cuda.get_device_name() if cuda else 'CPU'}, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}",
     }
     print(json.dumps(result), flush=True)
 
 
+def command_of(text: str, devices: int, path: str) -> list[str]:
+    """Returns the command of a case."""
+    case = parse(text)
+    python = [sys.executable, "-W", "ignore", "-m"]
+    if case["mode"] not in PEERS:
+        return [
+            *python,
+            "benchmarks.several_gpus",
+            "--path",
+            path,
+            "--devices",
+            str(devices),
+            "--one",
+            json.dumps(case),
+        ]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(devices), "-m", "benchmarks.rank_peers"]
+    shape = f"{case['hidden']}x{case['layers']}"
+    options = {"--mode": case["mode"], "--shape": shape, "--clip": case["clip"], "--gpu-gib": case["gpu"]}
+    options |= {f"--{name}": case[name] for name in ("batch", "tokens", "steps", "warm-up")}
+    if case["mode"] != "machine":  # torchrun's default is one thread, which our strategy replaces by its share
+        python = ["env", f"OMP_NUM_THREADS={max(1, available_cores() // devices)}", *python]
+    return [*python, *launch, *(str(item) for option in options.items() for item in option)]
+
+
+def merge(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Returns the result of a case in two rounds, of which the first one's steps precede."""
+    if "steps" not in run or "steps" not in earlier:
+        return run if "error" not in run or not earlier else earlier
+    steps = earlier["steps"] + run["steps"]
+    largest = {name: max(earlier[name], run[name]) for name in ("gpu_peak", "ram")}
+    return run | largest | {"steps": steps, "step": statistics.median(steps)}
+
+
+def bounds(case: dict[str, Any], rates: dict[str, float], devices: int) -> dict[str, float]:
+    """Returns the seconds that each part of the machine needs for a step of `host`; see the module's docstring."""
+    parameters, clipped = rates["parameters"], bool(case["clip"])
+    stepping = parameters / (rates["adam"] * devices)
+    found = {
+        "compute": rates["compute"],
+        "DRAM": parameters * (28 + devices * (10 if clipped else 8)) / (rates["dram"] * devices),
+        "CPU": stepping,
+    }
+    if "h2d" in rates:
+        found["PCIe"] = 4 * parameters / rates["h2d"]
+    if clipped:
+        found["order"] = rates["compute"] - rates["forward"] + max(rates["forward"], stepping / 2)
+    return found
+
+
+def bound_of(name: str, results: dict[str, dict[str, Any]]) -> tuple[str, float] | None:
+    """Returns the part of the machine that bounds a result, and its seconds; None: it is not known."""
+    text, _, devices = name.rpartition(" x")
+    case = parse(text)
+    same = ("hidden", "layers", "batch", "tokens")
+    for other, rates in results.items():
+        other_text, _, of_devices = other.rpartition(" x")
+        measured = parse(other_text)
+        alike = of_devices == devices and all(measured[key] == case[key] for key in same)
+        if case["mode"] == "host" and measured["mode"] == "machine" and alike and "dram" in rates:
+            found = bounds(case, rates, int(devices))
+            return max(found.items(), key=lambda item: item[1])
+    return None
+
+
+def throughput(name: str, results: dict[str, dict[str, Any]]) -> float | None:
+    """Returns the tokens a second of a result."""
+    text, _, devices = name.rpartition(" x")
+    case, step = parse(text), results.get(name, {}).get("step")
+    return None if step is None else int(devices) * case["batch"] * case["tokens"] / step
+
+
 def report(results: dict[str, dict[str, Any]]) -> str:
-    """Returns the table of results, with throughput relative to one GPU."""
-    lines = ["| training | GPUs | step | tokens/s | of one GPU | GPU | RAM |", "|---|---|---|---|---|---|---|"]
+    """Returns the table of results, with throughput relative to one GPU, and the rates of the machine."""
+    lines = ["| training | GPUs | step | bound | bound / step | tokens/s | of one GPU | GPU | RAM |", "|---" * 9 + "|"]
     for name, run in results.items():
         case, _, devices = name.rpartition(" x")
         if "error" in run:
-            lines.append(f"| {case} | {devices} | {run['error']} | | | | |")
+            lines.append(f"| {case} | {devices} | {run['error']} |" + " |" * 6)
+            continue
+        if "dram" in run:
+            rates = ", ".join(
+                f"{key} {value / 1e9:.1f} {unit}"
+                for key, unit in (("dram", "GB/s"), ("adam", "1e9/s"), ("h2d", "GB/s"), ("d2h", "GB/s"))
+                if (value := run.get(key)) is not None
+            )
+            times = f"forward {run['forward']:.3f} s, with backward {run['compute']:.3f} s"
+            lines.append(f"| {case} | {devices} | of each process: {rates}; {times} |" + " |" * 6)
             continue
         spread = f"{run['step']:.3f} s ({min(run['steps']):.3f} to {max(run['steps']):.3f})"
-        alone = results.get(f"{case} x1", {}).get("tokens")
-        ratio = f"{run['tokens'] / alone:.2f}x" if alone else ""
+        bound, ratio, of_one = "", "", ""
+        if (found := bound_of(name, results)) is not None:
+            bound, ratio = f"{found[1]:.3f} s ({found[0]})", f"{found[1] / run['step']:.2f}"
+        tokens, alone = throughput(name, results), throughput(f"{case} x1", results)
+        assert tokens is not None
+        if alone is not None:
+            of_one = f"{tokens / alone:.2f}x"
         memory = f"{run['gpu_peak'] / 2**30:.1f} GiB | {run['ram'] / 2**30:.1f} GiB"
-        lines.append(f"| {case} | {devices} | {spread} | {run['tokens']:.0f} | {ratio} | {memory} |")
+        lines.append(f"| {case} | {devices} | {spread} | {bound} | {ratio} | {tokens:.0f} | {of_one} | {memory} |")
     return "\n".join(lines)
+
+
+def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
+    """Draws the throughput of each case by the number of GPUs, and dashed that of its bound."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.2))
+    by_case: dict[str, list[int]] = {}
+    for name, run in results.items():
+        case, _, devices = name.rpartition(" x")
+        if "step" in run:
+            by_case.setdefault(case, []).append(int(devices))
+    for case, numbers in by_case.items():
+        numbers.sort()
+        tokens = [throughput(f"{case} x{number}", results) for number in numbers]
+        (line,) = axes.plot(numbers, tokens, "o-", label=case)
+        found = [(number, bound) for number in numbers if (bound := bound_of(f"{case} x{number}", results))]
+        settings = parse(case)
+        limits = [number * settings["batch"] * settings["tokens"] / seconds for number, (_, seconds) in found]
+        axes.plot([number for number, _ in found], limits, "--", color=line.get_color())
+    axes.set(xlabel="GPUs", ylabel="tokens/s (dashed: bound of the machine)", ylim=(0, None))
+    axes.set_xticks(sorted({number for numbers in by_case.values() for number in numbers}))
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=150)
 
 
 def main() -> None:
@@ -143,6 +279,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="seconds after which a training is ended")
     parser.add_argument("--path", default=".", help="directory for scratch files")
     parser.add_argument("--report", type=Path, help="file of earlier results; measures nothing")
+    parser.add_argument("--draw", type=Path, help="picture of the results")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all cases are trained")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -152,14 +290,16 @@ def main() -> None:
     if arguments.report:
         results = json.loads(arguments.report.read_text())
     else:
-        for text in arguments.cases:
-            for devices in arguments.devices:
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.several_gpus", "--path", arguments.path]
-                command += ["--devices", str(devices), "--one", json.dumps(parse(text))]
-                results[f"{text} x{devices}"] = run_alone(command, arguments.limit)
+        for _ in range(arguments.rounds):
+            for text, devices in itertools.product(arguments.cases, arguments.devices):
+                name = f"{text} x{devices}"
+                run = run_alone(command_of(text, devices, arguments.path), arguments.limit)
+                results[name] = merge(results.get(name, {}), run)
                 if arguments.out:
                     arguments.out.write_text(json.dumps(results, indent=1))
-                print(report(results).splitlines()[-1], flush=True)
+                print(report({name: results[name]}).splitlines()[-1], flush=True)
+    if arguments.draw:
+        draw(results, arguments.draw)
     print(report(results))
 
 

@@ -33,8 +33,6 @@ from lightning_ssd.recipes import (
 )
 from lightning_ssd.sizes import LEAST_BUDGET, format_bytes, format_count, parse_bytes
 
-__all__ = ["lightning_main", "main"]
-
 _SDK_NEEDED = """\
 This `lightning` command comes from lightning_ssd and has one subcommand:
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from lightning_ssd.model_states import is_sharded, load_sharded
 from lightning_ssd.storage import StorageError
 
-__all__ = ["export"]
-
 _COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.model_states import ModelStates
 
-__all__ = ["HostMemory", "host_memory_of"]
-
 
 @dataclass(frozen=True)
 class HostMemory:

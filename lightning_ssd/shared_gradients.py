@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-__all__ = ["shared_gradient_bytes"]
-
 AT_ONCE = 6
 """Gradients that shared memory holds at least: some arrive, some are stepped, some wait."""
 

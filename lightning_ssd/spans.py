@@ -6,8 +6,6 @@ from torch.autograd import profiler
 
 from lightning_ssd import torch_internals as internals
 
-__all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "name_and_bytes", "span"]
-
 SSD_READ = "ssd read"
 SSD_WRITE = "ssd write"
 COPY_IN = "copy in"

@@ -2,29 +2,6 @@
 
 from typing import Literal, get_args
 
-__all__ = [
-    "BACKENDS",
-    "CHOICES",
-    "CLIP_MODES",
-    "EVICT_MARGIN",
-    "GRADIENT_TIERS",
-    "INPUT_CHOICES",
-    "OFFLOAD_TIERS",
-    "PROCESSORS",
-    "TIERS",
-    "BackendName",
-    "Choice",
-    "Clip",
-    "ClipMode",
-    "GradientTier",
-    "InputChoice",
-    "OffloadTierName",
-    "Overlap",
-    "Processor",
-    "StateFormat",
-    "Tier",
-]
-
 Tier = Literal["gpu", "host", "ssd"]
 """Memory in which weights and optimizer states are stored, the fastest first."""
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol, TypeVar
 from lightning_ssd.futures import Future, all_of, first_of
 from lightning_ssd.spans import WAIT, span
 
-__all__ = ["Watched", "wait_for", "wait_for_all", "wait_for_first", "watch"]
-
 POLL_SECONDS = 5.0
 """Seconds between two comparisons of the counters."""
 

@@ -3,13 +3,10 @@
 import json
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks import bounds, default, pipeline, planning_cost, teraio
 from benchmarks.default_models import FAMILIES
@@ -69,14 +66,6 @@ def test_the_defaults_of_each_family(
 @pytest.mark.parametrize("error", ["out of memory", "exit code 1"])
 def test_a_training_without_a_result_has_its_error_in_the_table(error: str) -> None:
     assert default.table({"ours": [{"error": error}]}).splitlines()[-1].startswith(f"| ours | {error} |")
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, unique_by=lambda point: point[0]))
-def test_no_point_is_below_the_hull(points: list[tuple[float, float]]) -> None:
-    hull = default.lower_hull(points)
-    assert hull[0] == min(points) and hull[-1] == max(points) and set(hull) <= set(points)
-    for (x0, y0), (x1, y1) in pairwise(hull):
-        assert all((y1 - y0) * (x - x0) <= (y - y0) * (x1 - x0) for x, y in points if x0 <= x <= x1)
 
 
 def test_the_cost_of_planning(

@@ -72,11 +72,3 @@ def test_a_short_transfer_is_an_error_and_leaves_no_files(tmp_path: Path, monkey
     with pytest.raises(StorageError, match=f"raw write moved {MIB} of {2 * MIB} bytes in {tmp_path}"):
         bench_io([tmp_path], SIZE, CPU)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_prints_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["io", "--path", str(tmp_path), "--size", "16MiB"])
-    io.main()
-    assert "posix" in capsys.readouterr().out and list(tmp_path.iterdir()) == []

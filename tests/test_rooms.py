@@ -85,7 +85,7 @@ def test_folders_import_those_below_them_only() -> None:
 
 
 def test_folders_are_entered_by_their_init() -> None:
-    """A name that another folder uses is in the `__all__` of its own, so that all others may change freely."""
+    """A name that another folder uses is imported by the `__init__` of its own, so that others may change."""
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     entered_apart = {"recipes.models", "recipes.data"}  # their imports need an extra
     for file in PACKAGE.rglob("*.py"):

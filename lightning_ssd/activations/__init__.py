@@ -28,13 +28,7 @@ from lightning_ssd.activations.compiled_code import (
     records_cuda_graphs,
     wrap_function,
 )
-from lightning_ssd.activations.config import (
-    HOST_MEMORY,
-    OffloadConfig,
-    check_paths,
-    make_auto_placement,
-    make_offloader,
-)
+from lightning_ssd.activations.config import HOST_MEMORY, OffloadConfig, make_auto_placement, make_offloader
 from lightning_ssd.activations.graph import (
     COMPILED_OPERATOR,
     Buffer,
@@ -52,7 +46,7 @@ from lightning_ssd.activations.pipeline import StagePass
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, PlacementPolicy
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
-from lightning_ssd.activations.record import SavedStorage, State, check_version
+from lightning_ssd.activations.record import SavedStorage, check_version
 from lightning_ssd.activations.rerun_state import other_random_states
 from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
@@ -74,67 +68,3 @@ from lightning_ssd.activations.weights import (
     storage_of,
     unmark_offloaded,
 )
-
-__all__ = [
-    "HOST_MEMORY",
-    "ActivationOffloader",
-    "AllocatorMeter",
-    "BudgetError",
-    "COMPILED_OPERATOR",
-    "Buffer",
-    "EmptyCaches",
-    "ForwardGraph",
-    "GuardHook",
-    "HostTier",
-    "Interval",
-    "KeepAll",
-    "OffloadAll",
-    "OffloadConfig",
-    "OffloadExcess",
-    "OffloadPolicy",
-    "OpSchedule",
-    "Operation",
-    "PlacementPolicy",
-    "PlanMode",
-    "ResidentLimit",
-    "SSDTier",
-    "SSDTierBase",
-    "Saved",
-    "SavedStorage",
-    "SavedWeight",
-    "Segment",
-    "StagePass",
-    "State",
-    "UnitCall",
-    "UnitDispatchMode",
-    "around_call",
-    "backward_nodes",
-    "calls_are_compiled",
-    "calls_operators",
-    "changes_statistics",
-    "check_no_cuda_graphs",
-    "check_paths",
-    "check_version",
-    "compile_seconds",
-    "count_compiled",
-    "in_backward",
-    "is_compiled_function",
-    "is_random",
-    "is_weight",
-    "make_auto_placement",
-    "make_offloader",
-    "make_schedule",
-    "mark_offloaded",
-    "mark_weights",
-    "offloaded_weights",
-    "other_random_states",
-    "outer_autocast",
-    "records_cuda_graphs",
-    "rerun_arguments",
-    "storage_of",
-    "tensors_of",
-    "unmark_offloaded",
-    "wrap_function",
-    "wraps",
-    "written",
-]

@@ -19,8 +19,6 @@ from torch import Tensor
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.untraced import untraced
 
-__all__ = ["Counts", "counts_if_dropped", "is_dropped"]
-
 _FUNCTION_FILE = torch.autograd.function.__file__
 
 Counts = tuple[int, int, int, int]

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["AllocatorMeter", "ResidentLimit"]
-
 
 class AllocatorMeter(Protocol):
     """Statistics of a device's allocator."""

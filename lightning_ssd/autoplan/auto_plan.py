@@ -5,7 +5,8 @@ A training has these phases. All methods are called on the training thread.
 1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`), and so do those
    that are recorded and checked for a plan.
 2. decide, at the end of each step until there is a plan (`_decide`).
-3. plan: a `PlanCycle`, to which the events of the training are passed.
+3. plan: a `PlanCycle`, to which the events of the training are passed. Compiled code may be compiled again before
+   there is a plan, once (`Recompilation`): then all begins anew.
 
 A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
 """
@@ -173,7 +174,7 @@ class AutoPlan(Uncopied):
         if self._limited:
             self._apply_limit(self._known)
             if self.cycle is not None and self.cycle.phase == "checking":
-                self._known.limit.reserve(self.cycle.profiler.checked_bytes)
+                self._known.limit.reserve(self.cycle.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
@@ -234,6 +235,10 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             if self._code is not None and self._code.ran_under_mode:
                 self._end_plan_of_late_code(self._code)
+            elif self._recompilation.due:
+                self._close_plan()
+                self._recompilation.begin()
+                self._begin()
             elif ran_out:
                 self._plan_smaller(known, self.cycle)
             return

@@ -5,8 +5,8 @@ A training has these phases, in the order of the methods. All of them are called
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
    a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
    there is none, they offload all saved tensors.
-2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or the training is profiled anew: model states
-   are moved, or code is compiled again to save less (`_decide`).
+2. plan: `PlanMaker` makes a plan, for other tiers of model states if that is faster: then states are moved, once.
+   `PlanRunner` applies it (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
 3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
    applied. Then the plan is final.
 
@@ -17,6 +17,7 @@ parameters.
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_ssd.activations import AllocatorMeter
@@ -73,7 +74,8 @@ class PlanCycle(ProfiledSteps):
         logs_metrics: whether comparisons are passed to the user's loggers.
         keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
-        recompilation: compiles the training's code again where that frees the memory; `None`: it is not compiled again.
+        recompilation: decides whether code is compiled again in place of a first plan. If so, the caller closes this
+            object. `None`: code is not compiled again.
 
     Attributes:
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
@@ -106,7 +108,9 @@ class PlanCycle(ProfiledSteps):
         if not keeps_excess:
             offload_all(training.offloader)
         self._states_moved = False
-        """Whether model states were moved in this training. They are moved once at most."""
+        """Whether model states were moved in this training: once, and back if the device lacks memory then."""
+        self._unmoved: Plan | None = None
+        """Plan for the tiers before a move that has put more on the device; `None`: states are not to be moved back."""
         self._recorded = RecordedBatch(training.module.parameters())
         self._calibration_fits = True
         """Whether no timed step has run out of memory under the calibration plan."""
@@ -149,6 +153,13 @@ class PlanCycle(ProfiledSteps):
     def offloads_all(self) -> bool:
         """Whether the present micro-batch offloads all saved tensors."""
         return self.runner is None or self.runner.row is None
+
+    @property
+    def checked_bytes(self) -> int:
+        """Most bytes that a comparison of a recomputed tensor with the saved one takes besides the saved one."""
+        saved = self.profiler.saved
+        compared = (2 * item.nbytes + item.recompute_workspace_bytes for item in saved if item.recomputable)
+        return max(compared, default=0)
 
     @property
     def rule(self) -> object:
@@ -219,15 +230,10 @@ class PlanCycle(ProfiledSteps):
         if self._last is not None:
             report_last_plan(*self._last)
             return
-        # Warm-up with a recorded step, a checked one, and timed steps; again after a move of model states, with a
-        # warm-up of one step.
-        options = self._options
-        measured = 1 + options.steps
-        most = options.warm_up + measured + (1 + measured if self._states_moved else 0)
         log.warning(
-            "SwapPlanner: training ended before it was profiled, which takes up to %d steps: there was no plan. Train "
-            "more steps, or give a saved plan by `plan`",
-            most,
+            "SwapPlanner: training ended before it was profiled, which takes %d steps: there was no plan. Train more "
+            "steps, or give a saved plan by `plan`",
+            self._options.warm_up + 1 + self._options.steps,
         )
 
     def close(self) -> None:
@@ -278,17 +284,20 @@ class PlanCycle(ProfiledSteps):
     # ---- plan ----
 
     def _decide(self, runner: PlanRunner) -> None:
-        """Makes a plan and applies it, or has the training profiled again, with other code or tiers of states."""
+        """Makes a plan and applies it, maybe for other tiers of model states, which are moved."""
         plan = self._maker.make(runner)
-        if self._recompilation is not None and self._recompilation.begin(runner, plan):
-            self._profile_again(runner, 2)  # the first of these steps compiles
+        if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
         owner = self.training.owner
         if owner is not None and not self._states_moved and owner.can_move_states():
             elsewhere = self._maker.make_elsewhere(runner, plan)
             if elsewhere is not None:
-                self._move_states(runner, owner, elsewhere)
-                return
+                self._states_moved = True
+                num_resident = runner.placement.weights.count("gpu")
+                report_move(self.training, runner, elsewhere)
+                runner = self._move_states(runner, owner, elsewhere)
+                self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
+                plan = self._maker.make(runner)
         self.stage = "correct"
         self._apply(runner, plan)
 
@@ -306,20 +315,24 @@ class PlanCycle(ProfiledSteps):
         if first:
             report_large_transient(self.training, runner)
 
-    def _move_states(self, runner: PlanRunner, owner: StatesOwner, plan: Plan) -> None:
-        """Moves model states to their tiers in `plan` and restarts profiling."""
-        self._states_moved = True
-        self.close()
-        self.runner = None
+    def _move_states(self, runner: PlanRunner, owner: StatesOwner, plan: Plan) -> PlanRunner:
+        """Moves model states to their tiers in `plan`, and replaces the runner by one for the same profile there."""
+        runner.close()
+        training = self.training
         try:
             owner.move_states(plan)
         except ValueError as error:
             log.warning("%s", error)
-        else:
-            report_move(self.training, runner, plan)
-        self.stage = "profile"
-        self.begin(1)
-        offload_all(self.training.offloader)
+        self.profiler.follow_move(training.offloader, training.states)  # the offloader is a new one in each case
+        placement = current_placement(self.profiler, training.offloader)
+        budget = None if training.states is None else training.states.nbytes.device
+        profile = replace(runner.profile, param_budget_bytes=budget)
+        limits = self._maker.limit(profile, placement, training.offloader)
+        hardware = replace(
+            runner.hardware, gpu_bytes=limits.gpu_bytes, host_bytes=limits.host_bytes, ssd_bytes=limits.ssd_bytes
+        )
+        self.runner = PlanRunner(training, self.profiler, profile, hardware, placement, runner.slowdown)
+        return self.runner
 
     # ---- correct once ----
 
@@ -359,9 +372,21 @@ class PlanCycle(ProfiledSteps):
             self._make_rows(runner)  # those of the corrected profile
 
     def plan_smaller(self) -> None:
-        """Plans with less GPU memory, if there is a plan, because a step has run out of memory."""
-        runner = self.runner
-        if runner is None or self.measuring or not self._maker.reserve_more(runner):
+        """Plans with less GPU memory, if there is a plan, because a step has run out of memory.
+
+        States that the plan has moved to the GPU are moved back first.
+        """
+        runner, owner = self.runner, self.training.owner
+        if runner is None or self.measuring:
+            return
+        if self._unmoved is not None and owner is not None and owner.can_move_states():
+            self.training.inform("SwapPlanner: a step has run out of memory: model states are moved back.")
+            unmoved, self._unmoved = self._unmoved, None
+            runner = self._move_states(runner, owner, unmoved)
+            self.stage = "final"
+            self._apply(runner, self._maker.make(runner))
+            return
+        if not self._maker.reserve_more(runner):
             return
         limit = format_bytes(runner.hardware.gpu_bytes)
         self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
@@ -377,10 +402,7 @@ class PlanCycle(ProfiledSteps):
         if begins:
             self._num_differing = self._num_differing + 1 if differs else 0
             if self._num_differing >= LASTING and not self.calibrating:
-                growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
-                reason = growth if grown else "other parameters are trained than before"
-                self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
-                self._profile_again(runner, 1)
+                self._profile_again(runner, grown=grown)
                 return
         size = None if differs else self._recorded.size(shape)
         number = None if size is None else row_of(size)
@@ -428,8 +450,11 @@ class PlanCycle(ProfiledSteps):
             runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
         return runner.safe_rows[number]
 
-    def _profile_again(self, runner: PlanRunner, warm_up: int) -> None:
-        """Profiles the training anew, after `warm_up` steps."""
+    def _profile_again(self, runner: PlanRunner, *, grown: bool) -> None:
+        """Profiles the training anew, as more memory is allocated for good, or other parameters are trained."""
+        growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
+        reason = growth if grown else "other parameters are trained than before"
+        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
         runner.stop()
         self.stage, self.recordable = "profile", None
-        self.begin(warm_up)
+        self.begin(1)

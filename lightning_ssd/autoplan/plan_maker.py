@@ -42,7 +42,7 @@ MIN_PLAN_GAIN = 0.05
 MIN_SMALLER = 0.01
 """Share of GPU memory that another plan must save to be applied, if the plan is one of least memory."""
 
-MIN_MOVE_GAIN = 0.05
+MIN_MOVE_GAIN = 0.1
 """Share of a step that another placement of model states must save to be worth a move."""
 
 MIN_LEAVE_GAIN = 0.25

@@ -69,15 +69,15 @@ def log_metrics(training: Training, runner: PlanRunner, comparison: Comparison) 
 
 
 def report_move(training: Training, runner: PlanRunner, plan: Plan) -> None:
-    """Logs that model states were moved to their tiers in `plan`."""
+    """Logs that model states are moved to their tiers in `plan`."""
     seconds = simulate(runner.profile, runner.hardware, plan).step_seconds
     whole = [unit.states for unit in plan.units.values() if not unit.parts]
     divided = len(plan.units) - len(whole)
     also = f", and those of {divided} units, part by part, in several tiers" if divided else ""
     training.inform(
         f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
-        f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they were "
-        "moved, and the training is profiled again."
+        f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they are "
+        "moved."
     )
 
 

@@ -102,6 +102,7 @@ class PlanRunner:
         profile: profile of the model.
         hardware: profile of the machine, with the bytes that this training may use.
         placement: tiers of model states, which plans do not change.
+        slowdown: current forward time / recorded forward time, as far as it is known.
 
     Attributes:
         profiler: profiler with the recorded forward.
@@ -122,6 +123,7 @@ class PlanRunner:
         profile: ModelProfile,
         hardware: HardwareProfile,
         placement: FixedPlacement,
+        slowdown: float = 1.0,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
@@ -140,7 +142,7 @@ class PlanRunner:
         self._memory = allocator_memory(device)
         self._retries = 0  # retried allocations before the measured steps
         self._mode: PlanMode | None = None
-        self._slowdown = 1.0  # current forward time / recorded forward time
+        self.slowdown = slowdown
         self._warm_up = 0
         self._peak_bytes = 0  # peak of measured steps before the last validation, or other row
         self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
@@ -201,7 +203,7 @@ class PlanRunner:
         mode = None
         if row.schedule is not None:
             mode = self._mode = self._mode or PlanMode([unit.modules for unit in self.profiler.units], self._offloader)
-            mode.schedule, mode.slowdown = row.schedule, self._slowdown
+            mode.schedule, mode.slowdown = row.schedule, self.slowdown
         policy = replace(
             self._offloader.policy,
             placement=row.placement,
@@ -341,7 +343,7 @@ class PlanRunner:
         """Corrects the profiles by the measured duration of steps under `plan`; returns whether they explain it."""
         corrected = calibrate(self.profile, self.hardware, plan, step_seconds)
         if corrected is not None:
-            self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
+            self.slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
             self.profile, self.hardware = corrected
         return corrected is not None
 

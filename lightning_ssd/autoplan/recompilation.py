@@ -52,15 +52,19 @@ class Recompilation(Uncopied):
 
     Args:
         training: the training.
+
+    Attributes:
+        due: whether code is to be compiled again before the next step (`begin`).
     """
 
     def __init__(self, training: Training) -> None:
+        self.due = False
         self._training = training
         self._budget = DEFAULT_BUDGET
-        """The value of this training; the default: code was not compiled again."""
+        """The value that was chosen for this training; the default: there is none."""
 
-    def begin(self, runner: PlanRunner, plan: Plan) -> bool:
-        """Has code compiled again when it is called next, if that frees the memory which a plan would free otherwise.
+    def choose(self, runner: PlanRunner, plan: Plan) -> bool:
+        """Chooses a budget that frees the memory which a plan would free otherwise, if there is one.
 
         Not if the user has set the budget, or a stance (`torch.compiler.set_stance`); nor if digits have to repeat, as
         code that fuses operators otherwise may round otherwise: under deterministic algorithms, with `recover=True`,
@@ -71,7 +75,7 @@ class Recompilation(Uncopied):
             plan: the plan for them, which is not in force yet.
 
         Returns:
-            Whether it is: all compiled code of the process is discarded, and the profile is one of code that is gone.
+            Whether code is to be compiled again, so that the profiles are those of code that will be gone.
         """
         if self._budget != DEFAULT_BUDGET or internals.partitioner.activation_memory_budget != DEFAULT_BUDGET:
             return False
@@ -83,16 +87,19 @@ class Recompilation(Uncopied):
         if fits and planned.step_seconds <= (1 + MIN_PLAN_LOSS) * kept.step_seconds:
             return False
         budget = sufficient_budget(runner.profile, kept.gpu_peak_bytes - runner.hardware.gpu_bytes)
-        if budget is None:
-            return False
+        self._budget, self.due = budget or DEFAULT_BUDGET, budget is not None
+        return self.due
+
+    def begin(self) -> None:
+        """Has code compiled when it is called next, with the budget that was chosen. All compiled code is discarded."""
+        self.due = False
         self._training.inform(
-            f"offload='auto': code is compiled again with activation_memory_budget={budget:g}, so that it saves less "
-            "and recomputes: the last digits of results may change. Deterministic algorithms prevent it "
+            f"offload='auto': code is compiled again with activation_memory_budget={self._budget:g}, so that it saves "
+            "less and recomputes: the last digits of results may change. Deterministic algorithms prevent it "
             "(`torch.use_deterministic_algorithms(True)`)."
         )
-        self._budget = internals.partitioner.activation_memory_budget = budget
+        internals.partitioner.activation_memory_budget = self._budget
         torch.compiler.reset()  # torch can't discard the code of single modules
-        return True
 
     def close(self) -> None:
         """Restores the default, with which code is compiled anew; not a value that the user has set meanwhile.

@@ -38,7 +38,7 @@ class SwapPlanner(StepProfiling):
     saved tensor of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are
     ordinary training steps: losses, gradients and weights are the same bit for bit.
 
-    The first plan is in force after 7 steps, or 12 if model states were moved.
+    The first plan is in force after 7 steps.
 
     The first steps under the plan correct it once, if their duration is not as predicted; then it is final. It is for
     batches of every size: smaller ones than the recorded one offload less. Those that may need more memory than all
@@ -51,8 +51,7 @@ class SwapPlanner(StepProfiling):
 
     With `states="auto"` and no `gpu_memory` of the strategy, offloaded weights and optimizer states are moved, between
     two steps, to the tiers that make a step shorter, or to those of a paper's plan: GPU, host memory or SSDs, unit by
-    unit. Then the training is profiled again. Results are the same, except the last digits of an optimizer that steps
-    on the GPU from then on.
+    unit. Results are the same, except the last digits of an optimizer that steps on the GPU from then on.
 
     A tensor is recomputed only if its recomputation gave the same bytes as autograd had saved, in one micro-batch. With
     manual optimization nothing is recomputed. A compiled block is one operator: its saved tensors are kept or
@@ -67,8 +66,7 @@ class SwapPlanner(StepProfiling):
             that this process may use. `"least"`: the least that makes a step at most 2 % longer than `"auto"` does.
         machine: JSON file of the machine's rates (`lightning-ssd plan --save-machine`), instead of measuring them when
             training starts.
-        save: YAML file to write plans to. If another placement of model states is faster and they may not be moved, a
-            plan with that placement is written beside it, as `NAME.states.yaml`.
+        save: YAML file to write plans to.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: no limit.
         warm_up: steps before the timed ones, the last of which is recorded.
         steps: steps that are timed.

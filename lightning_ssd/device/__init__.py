@@ -24,35 +24,3 @@ from lightning_ssd.device.memory import (
 from lightning_ssd.device.segments import ExpandableSegments
 from lightning_ssd.device.staging import StagedReader, h2d_and_release
 from lightning_ssd.device.worker import Worker
-
-__all__ = [
-    "CGROUPS",
-    "CPUCopyEngine",
-    "CUDACopyEngine",
-    "CUDAMemory",
-    "Clock",
-    "CopyEngine",
-    "ExpandableSegments",
-    "HostClock",
-    "Mark",
-    "PROC",
-    "StagedReader",
-    "Stopwatch",
-    "WorkCounter",
-    "Worker",
-    "allocator_memory",
-    "allow_access",
-    "available_cores",
-    "available_memory",
-    "h2d_and_release",
-    "kernel_threads",
-    "load_c_library",
-    "make_clock",
-    "make_copy_engine",
-    "process_gpu_memory",
-    "process_ram",
-    "refuse_access",
-    "share_cores",
-    "usable_gpu_memory",
-    "usable_memory",
-]

@@ -12,8 +12,6 @@ import torch
 
 from lightning_ssd.device.cgroups import CGROUPS, PROC, VERSION_2, cgroup_folders, read_text
 
-__all__ = ["available_cores", "kernel_threads", "share_cores"]
-
 _QUOTA_FILES = {VERSION_2: ("cpu.max",), "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 """By the version of cgroups: the files with the microseconds for which a cgroup's threads may run in each period, and
 those of a period."""

@@ -6,16 +6,6 @@ import torch
 
 from lightning_ssd.device.cgroups import CGROUPS, PROC, VERSION_2, cgroup_folders, read_text
 
-__all__ = [
-    "CUDAMemory",
-    "allocator_memory",
-    "available_memory",
-    "process_gpu_memory",
-    "process_ram",
-    "usable_gpu_memory",
-    "usable_memory",
-]
-
 _SHARE = 0.85
 """Share of the available RAM that budgets may use. The rest is for other allocations of the process."""
 

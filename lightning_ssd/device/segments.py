@@ -8,8 +8,6 @@ import torch
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
 
-__all__ = ["ExpandableSegments"]
-
 FIRST_MICRO_BATCHES = 4
 """Micro-batches after which the allocator has reserved as much as later ones need, as long as nothing changes."""
 

@@ -123,7 +123,8 @@ def make_model_states(
                 "'bf16-true' or 'bf16-mixed', or leave it out"
             )
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
-        two_versions &= connected is None  # all ranks read the one that is shared
+        # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
+        two_versions &= connected is None or setup.config.clip == "speculative"
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:

@@ -651,11 +651,6 @@ class ModelStates(Uncopied):
         """Master weights of resident 16-bit parameters."""
         return self._masters.by_param
 
-    @property
-    def prefetched_bytes(self) -> int:
-        """Most bytes of the device that compute weights of offloaded parameters take at a time."""
-        return min(self._prefetcher.budget, sum(flat.nbytes for flat in self.stores))
-
     # ---- the end ----
 
     def drain(self) -> None:

@@ -10,8 +10,6 @@ from lightning_ssd.planning.saved_groups import SavedGroup, build_plan, default_
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.types import InputChoice, Tier
 
-__all__ = ["plan_fuyou", "plan_lohan", "plan_ssdtrain"]
-
 
 def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     """Returns SSDTrain's plan: model states on the GPU, and as many activations on SSDs as the bandwidth hides.

@@ -15,26 +15,3 @@ from lightning_ssd.profiling.profiler import Profiler, count_samples
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_bytes, trace
 from lightning_ssd.profiling.unit_profiles import unit_profiles
-
-__all__ = [
-    "LifetimeRecorder",
-    "Profiler",
-    "TraceMode",
-    "TracingError",
-    "add_unseen_memory",
-    "adam_step",
-    "copy_bandwidths",
-    "count_samples",
-    "current_placement",
-    "fake_tensors",
-    "limit_hardware",
-    "measure_host_overhead",
-    "measure_machine",
-    "measure_training_machine",
-    "memory_bandwidth",
-    "moved_bytes",
-    "offloading_plan",
-    "with_measured_step_rate",
-    "trace",
-    "unit_profiles",
-]

@@ -14,6 +14,7 @@ from lightning_ssd.model_states import (
     AdamOptimizer,
     FlatParameter,
     Layout,
+    RankMean,
     StagedState,
     StepHalf,
     StepInput,
@@ -225,6 +226,7 @@ def adam_step(
     compiled: bool = True,
     two_versions: bool = False,
     half: StepHalf = "whole",
+    ranks: int = 1,
 ) -> Callable[[], None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
@@ -235,6 +237,7 @@ def adam_step(
         two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
             in place.
         half: half of a step that the function makes.
+        ranks: number of gradients, whose mean is the step's if there are several.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
@@ -250,5 +253,6 @@ def adam_step(
 
     staged = make_version()
     staged.uncommitted = make_version() if two_versions else None
-    gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
+    gradients = [Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_() for _ in range(ranks)]
+    gradient = gradients[0] if ranks == 1 else RankMean(gradients, 1.0 / ranks)
     return lambda: flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged, half)

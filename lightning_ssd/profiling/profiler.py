@@ -125,6 +125,10 @@ class Profiler(Uncopied):
         self._removals: list[Callable[[], None]] = []
         """Functions that remove the hooks of timed steps."""
 
+    def follow_move(self, offloader: ActivationOffloader, states: ModelStates | None) -> None:
+        """Continues with another offloader and other tiers of model states. What was measured stays."""
+        self._offloader, self._states, self._policy_before = offloader, states, offloader.policy
+
     # ---- one micro-batch, operation by operation ----
 
     def record_lifetimes(self, module: nn.Module) -> None:
@@ -203,12 +207,6 @@ class Profiler(Uncopied):
             self._lifetimes.close()
 
     # ---- one micro-batch in which each recomputable saved tensor is recomputed and compared ----
-
-    @property
-    def checked_bytes(self) -> int:
-        """Most bytes that a comparison of a recomputed tensor with the saved one takes besides the saved one."""
-        compared = (2 * item.nbytes + item.recompute_workspace_bytes for item in self.saved if item.recomputable)
-        return max(compared, default=0)
 
     def begin_checking(self) -> None:
         """Compares recomputed tensors with the saved ones in the next micro-batch."""

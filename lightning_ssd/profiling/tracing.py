@@ -26,8 +26,6 @@ from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode, count_
 MAX_FLOATS, MAX_CREATED = 2**12, 2**24
 """Most elements of a tensor whose real values are computed: of floats, and of the result of a factory function."""
 
-__all__ = ["TracingError", "fake_tensors", "moved_bytes", "trace"]
-
 
 class TracingError(ValueError):
     """The control flow of `training_step` depends on values, or an operator's output shape can't be inferred."""

@@ -5,5 +5,3 @@
 """
 
 from lightning_ssd.recover.recovery import Recovery, training_settings
-
-__all__ = ["Recovery", "training_settings"]

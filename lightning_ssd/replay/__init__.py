@@ -7,7 +7,6 @@ units.
 """
 
 from lightning_ssd.replay.lifetime_profile import (
-    CLASSES,
     PHASES,
     LifetimeProfile,
     OperatorSpan,
@@ -32,27 +31,3 @@ from lightning_ssd.replay.throughput import (
     plan_teraio,
     roofline,
 )
-
-__all__ = [
-    "BANDWIDTHS",
-    "CLASSES",
-    "PHASES",
-    "LifetimeProfile",
-    "MigrationPrediction",
-    "OperatorSpan",
-    "Phase",
-    "TensorClass",
-    "TensorLifetime",
-    "active_share",
-    "by_hardware",
-    "describe_lifetimes",
-    "draw_active",
-    "draw_inactive",
-    "median_period",
-    "migratable_share",
-    "plan_roofline",
-    "plan_teraio",
-    "roofline",
-    "save_lifetimes",
-    "simulate_migrations",
-]

@@ -8,5 +8,3 @@
 from lightning_ssd.retry.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.retry.out_of_memory import explain_out_of_memory
 from lightning_ssd.retry.step_state import UNRECORDED, random_states, set_random_states
-
-__all__ = ["UNRECORDED", "MicroBatchRetry", "explain_out_of_memory", "random_states", "set_random_states"]

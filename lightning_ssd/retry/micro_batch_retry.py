@@ -29,8 +29,6 @@ from lightning_ssd.model_states import ModelStates
 from lightning_ssd.retry.out_of_memory import NamedOperators
 from lightning_ssd.retry.step_state import StepState, random_states, set_random_states
 
-__all__ = ["MicroBatchRetry"]
-
 _BETWEEN = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
 """Methods of a module that run between forward and backward, or contain backward."""
 

@@ -18,8 +18,6 @@ from lightning_ssd.remedies import CHUNKED_LOSS
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["NamedOperators", "explain_out_of_memory"]
-
 FRAGMENTED = 0.1
 """Reserved and unallocated share of the allowed memory, from which on the note advises on fragmentation."""
 

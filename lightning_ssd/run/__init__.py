@@ -19,21 +19,3 @@ from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import scales_only
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.run.states import RunStates
-
-__all__ = [
-    "CheckpointFiles",
-    "DataParallelStrategy",
-    "RunStates",
-    "average_of",
-    "averaging_callbacks",
-    "compile_blocks",
-    "copy_mapped_states",
-    "end_retry",
-    "is_fitting",
-    "prepare_retry",
-    "present_path",
-    "read_checkpoint",
-    "retry_backward",
-    "run_before_step",
-    "scales_only",
-]

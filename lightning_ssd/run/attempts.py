@@ -16,8 +16,6 @@ from lightning_ssd.retry import UNRECORDED, MicroBatchRetry
 from lightning_ssd.run.precision import scale
 from lightning_ssd.run.states import RunStates
 
-__all__ = ["end_retry", "prepare_retry", "retry_backward", "run_before_step"]
-
 
 def prepare_retry(
     run: RunStates, trainer: pl.Trainer, inputs: object, forward: Callable[[], Any]

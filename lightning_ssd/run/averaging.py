@@ -11,8 +11,6 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks import trainer_callbacks
 from lightning_ssd.model_states import Loaded, exact_value
 
-__all__ = ["average_of", "averaging_callbacks", "summon_full_params"]
-
 _HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
           "on_validation_epoch_end")  # fmt: skip
 

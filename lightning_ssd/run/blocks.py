@@ -7,8 +7,6 @@ from torch import nn
 
 from lightning_ssd.model_states import compiled_regions, find_blocks
 
-__all__ = ["compile_blocks"]
-
 
 def compile_blocks(module: nn.Module, units: Sequence[str] | None) -> list[Callable[[], None]]:
     """Compiles the blocks of a model, before hooks are registered around compiled modules.

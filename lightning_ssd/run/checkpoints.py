@@ -26,8 +26,6 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.sizes import check_choice
 
-__all__ = ["CheckpointFiles", "copy_mapped_states", "present_path", "read_checkpoint"]
-
 _MAPPED = ("state_dict", "current_model_state", "optimizer_states", "callbacks")
 """Entries of a checkpoint whose large tensors remain mapped, because their values are copied when they are loaded:
 weights, weights beside the averaged ones of Lightning's `WeightAveraging`, and states of optimizers and callbacks."""

@@ -8,8 +8,6 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.run.precision import offload_precision
 
-__all__ = ["Connection"]
-
 
 class Connection:
     """Makes Lightning clip, scale and zero gradients through the model states of a training, until `end`.

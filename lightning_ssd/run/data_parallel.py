@@ -14,8 +14,6 @@ from lightning_ssd.ranks import FailureWatch, Ranks
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.sizes import show_argument
 
-__all__ = ["DataParallelStrategy"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
 
-__all__ = ["is_fitting", "make_setup", "planned_tiers"]
-
 
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Returns whether the run of the Trainer is a training."""
@@ -97,13 +95,11 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
         plan: the user's plan, if it determines the tiers of states.
     """
     on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])
-    speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
     serial = config.overlap == "naive" and trainer.num_nodes > 1
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
         "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
         "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
-        "`clip='speculative'`": ("`clip='auto'`", speculates),
         "`overlap='naive'` on several hosts": ("`overlap='optimized'`", serial),
     }
     for what, (remedy, found) in unsupported.items():

@@ -56,8 +56,6 @@ from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals, join_lines
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["RunStates"]
-
 _FP32_PRECISIONS = (pl.plugins.Precision, pl.plugins.MixedPrecision)
 """Classes of precision plugins whose weights and optimizer states are fp32."""
 

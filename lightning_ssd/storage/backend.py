@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Backend", "BackendFile"]
-
 
 class BackendFile(ABC):
     """One open file. Thread-safe: several I/O threads transfer at once.

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Blob", "FileRange", "Piece"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

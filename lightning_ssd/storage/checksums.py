@@ -10,8 +10,6 @@ import xxhash
 from lightning_ssd.storage.blob import Piece
 from lightning_ssd.storage.errors import ChecksumError
 
-__all__ = ["Checksums", "Hashes"]
-
 Hashes = dict[tuple[int, int], int]
 """Hashes of pieces, by (volume, offset)."""
 

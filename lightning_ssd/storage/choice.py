@@ -11,8 +11,6 @@ from lightning_ssd.storage.kvikio_backend import KvikioBackend, why_no_gds
 from lightning_ssd.storage.posix_backend import PosixBackend
 from lightning_ssd.types import BackendName
 
-__all__ = ["choose_backend"]
-
 _log = logging.getLogger(__name__)
 
 

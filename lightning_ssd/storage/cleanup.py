@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lightning_ssd.storage.errors import from_os_error
 
-__all__ = ["clean_up", "close_fd"]
-
 _log = logging.getLogger(__name__)
 
 

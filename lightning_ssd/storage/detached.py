@@ -14,8 +14,6 @@ from lightning_ssd.storage.checksums import Checksums
 from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
 
-__all__ = ["DetachedBlobs"]
-
 
 class DetachedBlobs:
     """The blobs of a store that was closed by `BlobStore.detach`. Their files are freed with this object.

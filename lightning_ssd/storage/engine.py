@@ -21,8 +21,6 @@ from lightning_ssd.storage.slots import align_up
 from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.waits import watch
 
-__all__ = ["Engine", "Meter"]
-
 
 class Meter:
     """Bytes transferred in one direction, and the seconds during which at least one transfer ran. Thread-safe.

@@ -6,8 +6,6 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["ChecksumError", "StorageError", "StorageFullError", "from_os_error"]
-
 
 class StorageError(RuntimeError):
     """A transfer, a file or a scratch directory failed."""

@@ -11,8 +11,6 @@ import torch
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.errors import StorageError
 
-__all__ = ["KvikioBackend", "why_no_gds"]
-
 _INSTALL = "Install `lightning-ssd[gds-cu12]` or `lightning-ssd[gds-cu13]` for your CUDA, or backend='posix'."
 
 

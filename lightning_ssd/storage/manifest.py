@@ -15,8 +15,6 @@ import xxhash
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.private import PrivateDirectory
 
-__all__ = ["Manifest", "read_manifest", "write_manifest"]
-
 _FILE = "run"
 
 

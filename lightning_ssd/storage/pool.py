@@ -14,8 +14,6 @@ from lightning_ssd.storage.slab import Slab, device_setter
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_down, align_up
 from lightning_ssd.waits import watch
 
-__all__ = ["PinnedBuffer", "PinnedPool"]
-
 
 class PinnedPool:
     """Allocates page-aligned host buffers, at most `budget` bytes at any time.

@@ -15,8 +15,6 @@ from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.cleanup import close_fd
 from lightning_ssd.storage.slots import PAGE, align_down
 
-__all__ = ["PosixBackend"]
-
 _log = logging.getLogger(__name__)
 _MAX_BYTES = align_down(0x7FFFF000)  # Linux's limit of one call
 

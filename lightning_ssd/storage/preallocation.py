@@ -9,8 +9,6 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["fallocate", "preallocate"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -5,8 +5,6 @@ import itertools
 import threading
 from typing import Generic, TypeVar
 
-__all__ = ["PriorityQueue"]
-
 Item = TypeVar("Item")
 
 

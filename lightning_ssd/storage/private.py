@@ -19,8 +19,6 @@ from pathlib import Path
 from lightning_ssd.storage.cleanup import close_fd
 from lightning_ssd.storage.errors import StorageError
 
-__all__ = ["NotPrivateError", "PrivateDirectory"]
-
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK changes nothing for regular files; opening another user's FIFO would wait for its other end without it.
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

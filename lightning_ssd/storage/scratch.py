@@ -20,8 +20,6 @@ from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 
-__all__ = ["ScratchDirectory", "kept_directory", "striped_free_bytes"]
-
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
 

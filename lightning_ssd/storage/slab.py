@@ -15,8 +15,6 @@ import torch
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.errors import StorageError, StorageFullError
 
-__all__ = ["Slab", "commit", "device_setter"]
-
 _HUGE_PAGE = 2 * 2**20
 _SMALL_PAGE = 4096
 _PIECE = 64 * 2**20

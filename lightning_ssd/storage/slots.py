@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-__all__ = ["PAGE", "SlotAllocator", "align_down", "align_up"]
-
 PAGE = 4096
 """Alignment of every slot in bytes: O_DIRECT requires it of addresses, offsets and lengths."""
 

@@ -38,8 +38,6 @@ from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume
 from lightning_ssd.types import BackendName
 
-__all__ = ["BlobStore", "IOStats", "StoreManifest"]
-
 
 @dataclass(frozen=True, slots=True)
 class IOStats:

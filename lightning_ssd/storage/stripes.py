@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Stripes"]
-
 
 class Stripes:
     """Weighted round robin by bytes.

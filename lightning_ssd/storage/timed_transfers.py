@@ -18,8 +18,6 @@ from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, align_down
 from lightning_ssd.storage.volume import Volume
 
-__all__ = ["Calibration", "calibrate"]
-
 _MAX_BYTES = 64 * 2**20
 """Most bytes of a pass, for each volume."""
 

@@ -5,8 +5,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["Urgency"]
-
 _Request = TypeVar("_Request")
 
 

@@ -15,8 +15,6 @@ from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import SlotAllocator, align_down, align_up
 
-__all__ = ["Volume"]
-
 _FILE = "scratch.bin"
 _SMALLEST_EXTENT = 64 * 2**20
 _LARGEST_EXTENT = 2**30

@@ -6,5 +6,3 @@
 
 from lightning_ssd.timeline.timeline import BETWEEN, COLORS, PHASE_COLORS, Timeline
 from lightning_ssd.timeline.timeline_profile import TimelineProfile
-
-__all__ = ["BETWEEN", "COLORS", "PHASE_COLORS", "Timeline", "TimelineProfile"]

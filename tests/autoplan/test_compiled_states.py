@@ -39,12 +39,26 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
 
 
-def run(path: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[Any, Any, Watch, See]:
+class RunsOut(pl.Callback):
+    """Has the plan made again for less memory, as after a step without enough, once states were moved."""
+
+    def __init__(self, watch: Watch, see: See) -> None:
+        self.watch, self.see, self.done = watch, see, False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not self.done and self.watch.stores[-1] == 0:
+            self.done = True
+            self.see.auto.planner.plan_smaller()
+
+
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, runs_out: bool = False, **how: Any) -> tuple[Any, Any, Watch, See]:
     watch, see = Watch(), See()
     use(Meter(4e6, 300_000), monkeypatch)
     use_slow_transfers(monkeypatch)
     strategy = SSDOffloadStrategy(path, **AUTO | how)
-    numbers, counters = train("aot_eager", strategy, path, 24, callbacks=[watch, see])
+    numbers, counters = train(
+        "aot_eager", strategy, path, 24, callbacks=[watch, see, *[RunsOut(watch, see)] * runs_out]
+    )
     return numbers, counters, watch, see
 
 
@@ -56,6 +70,15 @@ def test_states_are_moved_to_a_device_with_room(tmp_path: Path, monkeypatch: pyt
     assert counters == expected
     assert watch.stores[0] > 0 == watch.stores[-1] and see.outcome == "plan"
     assert len(set(watch.stores)) == 2
+
+
+def test_states_are_moved_back_if_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are plain Lightning's."""
+    plain, expected = train("aot_eager", "auto", tmp_path, 24)
+    numbers, counters, watch, see = run(tmp_path, monkeypatch, runs_out=True)
+    assert_same(numbers, plain)
+    assert counters == expected
+    assert watch.stores[0] == watch.stores[-1] > 0 and 0 in watch.stores and see.outcome == "plan"
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="versions of dictionaries are deprecated")

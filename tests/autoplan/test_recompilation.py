@@ -26,9 +26,11 @@ SHORT = {"aot_eager": 190_000, "inductor": 175_000}
 """Limit of memory without room for all saved tensors of code of a backend, in bytes."""
 
 
-def limit(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(Meter(SHORT[backend], SHORT[backend] - 10_000), monkeypatch)
+def limit(backend: str, monkeypatch: pytest.MonkeyPatch) -> Meter:
+    meter = Meter(SHORT[backend], SHORT[backend] - 10_000)
+    use(meter, monkeypatch)
     use_slow_transfers(monkeypatch)
+    return meter
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +50,13 @@ class Settings(See):
         super().__init__()
         self.budgets: list[float] = []
         self.totals: list[int] = []
+        self.hooks = True
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         super().on_before_backward(trainer, pl_module, loss)
         self.budgets.append(functorch.activation_memory_budget)
         self.totals.append(trainer.strategy.offloader.stats().saved)
+        self.hooks = trainer.strategy.offloader.policy.hooks_enabled
 
 
 def set_stance(*_: Any) -> None:
@@ -75,7 +79,7 @@ class OnBudget(pl.Callback):
 def test_code_that_is_compiled_again_saves_what_has_room(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the profile of the first code there is one other budget, a profile of the second code, and a plan."""
+    """After the profile of the first code there is one other budget, and a plan for the second code."""
     limit(backend, monkeypatch)
     plain, expected = train(backend, "auto", tmp_path)
     see = Settings()
@@ -91,6 +95,18 @@ def test_code_that_is_compiled_again_saves_what_has_room(
     lines = [line for line in caplog.messages if "activation_memory_budget" in line]
     assert len(lines) == 1 and f"activation_memory_budget={second:g}, so that it saves less" in lines[0]
     assert functorch.activation_memory_budget == 1.0
+
+
+def test_where_the_second_code_has_room_all_is_kept_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, see = limit("aot_eager", monkeypatch), Settings()
+
+    def use_less() -> None:
+        meter.highest //= 2
+
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see, OnBudget(use_less)])
+    assert see.outcome == "keep" and see.planner is None and not see.hooks
 
 
 THOROUGH = [pytest.param(one, marks=pytest.mark.thorough) for one in ("deterministic", "recovered", "cheap plan")]

@@ -122,7 +122,9 @@ def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
         print(states, gpu_memory, predicted, measured, swaps.cycle.comparison.predicted.step_seconds,
               swaps.cycle.comparison.step_seconds)  # fmt: skip
         assert measured == pytest.approx(predicted, rel=0.1)
-    # Not compared with "auto": if the CPU bounds the step, as with other tests in parallel, both may be equal.
+    if states == "host":  # the CPU or launches may bound the step, so that saved tensors need not be freed
+        return
+    # Not compared with "auto": both may be equal.
     runner = swaps.cycle.runner
     # The compared plan may have steps on the GPU, which take memory, too; the plan in force may be a later one.
     kept = simulate(runner.profile, runner.hardware, keep_all(swaps.cycle.comparison.plan))

@@ -13,12 +13,11 @@ from lightning_ssd import SSDOffloadStrategy, shared_gradients
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.placement import state_storage
 from lightning_ssd.model_states.units import units
-from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
+from lightning_ssd.storage import StorageError, StorageFullError
 from tests.support.compare import assert_same
-from tests.support.faults import FaultyBackend
 from tests.support.models import Block, Model
 from tests.support.products import combinations, thorough
-from tests.support.states import assert_nothing_is_left, host, loader, some_stay, ssd, train
+from tests.support.states import assert_nothing_is_left, loader, some_stay, ssd, train
 
 
 # 8.0 is above the norm of some steps of `Model`, and below that of others.
@@ -181,61 +180,6 @@ def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(build, "STAGED_FLAT_ELEMENTS", 1000)
     expected = train(tmp_path, "auto", Model(), gradient_clip_val=8.0)
     assert_same(train(tmp_path, ssd(), Model(), gradient_clip_val=8.0), expected)
-
-
-@combinations(
-    "second, first", ["ssd", "host", "auto"], ["ssd", "auto"], quick=[("ssd", "ssd"), ("host", "auto"), ("auto", "ssd")]
-)
-def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
-    """Any strategy can write a checkpoint and any can resume from it: the training is the same."""
-    strategies: dict[str, Any] = {"ssd": ssd, "host": host, "auto": lambda: "auto"}
-    expected = train(tmp_path, "auto", Model())
-    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
-    how: Any = dict(max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
-    begun: Any = train(tmp_path, strategies[first](), Model(), **how)
-    resumed = Model()
-    for parameter in resumed.parameters():
-        parameter.data.zero_()  # all values are loaded from the checkpoint
-    resumed_model: Any = train(tmp_path, strategies[second](), resumed, ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
-    resumed_model.losses = begun.losses + resumed_model.losses
-    assert_same(resumed_model, expected)
-
-
-@pytest.mark.parametrize(
-    ("fault", "clip", "error", "message"),
-    [
-        (
-            {"error": {"read": OSError(5, "Input/output error")}},
-            8.0,
-            StorageError,
-            "read.*scratch.*Input/output error",
-        ),
-        ({"error": {"write": OSError(28, "No space left on device")}}, None, StorageFullError, "write.*scratch"),
-        ({"short": {"read"}}, 8.0, StorageError, "read only .* bytes at offset"),
-        ({"flip": True}, None, ChecksumError, "are not what was written"),
-    ],
-)
-def test_faults_in_the_middle(
-    tmp_path: Path, fault: dict[str, Any], clip: float | None, error: Any, message: str
-) -> None:
-    """Any fault of a drive ends training with an error before a wrong value is used."""
-    backend = FaultyBackend()
-
-    class Broken(Model):
-        def on_train_batch_start(self, *_: Any) -> None:
-            if len(self.losses) == 5:
-                for name, value in fault.items():
-                    setattr(backend, name, value)
-
-    model = Broken()
-    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(backend=backend, checksum=True, gpu_memory="1B"), max_epochs=2,
-                         default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, gradient_clip_val=clip)  # fmt: skip
-    with pytest.raises(error, match=message):
-        trainer.fit(model, loader())
-    assert len(model.losses) < 8
-    assert all(value.shape == Model().state_dict()[name].shape for name, value in model.state_dict().items())
-    assert_nothing_is_left(tmp_path)
 
 
 @pytest.mark.parametrize(

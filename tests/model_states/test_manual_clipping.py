@@ -259,15 +259,6 @@ def test_steps_that_the_scaler_skips_are_recorded(tmp_path: Path, kind: type[Toy
     assert_same(found, train(tmp_path, kind, None, "16-mixed", 2.0**60, max_epochs=3))
 
 
-def test_gradients_of_a_skipped_step_that_nothing_drops_are_not_recorded(tmp_path: Path) -> None:
-    class NeverDropped(Hooked):
-        def optimizer_zero_grad(self, *_: Any) -> None:
-            pass
-
-    with pytest.raises(RuntimeError, match=r"that the last step has used is added to.*recover=False"):
-        train(tmp_path, NeverDropped, "ssd", "16-mixed", 2.0**60, strategy={"recover": True})
-
-
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.01}])
 def test_a_step_with_infinite_gradients_after_one_that_has_registered_a_hook_is_skipped(
     tmp_path: Path, clip: Any

@@ -16,7 +16,7 @@ from lightning_ssd.activations.weights import storage_of
 from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, UnitTiers, find_units, make_model_states
 from tests.support.access import Toy, compare
 from tests.support.compare import assert_same
-from tests.support.models import MakeOptimizer, Model
+from tests.support.models import Model
 from tests.support.products import combinations, thorough
 from tests.support.states import host, loader, train
 
@@ -39,30 +39,6 @@ def test_numbers_are_plain_lightnings(
     actual = train(tmp_path, host(overlap=overlap, gpu_memory=gpu_memory), model, **arguments)
     assert_same(actual, expected)
     assert expected.losses[-1] < expected.losses[0]  # type: ignore[operator, index]
-
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, weight_decay=0.1),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True),
-    "sgd without momentum": lambda p: torch.optim.SGD(p, lr=1e-1, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-}
-
-
-@combinations("optimizer, groups", OPTIMIZERS, [False, True], quick=[("amsgrad", True), ("sgd", False)])
-def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
-    model = Model(OPTIMIZERS[optimizer], groups)
-    assert_same(train(tmp_path, host(), model), train(tmp_path, "auto", model))
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_bf16_mixed(tmp_path: Path, accumulate: int) -> None:
-    """Weights of matrix products are bf16 on the device, with fp32 masters: numbers are those of autocast's casts."""
-    arguments = dict(precision="bf16-mixed", accumulate_grad_batches=accumulate)
-    model = Model()
-    assert_same(train(tmp_path, host(), model, **arguments), train(tmp_path, "auto", model, **arguments))
 
 
 class Manual(Model):
@@ -218,35 +194,6 @@ def test_compiled_blocks_in_hooks(tmp_path: Path, hook: str) -> None:
 
     torch._dynamo.reset()
     compare(tmp_path, make, "host", precision="bf16-mixed")
-
-
-class Compiled(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.compile(backend="aot_eager")
-
-
-def test_compiled_blocks(tmp_path: Path) -> None:
-    assert_same(train(tmp_path, host(), Compiled()), train(tmp_path, "auto", Compiled()))
-
-
-class Checkpointed(Model):
-    reentrant = False
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
-    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
-    expected = train(tmp_path, "auto", Checkpointed())
-    assert_same(train(tmp_path, host(gpu_memory="1B"), Checkpointed()), expected)
 
 
 def test_weights_are_whole_after_a_training_that_failed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers: tied and shared embeddings, models in models, folders, and building on `meta`."""
+"""Models of transformers that are built on `meta`."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -22,7 +21,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.support.compare import assert_same
 from tests.support.states import ssd
 from tests.support.trainings import make_trainer
 
@@ -50,19 +48,17 @@ def t5() -> Any:
 class Wrapped(pl.LightningModule):
     """A model that predicts its own input."""
 
-    def __init__(self, make: Callable[[], Any], *, meta: bool = False, checkpointing: bool = False) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
-        self.make, self.meta, self.checkpointing = make, meta, checkpointing
+        self.make = make
         self.model: Any = None
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(1)
-            with torch.device("meta" if self.meta else "cpu"):
+            with torch.device("meta"):
                 self.model = self.make()
-            if self.checkpointing:
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -74,19 +70,11 @@ class Wrapped(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-def trained(path: Path, strategy: Any, model: Wrapped) -> Wrapped:
-    tokens = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(2))
-    trainer = make_trainer(path, strategy, max_epochs=2, gradient_clip_val=1.0)
-    torch.manual_seed(3)
-    trainer.fit(model, DataLoader(tokens, batch_size=4))
-    return model
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
 def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
     """They train, with weights of the distribution of their own initialization."""
-    model = Wrapped(make, meta=True)
+    model = Wrapped(make)
     before: dict[str, Tensor] = {}
 
     class Looking(pl.Callback):
@@ -103,15 +91,3 @@ def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
         assert torch.allclose(made.float().std(unbiased=False), value.float().std(unbiased=False), rtol=0.5), name
         assert torch.allclose(made.float().mean(), value.float().mean(), atol=0.1), name
     assert model.losses[-1] < model.losses[0]
-
-
-def test_a_local_folder(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    folder = tmp_path / "folder"
-    gpt2().save_pretrained(folder)
-
-    def make() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-
-    expected = trained(tmp_path / "plain", "auto", Wrapped(make))
-    assert_same(trained(tmp_path / "ours", ssd(), Wrapped(make)), expected)

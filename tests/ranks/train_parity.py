@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import LazyTensor
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
@@ -228,6 +229,7 @@ CASES = {
     "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
     "sgd with momentum": Case(sgd),
     "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}),
+    "speculation": Case(module=Writes, strategy={"clip": "speculative"}, trainer={"gradient_clip_val": 0.9}),
     "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "ragged accumulation": Case(sgd, trainer={"accumulate_grad_batches": 3}),
@@ -255,6 +257,7 @@ CASES = {
     "16-mixed, weights are written": Case(sgd, module=Writes, scaled=True),
     "out of memory": Case(module=RunsOut, trainer={"gradient_clip_val": 0.05}),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed, speculation": Case(module=Overflows, scaled=True, strategy={"clip": "speculative"}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
@@ -354,6 +357,8 @@ def differences(case: Case) -> Iterator[str]:
         dist.broadcast(first := one.detach().clone(), 0)
         if not torch.equal(one, first):
             yield f"weight {name} is not that of rank 0"
+    if not any(isinstance(value, LazyTensor) for state in our_state["state"].values() for value in state.values()):
+        yield "each rank has copies of the optimizer states"
     if our_state["state"].keys() != plain_state["state"].keys():
         yield f"states of {our_state['state'].keys()} instead of {plain_state['state'].keys()}"
     for key, state in plain_state["state"].items():

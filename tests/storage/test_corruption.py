@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
-from lightning_ssd.storage import BlobStore, ChecksumError, StorageError
+from lightning_ssd.storage import BlobStore, ChecksumError
 from tests.support.faults import CorruptingBackend
 from tests.support.storage import CPU, KIB, noise, open_store, read, write
 from tests.support.trainings import batches, quiet, small_model
@@ -92,20 +92,6 @@ def test_kept_blobs_are_checked_by_the_next_run(tmp_path_factory: pytest.TempPat
             read(second, blob)
     finally:
         second.close()
-
-
-def test_a_run_with_checksums_does_not_resume_one_without(tmp_path: Path) -> None:
-    first = BlobStore([tmp_path], device=CPU, capacity=64 * KIB, keep=True, checksum=False)
-    blob = first.allocate(PAGE)
-    write(first, blob, noise(PAGE))
-    kept = first.manifest([blob])
-    first.close(remove=False)
-    with pytest.raises(StorageError, match=r"had checksum=False.* set checksum=False in this run, too, or remove"):
-        BlobStore([tmp_path], device=CPU, keep=True, find_manifest=lambda directory: kept)
-    second = BlobStore([tmp_path], device=CPU, keep=True, checksum=False, find_manifest=lambda directory: kept)
-    assert torch.equal(read(second, blob), noise(PAGE))
-    second.close()
-    assert not list(tmp_path.iterdir())
 
 
 # ---- trainings with all bytes on such a drive ----

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.storage import ScratchDirectory, StorageError
-from tests.support.storage import open_store
 
 LIVE_STORE = """
 import sys, torch
@@ -207,29 +206,6 @@ def test_a_program_that_was_started_does_not_keep_the_directory_alive(tmp_path: 
     assert list(tmp_path.iterdir()) == []
     assert process.stdin is not None
     process.stdin.close()  # ends the grandchild
-
-
-def test_two_stores_on_one_path_share_nothing(tmp_path: Path) -> None:
-    with open_store(tmp_path, capacity=2**20) as first, open_store(tmp_path, capacity=2**20) as second:
-        assert len(list(tmp_path.iterdir())) == 2
-        first.close()
-        assert len(list(tmp_path.iterdir())) == 1
-        second.allocate(10)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    with pytest.raises(StorageError, match=r"path .*missing.* does not exist.*mkdir"):
-        ScratchDirectory(missing)
-    assert not missing.exists()
-    file = tmp_path / "file"
-    file.write_bytes(b"")
-    with pytest.raises(StorageError, match=r"path .*file.* is not a directory"):
-        ScratchDirectory(file)
-    # In /proc not even root can make directories; another user's directory raises the same error.
-    with pytest.raises(StorageError, match=r"`path`.*proc"):
-        ScratchDirectory("/proc")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -18,12 +18,3 @@ from lightning_ssd.model_states.access.grad_dtype import GradDtype
 from lightning_ssd.model_states.access.gradient_access import GradientAccess
 from lightning_ssd.model_states.access.parameter import OffloadedTensor, OffloadedView
 from lightning_ssd.model_states.access.sources import end_aliases
-
-__all__ = [
-    "Access",
-    "GradDtype",
-    "GradientAccess",
-    "OffloadedTensor",
-    "OffloadedView",
-    "end_aliases",
-]

@@ -16,17 +16,3 @@ from lightning_ssd.model_states.checkpoints.restorer import ModelRestorer
 from lightning_ssd.model_states.checkpoints.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.checkpoints.state_dicts import StateDicts
 from lightning_ssd.model_states.checkpoints.values import replace_values
-
-__all__ = [
-    "LazyTensor",
-    "ModelRestorer",
-    "StateDicts",
-    "find_replaced",
-    "is_sharded",
-    "load_lazy",
-    "load_sharded",
-    "note_unread",
-    "replace_values",
-    "save",
-    "save_sharded",
-]

@@ -8,8 +8,3 @@ The modules, in the order in which they are best read:
 
 from lightning_ssd.model_states.forwards.compiled_calls import renew_guards
 from lightning_ssd.model_states.forwards.unit_hooks import UnitHooks
-
-__all__ = [
-    "UnitHooks",
-    "renew_guards",
-]

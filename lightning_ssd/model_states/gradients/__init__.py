@@ -17,18 +17,3 @@ from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.gradients.resident_means import ResidentMeans
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
-
-__all__ = [
-    "Clipping",
-    "GradScaleDecision",
-    "Gradient",
-    "GradientOffloader",
-    "GradientPool",
-    "GradientState",
-    "ResidentMeans",
-    "SharedGradient",
-    "WaitingGradient",
-    "add_check",
-    "clip",
-    "is_power_of_two",
-]

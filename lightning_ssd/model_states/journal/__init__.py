@@ -23,20 +23,3 @@ from lightning_ssd.model_states.journal.run_fingerprint import (
     show,
     type_name,
 )
-
-__all__ = [
-    "CommitRecord",
-    "Journal",
-    "NotPlainError",
-    "PlainData",
-    "RunFingerprint",
-    "describe",
-    "differences",
-    "encode",
-    "has_commit_record",
-    "model_settings",
-    "read_commit_record",
-    "remove_record",
-    "show",
-    "type_name",
-]

@@ -1,16 +1,11 @@
 """Settings of a training by name, as text, which are compared with those of a killed run before resuming from it.
 
-They are read before the first step, so that a training does not change them. Code is compared by a checksum for each
-class of the model's modules. A run with other code resumes with a warning, because a change of code need not change
-results. Code that methods call, such as functions of a Python module, is not compared.
+They are read before the first step, so that a training does not change them. Code is not compared.
 """
 
-import dis
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -106,7 +101,6 @@ def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> RunFin
             noted[f"the first value of buffer `{name}`, which the record replaces,"] = show(buffer)
         else:  # no record has its values
             fixed[f"buffer `{name}`"] = f"not persistent, {show(buffer)}"
-    noted |= _code_of_classes(module)
     for index, optimizer in enumerate(optimizers):
         fixed[f"optimizer {index}"] = type_name(type(optimizer))
         for number, group in enumerate(optimizer.param_groups):
@@ -123,50 +117,6 @@ def _describe_module(module: nn.Module) -> str:
     settings = [module.extra_repr(), *(f"{name}={show(value)}" for name, value in constants.items())]
     text = f"{type_name(type(module))}({', '.join(setting for setting in settings if setting)})"
     return re.sub(r" at 0x[0-9a-f]+", "", text)
-
-
-def _code_of_classes(module: nn.Module) -> dict[str, str]:
-    """Returns checksums of the methods of all classes of the model's modules and of their base classes, by name.
-
-    Classes of torch and Lightning are not included: their versions are settings.
-    """
-    kinds = dict.fromkeys(kind for owner in module.modules() for kind in type(owner).__mro__)
-    methods: dict[str, list[str]] = {}
-    for kind in kinds:
-        if kind.__module__.partition(".")[0] not in ("builtins", "torch", "lightning", "pytorch_lightning"):
-            shown = [f"{name} {_show_function(one)}" for name, value in vars(kind).items() for one in _functions(value)]
-            methods.setdefault(type_name(kind), []).extend(sorted(shown))  # classes may share a name
-    checksums = {name: xxhash.xxh3_64_hexdigest(repr(shown).encode()) for name, shown in methods.items()}
-    return {f"the code of {name}": f"of checksum {checksum}" for name, checksum in checksums.items()}
-
-
-def _functions(attribute: object) -> list[FunctionType]:
-    """Returns the functions of a class attribute: a method, a decorated method, or a property."""
-    found = [attribute]
-    if isinstance(attribute, property):
-        found = [attribute.fget, attribute.fset, attribute.fdel]
-    elif isinstance(attribute, staticmethod | classmethod):
-        found = [attribute.__func__]
-    unwrapped = (inspect.unwrap(one) for one in found if callable(one))
-    return [one for one in unwrapped if isinstance(one, FunctionType)]
-
-
-def _show_function(function: FunctionType) -> str:
-    return f"{show(function.__defaults__)} {show(function.__kwdefaults__)} {_show_code(function.__code__)}"
-
-
-def _show_code(code: CodeType) -> str:
-    """Returns code as text, without docstring, comments and line numbers."""
-    shown = (f"{step.opname} {_show_operand(step.argval)}" for step in dis.get_instructions(code))
-    return f"{code.co_varnames} {', '.join(shown)}"
-
-
-def _show_operand(value: object) -> str:
-    if isinstance(value, CodeType):
-        return _show_code(value)
-    if isinstance(value, frozenset):  # its order differs from process to process
-        return str(sorted(map(repr, value)))
-    return repr(value)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

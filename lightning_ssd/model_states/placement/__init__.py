@@ -33,7 +33,6 @@ from lightning_ssd.model_states.placement.residency import (
     offloaded_parameters,
     planned_residents,
     residents_within,
-    state_bytes,
 )
 from lightning_ssd.model_states.placement.state_storage import KilledRun, make_staging, make_store
 from lightning_ssd.model_states.placement.states_config import (
@@ -45,41 +44,3 @@ from lightning_ssd.model_states.placement.states_config import (
     moments_of,
 )
 from lightning_ssd.model_states.placement.unit_mover import TieredSpec, UnitMover, present_spec
-
-__all__ = [
-    "FLAT_ELEMENTS",
-    "FlatSpec",
-    "GPU_MEMORY",
-    "GPU_SHARE",
-    "KilledRun",
-    "MOVABLE_GPU_SHARE",
-    "MemoryPlan",
-    "PlanTiers",
-    "RankStates",
-    "STAGED_FLAT_ELEMENTS",
-    "Setup",
-    "StatesConfig",
-    "TieredSpec",
-    "UnitMover",
-    "UnitTiers",
-    "bytes_on_device",
-    "check_state_format",
-    "compute_dtypes",
-    "describe_smaller_formats",
-    "describe_training",
-    "flat_groups",
-    "flats_of",
-    "make_flat_params",
-    "make_spec",
-    "make_staging",
-    "make_store",
-    "moments_of",
-    "needs_master",
-    "off_device",
-    "offloaded_parameters",
-    "plan_memory",
-    "planned_residents",
-    "present_spec",
-    "residents_within",
-    "state_bytes",
-]

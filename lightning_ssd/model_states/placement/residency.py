@@ -1,6 +1,6 @@
 """Residency: the choice of parameters that are kept on the device with their gradients and optimizer states."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -83,14 +83,6 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
             or (parameter.dtype in MASTERED_DTYPES and parameter.numel() > 0)
         )
     }
-
-
-def state_bytes(parameters: Iterable[nn.Parameter], groups: Groups) -> int:
-    """Returns the bytes of parameters on the device: weights, and of those in a group gradients and two states.
-
-    Compiled code keeps no 16-bit copies of fp32 weights: it casts them again in backward.
-    """
-    return sum(_element_bytes(parameter, groups, parameter.dtype) * parameter.numel() for parameter in parameters)
 
 
 def _element_bytes(parameter: nn.Parameter, groups: Groups, compute: torch.dtype) -> int:

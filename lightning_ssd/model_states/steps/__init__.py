@@ -28,18 +28,3 @@ from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step_records import StepRecords
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
-
-__all__ = [
-    "DeviceSteps",
-    "GradientArrivals",
-    "GradientClipping",
-    "RankReduction",
-    "RankSteps",
-    "RunningStep",
-    "StepRecords",
-    "StepScheduler",
-    "hook_step",
-    "hook_zero_grad",
-    "keep_last",
-    "unscale_as_optimizer",
-]

@@ -241,7 +241,7 @@ class StepScheduler:
         # Values that a step may be rolled back to are not overwritten.
         ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
         if self._ranks is not None:
-            ready = [store.stepped]  # a change of user code, which the worker stores
+            ready.append(store.stepped)  # a change of user code, which the worker stores
         self._records.check_recorded(flat)
         device_type = flat.device.type
         step = OptimizerStep(
@@ -293,8 +293,9 @@ class StepScheduler:
             The futures of the compute weights and of the whole step.
         """
         speculated, accumulated = self._decision.speculated, step.arrived is None
-        # A step that is not committed must not change the values or the gradient.
-        revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and not accumulated)
+        # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
+        kept = not accumulated or (self._ranks is not None and not self._running.defer_to_user_hooks)
+        revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and kept)
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
         if stepper is not None and not accumulated:  # accumulated gradients are not in page-locked memory

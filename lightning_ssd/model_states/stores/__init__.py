@@ -18,45 +18,14 @@ from lightning_ssd.model_states.stores.layout import (
     MASTER,
     MOMENT_DTYPES,
     SCALES,
-    UNSIGNED_STATES,
     WEIGHT,
     WHOLE_DTYPES,
     Layout,
     MomentFormat,
     StagedState,
-    StoredArray,
 )
-from lightning_ssd.model_states.stores.split import join, split, write_changed
+from lightning_ssd.model_states.stores.split import write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
 from lightning_ssd.model_states.stores.state_store import StateStore, commit_memory, pin_values
 from lightning_ssd.model_states.stores.summoned import summon
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
-
-__all__ = [
-    "BLOCK",
-    "HostBuffer",
-    "Layout",
-    "MASTER",
-    "MOMENT_DTYPES",
-    "MomentFormat",
-    "SCALES",
-    "SSDBuffer",
-    "SpareMemory",
-    "StagedFlats",
-    "StagedState",
-    "StateBuffer",
-    "StateStaging",
-    "StateStore",
-    "StoredArray",
-    "UNSIGNED_STATES",
-    "VersionedBuffers",
-    "WEIGHT",
-    "WHOLE_DTYPES",
-    "commit_memory",
-    "code_table",
-    "join",
-    "pin_values",
-    "split",
-    "summon",
-    "write_changed",
-]

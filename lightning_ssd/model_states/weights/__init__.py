@@ -12,11 +12,3 @@ from lightning_ssd.model_states.weights.masters import MasteredParameter, Master
 from lightning_ssd.model_states.weights.offloaded import OffloadedModel
 from lightning_ssd.model_states.weights.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.weights.rank_values import RankValues
-
-__all__ = [
-    "MasterWeights",
-    "MasteredParameter",
-    "OffloadedModel",
-    "ParamPrefetcher",
-    "RankValues",
-]

@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning_ssd.recipes.data.documents import documents, json_lines
 
-__all__ = ["Sample", "Templates", "library_samples", "read_samples"]
-
 Sample = tuple[list[int], list[bool]]
 """Token ids, and which of them are predicted."""
 

@@ -17,8 +17,6 @@ from lightning_ssd.recipes.data.data_module import RecipeDataModule
 from lightning_ssd.recipes.data.tokenizer import read_tokenizer
 from lightning_ssd.sizes import check_least
 
-__all__ = ["CompletionDataModule", "pack"]
-
 log = logging.getLogger(__name__)
 
 _OPEN_ROWS = 64

@@ -33,9 +33,6 @@ from lightning_ssd.recipes.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.sizes import check_least
 from lightning_ssd.strategy import SSDOffloadStrategy
 
-__all__ = ["CausalLM", "TokenPerplexity"]
-
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 """Names in configurations of the number of experts, and of those that a token is routed to."""

@@ -19,8 +19,6 @@ from lightning_ssd.recipes.models.module import RecipeModule, exact
 from lightning_ssd.recipes.models.size_checks import check_data, check_sizes
 from lightning_ssd.sizes import check_probability
 
-__all__ = ["LanguageModule", "labels_of"]
-
 
 class LanguageModule(RecipeModule):
     """Trains a model of `transformers` to predict tokens, and measures perplexity and accuracy of held-out ones.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["chunked_cross_entropy"]
-
 CHUNK_BYTES = 2**29
 """Largest bytes of the fp32 logits of a chunk."""
 

@@ -15,8 +15,6 @@ from lightning_ssd.recipes.models.causal_lm import CausalLM
 from lightning_ssd.recipes.models.pretrained import replaced_folder
 from lightning_ssd.sizes import check_least, check_probability
 
-__all__ = ["LoRACausalLM"]
-
 _OFFLOADED = "offloaded_adapters"
 """Key of a checkpoint: names of the adapters that are not in its state dict, because the strategy stores them."""
 

@@ -18,8 +18,6 @@ from lightning_ssd.sizes import check_least
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
-__all__ = ["RecipeModule", "exact"]
-
 _FINAL_LR = 0.1  # final learning rate / highest learning rate
 
 

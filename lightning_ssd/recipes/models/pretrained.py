@@ -19,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-__all__ = ["InitialValues", "PretrainedFolder", "check_replaceable", "replaced_folder", "save_new"]
-
 log = logging.getLogger(__name__)
 
 _SHOWN = 5  # names in a message

@@ -4,8 +4,6 @@ from typing import Any
 
 from lightning_ssd.sizes import check_least
 
-__all__ = ["check_data", "check_sizes"]
-
 _SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
 _SIZES += ["d_kv", "d_ff", "num_decoder_layers", "num_key_value_heads", "head_dim"]
 """Sizes that are 1 or more, by transformers' common names."""

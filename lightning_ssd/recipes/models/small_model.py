@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_ssd import torch_internals as internals
 
-__all__ = ["changes_logits", "mixes_samples"]
-
 _MOST_PARAMETERS = 2**22
 _DIVISORS = [2**power for power in range(8)]
 _ROUNDING = 1e-3

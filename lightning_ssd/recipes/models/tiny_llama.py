@@ -15,8 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_ssd.recipes.data import documents
 
-__all__ = ["cached_tiny_llama", "make_tiny_llama"]
-
 log = logging.getLogger(__name__)
 
 VOCABULARY = 2048

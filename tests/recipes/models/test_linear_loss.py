@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.recipes.models import CausalLM, LoRACausalLM, linear_loss
+from lightning_ssd.recipes.models import CausalLM, linear_loss
 from lightning_ssd.recipes.models.linear_loss import chunked_cross_entropy
 from tests.support.compare import assert_same
 from tests.support.folders import FAMILIES, Tokens, save_model, strategy, train
@@ -116,15 +116,6 @@ def test_offloaded_trainings_are_plain_lightnings(tmp_path: Path, family: str, s
         assert_same(found[0], expected[0])
     else:  # a head that is used for every chunk has its gradients summed in 16 bits
         torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=0)
-
-
-@pytest.mark.thorough
-def test_lora_trainings_are_plain_lightnings(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "llama")
-    modules = [LoRACausalLM(tmp_path / "model", chunked_loss=True, rank=4, lr=1e-2, warmup_steps=1) for _ in range(2)]
-    train(tmp_path, modules[0])
-    train(tmp_path, modules[1], strategy("ssd"))
-    assert_same(modules[1], modules[0])
 
 
 def test_validation_has_the_same_figures(tmp_path: Path) -> None:

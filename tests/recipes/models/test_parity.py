@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.recipes.data import MaskedTextDataModule, SpanCorruptionDataModule
 from lightning_ssd.recipes.models import BERT, T5
 from tests.support.compare import assert_same
-from tests.support.plans import Watch, draw, pinned, planner
 from tests.support.products import combinations
 from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
@@ -110,31 +108,3 @@ def test_numbers_are_plain_lightnings(
     places = ACTIVATIONS[activations]
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", staging_memory="16MiB", **places)
     assert_same(train(tmp_path, strategy, make, **settings), plain(make, **settings))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "precision, states, make",
-    [
-        ("bf16-mixed", "host", t5),
-        ("32-true", "gpu", untied_t5),
-        ("bf16-mixed", "ssd", untied_t5),
-        ("32-true", "host", bert),
-    ],
-)
-def test_results_do_not_change_under_plans_that_recompute(
-    tmp_path: Path, precision: str, states: Any, make: Any
-) -> None:
-    settings: dict[str, Any] = {"precision": precision, "steps": 4}
-
-    def strategy() -> SSDOffloadStrategy:
-        return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="64MiB", gpu_memory="1B")
-
-    first = planner()
-    assert_same(train(tmp_path, strategy(), make, [first], **settings), plain(make, **settings))
-    assert first.cycle.plan is not None
-    for seed, share in ((0, 1.0), (1, 0.5)):
-        watch = Watch()
-        callbacks = [pinned(draw(first.cycle.plan, first.cycle.runner.profile, seed, recompute=share)), watch]
-        assert_same(train(tmp_path, strategy(), make, callbacks, **settings), plain(make, **settings))
-        assert watch.stats.recomputed
