@@ -133,7 +133,7 @@ def train_deepspeed(hidden: int, layers: int, batch: dict[str, Tensor], clip: fl
 def measure_machine(hidden: int, layers: int, batch: dict[str, Tensor], millions: int) -> dict[str, float]:
     """Returns rates of a process while all run at once: bytes and parameters a second, and seconds of the model."""
     size, numel = dist.get_world_size(), millions * 10**6 // 64 * 64
-    restore = share_cores(size)
+    restore = share_cores([os.sched_getaffinity(0)] * size)
     ranks = Ranks.connect()
     shared = ranks.memory.allocate(2 * numel, touch=dist.get_rank() == 0, pin=CUDA)
     ranks.end_allocation()

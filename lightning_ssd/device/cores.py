@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -50,20 +50,20 @@ def kernel_threads(cores: int, most: int) -> int:
     return min(most, max(cores - max(1, cores // 16), min(cores, 2)))
 
 
-def share_cores(processes: int) -> Callable[[], None]:
-    """Gives operators and kernels of this process its share of the cores that the training's processes have together.
+def share_cores(affinities: Sequence[Set[int]]) -> Callable[[], None]:
+    """Gives operators and kernels of this process its share of the cores that it has together with other processes.
 
-    More threads than that would wait for each other's cores, spinning. A user's `OMP_NUM_THREADS` counts, except for 1,
-    which `torchrun` sets.
+    More threads than that would wait for each other's cores, spinning. Processes that a launcher has bound to cores of
+    their own share none. A user's `OMP_NUM_THREADS` counts, except for 1, which `torchrun` sets.
 
     Args:
-        processes: processes of the training on this host.
+        affinities: cores that each process of the training on this host may use, this one included.
 
     Returns:
         A function that restores the number of threads.
     """
-    before = torch.get_num_threads()
-    share = max(1, available_cores() // processes)
+    before, own = torch.get_num_threads(), os.sched_getaffinity(0)
+    share = max(1, available_cores() // max(1, sum(not own.isdisjoint(cores) for cores in affinities)))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(kernel_threads(share, share))
     return partial(torch.set_num_threads, before)

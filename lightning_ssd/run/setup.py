@@ -95,12 +95,14 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
         plan: the user's plan, if it determines the tiers of states.
     """
     on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])
-    serial = config.overlap == "naive" and trainer.num_nodes > 1
+    several = trainer.num_nodes > 1
+    speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
         "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
         "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
-        "`overlap='naive'` on several hosts": ("`overlap='optimized'`", serial),
+        "`clip='speculative'` on several hosts": ("`clip='auto'`", several and speculates),
+        "`overlap='naive'` on several hosts": ("`overlap='optimized'`", several and config.overlap == "naive"),
     }
     for what, (remedy, found) in unsupported.items():
         if found:

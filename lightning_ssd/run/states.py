@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -217,7 +219,7 @@ class RunStates(Uncopied, StatesOwner):
             start_over=self.starts_from_checkpoint,
         )
         if self._strategy.is_distributed:
-            self._undo.append(share_cores(self._processes))  # before the threads that step begin
+            self._undo.append(share_cores(_affinities()))  # before the threads that step begin
         self.model_states = make_model_states(
             self._model,
             optimizers,
@@ -493,3 +495,11 @@ class RunStates(Uncopied, StatesOwner):
     def _trainer(self) -> pl.Trainer:
         assert self._strategy.lightning_module is not None
         return self._strategy.lightning_module.trainer
+
+
+def _affinities() -> list[set[int]]:
+    """Returns the cores that each process of this training on this host may use; called by all processes."""
+    host, own = socket.gethostname(), os.sched_getaffinity(0)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (host, own))
+    return [cores for other, cores in found if other == host]

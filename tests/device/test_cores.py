@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_ssd.device import available_cores, kernel_threads
+from lightning_ssd.device import available_cores, cores, kernel_threads
 from lightning_ssd.model_states.optimizers.adam import CHECKED_OPTIONS, settings_of
 from tests.support.files import write_files
 
@@ -69,3 +70,14 @@ def test_the_cpu_optimizer_leaves_a_core_for_launches(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.get_num_threads", lambda: 16)
     settings = settings_of(CHECKED_OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
     assert settings is not None and settings.threads == 15
+
+
+def test_processes_share_the_cores_that_they_have_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three processes have the same cores, and a launcher has bound the third one to others."""
+    monkeypatch.setattr(cores, "available_cores", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as `torchrun` sets it
+    before, own = torch.get_num_threads(), os.sched_getaffinity(0)
+    restore = cores.share_cores([own, own, {max(own) + 1}])
+    assert torch.get_num_threads() == 7
+    restore()
+    assert torch.get_num_threads() == before

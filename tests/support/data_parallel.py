@@ -288,7 +288,7 @@ def refusals(root: Path) -> None:
     for arguments, reason in (
         ({"states": "ssd"}, "`states='ssd'`"),
         ({"recover": True}, "`recover=True`"),
-        ({"gpu_memory": "24KiB", "host_memory": "32KiB"}, "set `devices=1`"),
+        ({"gpu_memory": "24KiB", "host_memory": "20KiB"}, "set `devices=1`"),
     ):
         refused = trainer(root, SSDOffloadStrategy(**small_arguments() | arguments))
         try:
