@@ -1,6 +1,6 @@
 """Final validation losses with exact optimizer states, and with those of `state_format` that take fewer bytes.
 
-    python -m benchmarks.state_formats --out state_formats.json [--size medium] [--steps 1000] [--seeds 3]
+    python -m benchmarks.state_formats --out state_formats.json [--size medium] [--steps 1000] [--seeds 3] [--jobs 9]
     python -m benchmarks.state_formats --out state_formats.json --draw state_formats.png
 
 Three trainings, each from the same weights and with the same batches in every format, for several seeds:
@@ -11,19 +11,30 @@ Three trainings, each from the same weights and with the same batches in every f
 
 AdamW, clipping 1.0, all states in host memory. The table has the mean over seeds, its spread (the standard deviation of
 the seeds' losses), and the mean difference from exact states of the same seed with its standard error. `--draw` trains
-nothing and draws the losses of a file. No data is downloaded. `small` is for a CPU of two cores, `medium` for a GPU.
+nothing and draws the losses of a file. No data is downloaded. `small` is for a CPU of two cores, `compact` for one GPU,
+`medium` for several.
+
+`--jobs` trainings run at the same time, each in a process of its own with its share of the cores, and on one of
+`--devices` GPUs. Small models leave most of a GPU idle, so that 9 trainings of `compact` share one. Each training is
+written when it ends; a later run with the same `--out`, size and steps makes those that the file lacks. The weights
+with which fine-tuning begins are beside it (`.pt`).
 """
 
 import argparse
 import contextlib
 import json
 import math
+import multiprocessing
+import os
 import pydoc_data.topics
 import statistics
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +45,13 @@ from lightning_ssd._lightning import pl
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"width": 96, "layers": 2, "heads": 4, "context": 64, "batch": 16, "image": 16, "precision": "32-true"},
+    "compact": {"width": 512, "layers": 8, "heads": 8, "context": 256, "batch": 32, "image": 48,
+                "precision": "bf16-mixed"},
     "medium": {"width": 768, "layers": 12, "heads": 12, "context": 512, "batch": 32, "image": 64,
                "precision": "bf16-mixed"},
 }  # fmt: skip
+RECIPES = ("gpt", "finetune", "vit")
+FORMATS = ("fp32", "bf16", "8bit")
 VALIDATED = 64
 """Batches of validation."""
 WINDOW = 25
@@ -243,34 +258,104 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def table_of(results: dict[str, dict[str, list[float]]]) -> str:
+class Run(NamedTuple):
+    """A training.
+
+    Attributes:
+        recipe: name of the training.
+        state_format: value of the argument.
+        seed: seed of the weights and of the order of samples.
+    """
+
+    recipe: str
+    state_format: str
+    seed: int
+
+
+Results = dict[Run, tuple[float, list[float]]]
+"""Final validation loss and training losses of each training that has ended."""
+
+FIRST = Run("gpt", "fp32", 0)
+"""The training that makes the weights with which fine-tuning begins."""
+
+
+def run(made: Run, steps: int, size: dict[str, Any], weights: Path) -> tuple[float, list[float]]:
+    """Makes a training in a process of its own; the first one writes its weights."""
+    start = torch.load(weights) if made.recipe == "finetune" else None
+    loss, curve, trained = train(made.recipe, made.state_format, made.seed, steps, size, start)
+    if made == FIRST:
+        torch.save(trained, weights)
+    return loss, curve
+
+
+def begin_process(places: Any, threads: int) -> None:
+    """Gives a process of trainings its GPU, before CUDA is used, and its share of the cores."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = places.get()
+    torch.set_num_threads(threads)
+
+
+def run_all(
+    runs: list[Run], results: Results, steps: int, size: dict[str, Any], weights: Path, jobs: int, devices: list[str]
+) -> Iterator[Run]:
+    """Makes trainings and adds their results. Yields each one that has ended."""
+    context = multiprocessing.get_context("spawn")
+    places = context.Queue()
+    for job in range(jobs):
+        places.put(devices[job % len(devices)])
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    with ProcessPoolExecutor(jobs, context, begin_process, (places, threads)) as pool:
+        running: dict[Future[tuple[float, list[float]]], Run] = {}
+        while runs or running:
+            ready = [made for made in runs if made.recipe != "finetune" or FIRST in results]
+            for made in ready:
+                running[pool.submit(run, made, steps, size, weights)] = made
+            runs = [made for made in runs if made not in ready]
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                made = running.pop(future)
+                results[made] = future.result()
+                yield made
+
+
+def table_of(results: Results) -> str:
     """Returns a table in Markdown."""
     rows = ["| training | states | loss, mean | spread of seeds | difference from exact |", "|---|---|---|---|---|"]
-    for recipe, formats in results.items():
-        for name, losses in formats.items():
-            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            differences = [loss - exact for loss, exact in zip(losses, formats["fp32"], strict=False)]
-            error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-            difference = "" if name == "fp32" else f"{statistics.fmean(differences):+.5f} ± {error:.5f}"
-            rows.append(f"| {recipe} | {name} | {statistics.fmean(losses):.4f} | {spread:.4f} | {difference} |")
+    for recipe, name in product(RECIPES, FORMATS):
+        losses = {made.seed: loss for made, (loss, _) in results.items() if made[:2] == (recipe, name)}
+        if not losses:
+            continue
+        spread = _deviation(list(losses.values()))
+        exact = {seed: results[Run(recipe, "fp32", seed)][0] for seed in losses if Run(recipe, "fp32", seed) in results}
+        differences = [losses[seed] - loss for seed, loss in exact.items()]
+        difference = ""
+        if differences and name != "fp32":
+            error = _deviation(differences) / math.sqrt(len(differences))
+            difference = f"{statistics.fmean(differences):+.5f} ± {error:.5f}"
+        rows.append(f"| {recipe} | {name} | {statistics.fmean(losses.values()):.4f} | {spread:.4f} | {difference} |")
     return "\n".join(rows)
 
 
-def draw(results: dict[str, Any], picture: Path) -> None:
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def draw(how: dict[str, Any], results: Results, picture: Path) -> None:
     """Draws training losses, a line for each seed and format, and the final validation losses."""
     from matplotlib.figure import Figure
 
-    recipes = list(results["losses"])
+    recipes = [recipe for recipe in RECIPES if any(made.recipe == recipe for made in results)]
     figure = Figure(figsize=(4.2 * len(recipes), 3.2))
+    styles = dict(zip(FORMATS, (("black", "-"), ("tab:blue", "--"), ("tab:orange", ":")), strict=True))
     for axes, recipe in zip(figure.subplots(1, len(recipes), squeeze=False)[0], recipes, strict=True):
-        for name, colour, style in zip(
-            results["losses"][recipe], ("black", "tab:blue", "tab:orange"), ("-", "--", ":"), strict=False
-        ):
-            for seed, losses in enumerate(results["training"][recipe][name]):
-                steps = [(window + 0.5) * WINDOW for window in range(len(losses))]
-                axes.plot(steps, losses, color=colour, linestyle=style, linewidth=1, label=name if seed == 0 else None)
-            validated = results["losses"][recipe][name]
-            axes.scatter([results["how"]["steps"] * 1.03] * len(validated), validated, s=12, color=colour)
+        drawn: set[str] = set()
+        for made, (validated, losses) in sorted(results.items()):
+            if made.recipe != recipe:
+                continue
+            name, (colour, style) = made.state_format, styles[made.state_format]
+            steps = [(window + 0.5) * WINDOW for window in range(len(losses))]
+            label = None if name in drawn else name
+            axes.plot(steps, losses, color=colour, linestyle=style, linewidth=1, label=label)
+            axes.scatter([how["steps"] * 1.03], [validated], s=12, color=colour)
+            drawn.add(name)
         axes.set_title(recipe)
         axes.set_xlabel("step (points: final validation loss)")
         axes.spines[["top", "right"]].set_visible(False)
@@ -279,45 +364,61 @@ def draw(results: dict[str, Any], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
+def read(path: Path) -> tuple[dict[str, Any], Results]:
+    """Returns how the trainings of a file were made, and their results."""
+    text = json.loads(path.read_text())
+    rows = text["runs"]
+    return text["how"], {
+        Run(row["recipe"], row["state_format"], row["seed"]): (row["loss"], row["training"]) for row in rows
+    }
+
+
+def write(path: Path, how: dict[str, Any], results: Results) -> None:
+    """Writes a file of results, whole at any moment, and the table beside it."""
+    rows = [made._asdict() | {"loss": loss, "training": curve} for made, (loss, curve) in sorted(results.items())]
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"how": how, "runs": rows}) + "\n")
+    new.replace(path)
+    command = f"python -m benchmarks.state_formats --size {how['size']} --steps {how['steps']}"
+    path.with_suffix(".md").write_text(
+        f"`{command}` on a {how['machine']}, torch {how['torch']}:\n\n{table_of(results)}\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="JSON file for the results; a table in Markdown is written beside it")
-    parser.add_argument("--recipes", nargs="+", default=["gpt", "finetune", "vit"], help="see above")
-    parser.add_argument(
-        "--formats", nargs="+", default=["fp32", "bf16", "8bit"], help="values of `state_format`, fp32 first"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results, with a table beside it")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES, help="see above")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS, help="values of `state_format`")
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs that share the trainings")
     parser.add_argument("--draw", type=Path, metavar="PNG", help="draw the results of `--out` (matplotlib)")
     arguments = parser.parse_args()
+    out: Path = arguments.out
     if arguments.draw:
-        draw(json.loads(Path(arguments.out).read_text()), arguments.draw)
+        draw(*read(out), arguments.draw)
         return
-    size, steps = SIZES[arguments.size], arguments.steps
-    trained: dict[str, Tensor] | None = None
-    if "finetune" in arguments.recipes:
-        _, _, trained = train("gpt", "fp32", 0, steps, size, None)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    how = {"machine": machine, "torch": torch.__version__, "size": size, "steps": steps}
-    results: dict[str, dict[str, list[float]]] = {}
-    training: dict[str, dict[str, list[list[float]]]] = {}
-    for recipe in arguments.recipes:
-        results[recipe] = {name: [] for name in arguments.formats}
-        training[recipe] = {name: [] for name in arguments.formats}
-        for seed in range(arguments.seeds):
-            for name, losses in results[recipe].items():
-                start = trained if recipe == "finetune" else None
-                loss, curve, _ = train(recipe, name, seed, steps, size, start)
-                losses.append(loss)
-                training[recipe][name].append(curve)
-                print(f"{recipe:9} seed {seed}  {name:5} {losses[-1]:.4f}", flush=True)
-        if arguments.out:
-            Path(arguments.out).write_text(json.dumps({"how": how, "losses": results, "training": training}) + "\n")
-            Path(arguments.out).with_suffix(".md").write_text(
-                f"`python -m benchmarks.state_formats --size {arguments.size} --steps {steps} --seeds "
-                f"{arguments.seeds}` on a {machine}, torch {torch.__version__}:\n\n{table_of(results)}\n"
-            )
+    how = {"machine": machine, "torch": torch.__version__, "size": arguments.size, "steps": arguments.steps}
+    results: Results = {}
+    if out.exists():
+        earlier, results = read(out)
+        if changed := [name for name in ("size", "steps") if earlier[name] != how[name]]:
+            parser.error(f"{out} has trainings of other {', '.join(changed)}: {earlier}. Name another file")
+    chosen = product(range(arguments.seeds), arguments.recipes, arguments.formats)
+    runs = [made for seed, recipe, name in chosen if (made := Run(recipe, name, seed)) not in results]
+    weights = out.with_suffix(".pt")
+    if any(made.recipe == "finetune" for made in runs) and not (FIRST in results and weights.exists()):
+        results.pop(FIRST, None)
+        runs = [FIRST, *(made for made in runs if made != FIRST)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(arguments.devices))))
+    devices = visible.split(",")[: arguments.devices]
+    for made in run_all(runs, results, arguments.steps, SIZES[arguments.size], weights, arguments.jobs, devices):
+        print(f"{made.recipe:9} seed {made.seed}  {made.state_format:5} {results[made][0]:.4f}", flush=True)
+        write(out, how, results)
     print(table_of(results))
 
 

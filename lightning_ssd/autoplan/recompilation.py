@@ -107,7 +107,7 @@ class Recompilation(Uncopied):
         Under a stance, code that is compiled already is kept.
         """
         budget, self._budget = self._budget, DEFAULT_BUDGET
-        if budget == DEFAULT_BUDGET:
+        if budget == DEFAULT_BUDGET or self.due:
             return
         if internals.partitioner.activation_memory_budget == budget:
             internals.partitioner.activation_memory_budget = DEFAULT_BUDGET

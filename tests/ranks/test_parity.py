@@ -10,7 +10,7 @@ from tests.ranks.train_parity import CASES
 
 ON_HOSTS = [
     "clipped by norm", "ragged accumulation", "branches", "gradients are read", "optimizer couples parameters",
-    "weights are written", "16-mixed",
+    "weights are written", "16-mixed", "speculation",
 ]  # fmt: skip
 """Cases of two hosts of one rank."""
 

@@ -14,7 +14,8 @@
    since a store that misses the caches reads the line first.
 
    Moments in bf16 take 8 bytes of traffic less, and those in 8 bits 12. They are computed in fp32, one block at a time,
-   and rounded when they are stored, so that a step's weights are those of the moments before rounding.
+   and rounded when they are stored, so that a step's weights are those of the moments before rounding. Such steps have
+   no bits of torch's to reproduce, and multiply with a reciprocal where torch divides twice.
 
    With several ranks, a step reads all ranks' gradients, and computes their mean as it needs it: see `Source`. */
 
@@ -27,6 +28,7 @@
 
 typedef struct { /* as in dynamic_code.py */
     float slopes[16], offsets[16], rises[8], starts[8], numbers[256];
+    float near_rises[2][16], near_starts[2][16];
 } DynamicCode;
 
 /* A rank's gradient, whose kind is an index of `KINDS` in rank_mean.py. */
@@ -142,13 +144,11 @@ INLINE float scaled_gradient(float g, float p, const Settings *s, int decoupled)
     return decoupled ? g : fmaf(p, s->decay, g);
 }
 
-/* Returns the new master weight. With rounded moments, whose steps have no bits of torch's to reproduce, a product and a
-   sum replace a division: on most processors divisions and roots would take more time than the memory. */
-INLINE float stepped(float p, float m, float root, const Settings *s, int decoupled, int rounded) {
+/* Returns the new master weight. */
+INLINE float stepped(float p, float m, float root, const Settings *s, int decoupled) {
     if (decoupled)
         p = p * s->decay;
-    float divisor = rounded ? fmaf(root, s->reciprocal, s->eps) : root / s->correction + s->eps;
-    return p + s->step_size * m / divisor;
+    return p + s->step_size * m / (root / s->correction + s->eps);
 }
 
 enum { BLOCK = 1 << 10 };               /* elements of one call of `root`, which fit into the first cache */
@@ -177,47 +177,32 @@ INLINE void fence(void) {
 #endif
 }
 
+/* Moments that are not stored in fp32. A step computes in fp32, one block of elements after the other in the first
+   cache: new moments, then new weights while the moments are rounded, since the processor divides beside other instructions.
+   Blocks are so small that the next one is read from memory while the processor computes. */
+
 enum { CODE_BLOCK = 256, DECADES = 7 }; /* as in dynamic_code.py */
 
-INLINE int64_t block_end(int64_t start, int64_t count) {
-    return count - start < CODE_BLOCK ? count : start + CODE_BLOCK;
-}
+typedef enum { ALONE, WHOLE, SPLIT } Masters; /* the weights in fp32; fp32 beside bf16 weights; their lower halves */
 
-INLINE void decode(const uint8_t *codes, const float *scales, const DynamicCode *code, int64_t count, int is_signed,
-                   float *values) {
-    for (int64_t start = 0; start < count; start += CODE_BLOCK) {
-        const float scale = scales[start / CODE_BLOCK];
-        const int64_t end = block_end(start, count);
-        int64_t i = start;
-#if defined(__AVX512F__)
-        /* The same numbers are computed from their positions: reading 16 entries of a table takes longer. */
-        const __m512 slopes = _mm512_loadu_ps(code->slopes), offsets = _mm512_loadu_ps(code->offsets);
-        const __m512i first = _mm512_set1_epi32(is_signed ? 127 : -1), sign = _mm512_set1_epi32(INT32_MIN);
-        for (; i + 16 <= end; i += 16) {
-            __m512i number = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
-            __m512i place = _mm512_sub_epi32(number, first);
-            __m512 position = _mm512_cvtepi32_ps(place);
-            __m512i bits = _mm512_castps_si512(position), exponent = _mm512_srli_epi32(bits, 23);
-            __m512 offset = _mm512_permutexvar_ps(exponent, offsets), slope = _mm512_permutexvar_ps(exponent, slopes);
-            if (is_signed) {
-                /* offset ^ (bits & sign); and 0 for the position 0, whose exponent is that of another decade */
-                __m512i turned = _mm512_ternarylogic_epi32(_mm512_castps_si512(offset), bits, sign, 0x78);
-                offset = _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(place, place), turned));
-            }
-            __m512 value = _mm512_mul_ps(_mm512_fmadd_ps(position, slope, offset), _mm512_set1_ps(scale));
-            _mm512_storeu_ps(values + i, value);
-        }
-#endif
-        _Pragma("GCC ivdep")
-        for (; i < end; i++)
-            values[i] = code->numbers[codes[i]] * scale;
-    }
-}
+typedef struct {           /* from the first element of a block on; new values may replace the old ones */
+    const char *weights_in, *master_in, *m_in, *v_in, *gradient;
+    char *weights, *master, *m, *v;
+} Arrays;
 
-/* Returns the reciprocal of a block's scale, or 0 for a block without codes, and stores the scale. */
-INLINE float scale_of(const float *values, int64_t count, int is_signed, float *scale) {
+typedef struct {
+    __attribute__((aligned(64))) float m[CODE_BLOCK], v[CODE_BLOCK]; /* new moments */
+    Arrays arrays;
+    float scales[2];                   /* of the old moments in 8 bits */
+    float inverses[2];                 /* reciprocals of the new scales, or 0 */
+    uint32_t first, low_key, high_key; /* number of the first element in its parameter, and keys of random numbers */
+    int past_caches;
+} Block;
+
+/* Stores the scale of a block; returns its reciprocal, or 0 for a block without codes. */
+INLINE float scale_of(const float *values, int is_signed, float *scale) {
     int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
-    for (int64_t i = 0; i < count; i++) {
+    for (int i = 0; i < CODE_BLOCK; i++) {
         int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
         if (is_signed)
@@ -233,75 +218,320 @@ INLINE float scale_of(const float *values, int64_t count, int is_signed, float *
     return largest >= 0x7f800000 || largest < 0x00800000 ? 0.0f : 1.0f / *scale;
 }
 
-/* Encodes at most `BLOCK` values. All scales are computed first: a block's codes would have to wait for its own. */
-INLINE void encode(const float *values, int64_t count, const DynamicCode *code, int is_signed, uint8_t *codes,
-                   float *scales) {
-    const float *rises = code->rises, *starts = code->starts;
-    float inverses[BLOCK / CODE_BLOCK];
-    for (int64_t start = 0; start < count; start += CODE_BLOCK)
-        inverses[start / CODE_BLOCK] =
-            scale_of(values + start, block_end(start, count) - start, is_signed, scales + start / CODE_BLOCK);
-    for (int64_t start = 0; start < count; start += CODE_BLOCK) {
-        const int64_t end = block_end(start, count);
-        const float inverse = inverses[start / CODE_BLOCK];
-        if (inverse == 0.0f) {
-            memset(codes + start, is_signed ? 127 : 0, end - start);
-            continue;
-        }
-        _Pragma("GCC ivdep")
-        for (int64_t i = start; i < end; i++) {
-            float relative = values[i] * inverse, magnitude = is_signed ? fabsf(relative) : relative;
-            float position = fmaf(magnitude, rises[0], starts[0]);
-            for (int decade = 1; decade < DECADES; decade++) {
-                float line = fmaf(magnitude, rises[decade], starts[decade]);
-                position = line < position ? line : position;
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+INLINE __m512i wide(uint32_t value) { return _mm512_set1_epi32((int32_t)value); }
+
+INLINE __m512 wide_float(float value) { return _mm512_set1_ps(value); }
+
+INLINE __m512 load_fp32(const char *from, int i) { return _mm512_loadu_ps(from + 4 * i); }
+
+INLINE __m512i load_halves(const char *from, int i) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from + 2 * i)));
+}
+
+INLINE __m512 load_bf16(const char *from, int i) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(load_halves(from, i), 16));
+}
+
+INLINE __m512 load_master(const Arrays *a, int i, Masters masters) {
+    if (masters != SPLIT)
+        return load_fp32(masters == WHOLE ? a->master_in : a->weights_in, i);
+    __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(a->master_in + 2 * i)));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(load_halves(a->weights_in, i), 16), low));
+}
+
+/* Stores the lower halves of 16 words. */
+INLINE void store_halves(char *to, int i, __m512i words, int past_caches) {
+    if (past_caches)
+        _mm256_stream_si256((__m256i *)(to + 2 * i), _mm512_cvtepi32_epi16(words));
+    else
+        _mm256_storeu_si256((__m256i *)(to + 2 * i), _mm512_cvtepi32_epi16(words));
+}
+
+INLINE void store_wide(char *to, __m512i values, int past_caches) {
+    if (past_caches)
+        _mm512_stream_si512((__m512i *)to, values);
+    else
+        _mm512_storeu_si512(to, values);
+}
+
+/* Returns `bits` with the canonical NaN where `values` are NaN. */
+INLINE __m512i canonical(__m512i bits, __m512 values) {
+    return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), wide(0x7fc00000));
+}
+
+INLINE __m512i random_words(uint32_t first, uint32_t low_key, uint32_t high_key) {
+    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i bits = _mm512_add_epi32(lanes, wide(first + low_key));
+    bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)), wide(0x7FEB352Du));
+    bits = _mm512_add_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), wide(high_key));
+    bits = _mm512_mullo_epi32(bits, wide(0x846CA68Bu));
+    return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
+}
+
+INLINE void store_stochastically(char *to, int i, const float *values, __m512i random, int past_caches) {
+    __m512 from = _mm512_load_ps(values + i);
+    __m512i bits = canonical(_mm512_add_epi32(_mm512_castps_si512(from), random), from);
+    store_halves(to, i, _mm512_srli_epi32(bits, 16), past_caches);
+}
+
+/* Computes numbers from their positions: reading 16 entries of a table would take longer. Positions of signed numbers
+   are multiplied by 4, so that no decade has the last four bits of the exponent of 0. */
+INLINE __m512 decode_wide(const char *codes, int i, float scale, __m512 slopes, __m512 offsets, int is_signed) {
+    __m512i number = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
+    __m512 position =
+        is_signed ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(number), wide_float(4.0f), wide_float(-4.0f * 127.0f))
+                  : _mm512_cvtepi32_ps(_mm512_add_epi32(number, wide(1)));
+    __m512i bits = _mm512_castps_si512(position), exponent = _mm512_srli_epi32(bits, 23);
+    __m512 slope = _mm512_permutexvar_ps(exponent, slopes), offset = _mm512_permutexvar_ps(exponent, offsets);
+    if (is_signed) /* offset ^ (bits & sign) */
+        offset = _mm512_castsi512_ps(
+            _mm512_ternarylogic_epi32(_mm512_castps_si512(offset), bits, wide(0x80000000u), 0x78));
+    return _mm512_mul_ps(_mm512_fmadd_ps(position, slope, offset), wide_float(scale));
+}
+
+/* Returns the positions of 16 values, with their signs. The exponent of a magnitude, without its last bit, tells the
+   two decades to which it may belong. */
+INLINE __m512i positions_wide(const float *values, float inverse, const DynamicCode *code, int is_signed) {
+    __m512 relative = _mm512_mul_ps(_mm512_load_ps(values), wide_float(inverse)), least = wide_float(0x1p-25f);
+    __m512 magnitude = is_signed ? _mm512_range_ps(relative, least, 0xb) /* larger magnitude */
+                                 : _mm512_max_ps(relative, least);
+    __m512i place = _mm512_srli_epi32(_mm512_castps_si512(magnitude), 24);
+    __m512 position[2];
+    for (int decade = 0; decade < 2; decade++) {
+        __m512 rise = _mm512_permutexvar_ps(place, _mm512_loadu_ps(code->near_rises[decade]));
+        __m512 start = _mm512_permutexvar_ps(place, _mm512_loadu_ps(code->near_starts[decade]));
+        position[decade] = _mm512_fmadd_ps(magnitude, rise, start);
+    }
+    __m512 found = _mm512_min_ps(position[0], position[1]);
+    if (is_signed) /* (found & ~sign) | (relative & sign) */
+        found = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+            _mm512_castps_si512(found), _mm512_castps_si512(relative), wide(0x80000000u), 0xd8));
+    else
+        found = _mm512_maskz_max_ps(_mm512_cmp_ps_mask(relative, _mm512_setzero_ps(), _CMP_GT_OQ), found,
+                                    wide_float(1.0f));
+    return _mm512_cvttps_epi32(found);
+}
+
+INLINE void store_codes(char *to, const __m512i *positions, int is_signed, int past_caches) {
+    __m512i low = _mm512_packs_epi32(positions[0], positions[1]), high = _mm512_packs_epi32(positions[2], positions[3]);
+    if (is_signed) {
+        low = _mm512_add_epi16(low, _mm512_set1_epi16(127));
+        high = _mm512_add_epi16(high, _mm512_set1_epi16(127));
+    }
+    /* Packing has taken four elements of each vector in turn. */
+    __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    store_wide(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)), past_caches);
+}
+
+INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gradient_size, int is_8bit) {
+    const Arrays a = b->arrays;
+    const float scale_m = b->scales[0], scale_v = b->scales[1];
+    const __m512 scale = wide_float(s->scale), decay = wide_float(s->decay), lerp = wide_float(s->lerp);
+    const __m512 beta2 = wide_float(s->beta2), one_minus_beta2 = wide_float(s->one_minus_beta2);
+    const int decoupled = s->decoupled;
+    __m512 slopes[2], offsets[2];
+    for (int moment = 0; moment < 2 && is_8bit; moment++) {
+        slopes[moment] = _mm512_loadu_ps(s->codes[moment]->slopes);
+        offsets[moment] = _mm512_loadu_ps(s->codes[moment]->offsets);
+    }
+    for (int i = 0; i < CODE_BLOCK; i += 16) {
+        __m512 g = gradient_size == 2 ? load_bf16(a.gradient, i) : load_fp32(a.gradient, i);
+        __m512 m = is_8bit ? decode_wide(a.m_in, i, scale_m, slopes[0], offsets[0], 1) : load_bf16(a.m_in, i);
+        __m512 v = is_8bit ? decode_wide(a.v_in, i, scale_v, slopes[1], offsets[1], 0) : load_bf16(a.v_in, i);
+        g = _mm512_mul_ps(g, scale);
+        if (!decoupled)
+            g = _mm512_fmadd_ps(load_master(&a, i, masters), decay, g);
+        _mm512_store_ps(b->m + i, _mm512_fmadd_ps(lerp, _mm512_sub_ps(g, m), m));
+        _mm512_store_ps(b->v + i, _mm512_fmadd_ps(_mm512_mul_ps(one_minus_beta2, g), g, _mm512_mul_ps(v, beta2)));
+    }
+}
+
+INLINE void step_weights(const Block *b, int i, const Settings *s, Masters masters) {
+    const Arrays a = b->arrays;
+    __m512 p = load_master(&a, i, masters), root = _mm512_sqrt_ps(_mm512_load_ps(b->v + i));
+    __m512 divisor = _mm512_fmadd_ps(root, wide_float(s->reciprocal), wide_float(s->eps));
+    if (s->decoupled)
+        p = _mm512_mul_ps(p, wide_float(s->decay));
+    __m512 step = _mm512_mul_ps(wide_float(s->step_size), _mm512_load_ps(b->m + i));
+    p = _mm512_add_ps(p, _mm512_div_ps(step, divisor));
+    __m512i bits = _mm512_castps_si512(p), whole = canonical(bits, p);
+    if (masters == ALONE) {
+        store_wide(a.weights + 4 * i, bits, b->past_caches);
+    } else if (masters == SPLIT) {
+        store_halves(a.weights, i, _mm512_srli_epi32(_mm512_add_epi32(whole, wide(0x8000)), 16), b->past_caches);
+        store_halves(a.master, i, whole, b->past_caches);
+    } else {
+        __m512i last_bit = _mm512_and_si512(_mm512_srli_epi32(whole, 16), wide(1));
+        __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(whole, wide(0x7fff)), last_bit);
+        if (s->parts & MASTERS)
+            store_wide(a.master + 4 * i, bits, b->past_caches);
+        if (s->parts & WEIGHTS)
+            store_halves(a.weights, i, _mm512_srli_epi32(rounded, 16), b->past_caches);
+    }
+}
+
+INLINE void compute_weights(const Block *b, const Settings *s, Masters masters, int is_8bit) {
+    const Arrays a = b->arrays;
+    for (int start = 0; start < CODE_BLOCK; start += 64) {
+        __m512i codes_m[4], codes_v[4];
+        for (int part = 0; part < 4; part++) {
+            int i = start + 16 * part;
+            if (s->parts != MOMENTS)
+                step_weights(b, i, s, masters);
+            if (is_8bit && s->parts & MOMENTS) {
+                codes_m[part] = positions_wide(b->m + i, b->inverses[0], s->codes[0], 1);
+                codes_v[part] = positions_wide(b->v + i, b->inverses[1], s->codes[1], 0);
+            } else if (s->parts & MOMENTS) {
+                __m512i random = random_words(b->first + (uint32_t)i, b->low_key, b->high_key);
+                store_stochastically(a.m, i, b->m, _mm512_and_si512(random, wide(0xffff)), b->past_caches);
+                store_stochastically(a.v, i, b->v, _mm512_srli_epi32(random, 16), b->past_caches);
             }
-            int32_t bits = (int32_t)as_bits(relative), lowest = is_signed ? 0 : bits < 1 ? bits : 1;
-            int32_t number = is_signed ? 127 + (int32_t)copysignf(position, relative) : (int32_t)position;
-            codes[i] = (uint8_t)(number < lowest ? lowest : number);
+        }
+        if (is_8bit && s->parts & MOMENTS) {
+            store_codes(a.m + start, codes_m, 1, b->past_caches);
+            store_codes(a.v + start, codes_v, 0, b->past_caches);
         }
     }
 }
 
-/* Reads `count` elements of both moments from `start` on, which are not stored in fp32. */
-ONCE void load_moments(const void *m_in, const void *v_in, int64_t start, int64_t count, float *m, float *v,
-                       const Settings *s) {
-    if (s->moments == MOMENTS_8BIT) {
-        int64_t block = start / CODE_BLOCK;
-        decode((const uint8_t *)m_in + start, s->scales_in[0] + block, s->codes[0], count, 1, m);
-        decode((const uint8_t *)v_in + start, s->scales_in[1] + block, s->codes[1], count, 0, v);
-        return;
-    }
-    const uint16_t *stored_m = (const uint16_t *)m_in + start, *stored_v = (const uint16_t *)v_in + start;
-    for (int64_t i = 0; i < count; i++) {
-        m[i] = bf16_as_float(stored_m[i]);
-        v[i] = bf16_as_float(stored_v[i]);
+#else
+
+INLINE float load_master(const Arrays *a, int i, Masters masters) {
+    if (masters == SPLIT)
+        return join(((const uint16_t *)a->weights_in)[i], ((const int16_t *)a->master_in)[i]);
+    return ((const float *)(masters == WHOLE ? a->master_in : a->weights_in))[i];
+}
+
+INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gradient_size, int is_8bit) {
+    const Arrays a = b->arrays;
+    const uint8_t *codes_m = (const uint8_t *)a.m_in, *codes_v = (const uint8_t *)a.v_in;
+    const uint16_t *stored_m = (const uint16_t *)a.m_in, *stored_v = (const uint16_t *)a.v_in;
+    const uint16_t *rounded_g = (const uint16_t *)a.gradient;
+    const float *whole_g = (const float *)a.gradient;
+    _Pragma("GCC ivdep")
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        float m = is_8bit ? s->codes[0]->numbers[codes_m[i]] * b->scales[0] : bf16_as_float(stored_m[i]);
+        float v = is_8bit ? s->codes[1]->numbers[codes_v[i]] * b->scales[1] : bf16_as_float(stored_v[i]);
+        float g = gradient_size == 2 ? bf16_as_float(rounded_g[i]) : whole_g[i];
+        g = g * s->scale;
+        if (!s->decoupled)
+            g = fmaf(load_master(&a, i, masters), s->decay, g);
+        b->m[i] = first_moment(m, g, s);
+        b->v[i] = second_moment(v, g, s);
     }
 }
 
-/* Stores `count` elements of both moments from `start` on, which is in `item`, rounded. */
-ONCE void store_moments(void *m, void *v, int64_t start, int64_t count, const float *new_m, const float *new_v,
-                        Item item, const Settings *s) {
-    if (s->moments == MOMENTS_8BIT) {
-        __attribute__((aligned(64))) uint8_t codes_m[BLOCK], codes_v[BLOCK];
-        int64_t block = start / CODE_BLOCK;
-        encode(new_m, count, s->codes[0], 1, codes_m, s->scales[0] + block);
-        encode(new_v, count, s->codes[1], 0, codes_v, s->scales[1] + block);
-        put((uint8_t *)m + start, codes_m, count, s->past_caches);
-        put((uint8_t *)v + start, codes_v, count, s->past_caches);
-        return;
+INLINE void encode(const float *values, float inverse, const DynamicCode *code, int is_signed, uint8_t *codes) {
+    _Pragma("GCC ivdep")
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        float relative = values[i] * inverse, magnitude = is_signed ? fabsf(relative) : relative;
+        float position = fmaf(magnitude, code->rises[0], code->starts[0]);
+        for (int decade = 1; decade < DECADES; decade++) {
+            float line = fmaf(magnitude, code->rises[decade], code->starts[decade]);
+            position = line < position ? line : position;
+        }
+        int32_t bits = (int32_t)as_bits(relative), lowest = is_signed ? 0 : bits < 1 ? bits : 1;
+        int32_t number = is_signed ? 127 + (int32_t)copysignf(position, relative) : (int32_t)position;
+        codes[i] = (uint8_t)(number < lowest ? lowest : number);
     }
-    __attribute__((aligned(64))) uint16_t rounded_m[BLOCK], rounded_v[BLOCK];
+}
+
+INLINE void compute_weights(const Block *b, const Settings *s, Masters masters, int is_8bit) {
+    const Arrays a = b->arrays;
+    const int numel = s->parts == MOMENTS ? 0 : CODE_BLOCK;
+    _Pragma("GCC ivdep")
+    for (int i = 0; i < numel; i++) {
+        float p = load_master(&a, i, masters), divisor = fmaf(sqrtf(b->v[i]), s->reciprocal, s->eps);
+        if (s->decoupled)
+            p = p * s->decay;
+        p = p + s->step_size * b->m[i] / divisor;
+        if (masters == SPLIT) {
+            ((uint16_t *)a.weights)[i] = (uint16_t)((splittable(p) + 0x8000u) >> 16);
+            ((int16_t *)a.master)[i] = (int16_t)splittable(p);
+        } else if (masters == ALONE) {
+            ((float *)a.weights)[i] = p;
+        } else {
+            if (s->parts & MASTERS)
+                ((float *)a.master)[i] = p;
+            if (s->parts & WEIGHTS)
+                ((uint16_t *)a.weights)[i] = as_bf16(p);
+        }
+    }
+    if (is_8bit && s->parts & MOMENTS) {
+        encode(b->m, b->inverses[0], s->codes[0], 1, (uint8_t *)a.m);
+        encode(b->v, b->inverses[1], s->codes[1], 0, (uint8_t *)a.v);
+    } else if (s->parts & MOMENTS) {
+        _Pragma("GCC ivdep")
+        for (int i = 0; i < CODE_BLOCK; i++) {
+            uint32_t random = random_bits(b->first + (uint32_t)i, b->low_key, b->high_key);
+            ((uint16_t *)a.m)[i] = round_stochastically(b->m[i], random & 0xffffu);
+            ((uint16_t *)a.v)[i] = round_stochastically(b->v[i], random >> 16);
+        }
+    }
+}
+
+#endif
+
+/* Steps the elements of an item. */
+INLINE void step_rounded(Item item, Arrays given, const Settings *s, Masters masters, int gradient_size, int is_8bit) {
+    const int weight_size = masters == ALONE ? 4 : 2, moment_size = is_8bit ? 1 : 2;
+    const int master_size = masters == WHOLE ? 4 : masters == SPLIT ? 2 : 0;
     uint64_t keys = step_keys((uint64_t)item.random_key, (uint64_t)s->step);
-    uint32_t low_key = (uint32_t)keys, high_key = (uint32_t)(keys >> 32);
-    uint32_t first = (uint32_t)(item.first + start - item.start);
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t random = random_bits(first + (uint32_t)i, low_key, high_key);
-        rounded_m[i] = round_stochastically(new_m[i], random & 0xffffu);
-        rounded_v[i] = round_stochastically(new_v[i], random >> 16);
+    Block b = {.low_key = (uint32_t)keys, .high_key = (uint32_t)(keys >> 32)};
+    for (int64_t start = item.start; start < item.end; start += CODE_BLOCK) {
+        const int64_t numel = item.end - start, index = start / CODE_BLOCK;
+        const int is_whole = numel >= CODE_BLOCK;
+        const Arrays a = {
+            given.weights_in + start * weight_size, given.master_in + start * master_size,
+            given.m_in + start * moment_size, given.v_in + start * moment_size,
+            given.gradient + start * gradient_size,
+            given.weights + start * weight_size, given.master + start * master_size,
+            given.m + start * moment_size, given.v + start * moment_size,
+        };
+        /* The last elements are copied to a block of zeros, which change no scale. */
+        __attribute__((aligned(64))) char weights[4 * CODE_BLOCK], master[4 * CODE_BLOCK], gradient[4 * CODE_BLOCK];
+        __attribute__((aligned(64))) char m[2 * CODE_BLOCK], v[2 * CODE_BLOCK];
+        if (is_whole) {
+            b.arrays = a;
+        } else {
+            memset(weights, 0, sizeof weights), memcpy(weights, a.weights_in, numel * weight_size);
+            memset(master, 0, sizeof master), memcpy(master, a.master_in, numel * master_size);
+            memset(gradient, 0, sizeof gradient), memcpy(gradient, a.gradient, numel * gradient_size);
+            memset(m, is_8bit ? 127 : 0, sizeof m), memcpy(m, a.m_in, numel * moment_size);
+            memset(v, 0, sizeof v), memcpy(v, a.v_in, numel * moment_size);
+            b.arrays = (Arrays){weights, master, m, v, gradient, weights, master, m, v};
+        }
+        uintptr_t addresses = (uintptr_t)a.weights | (uintptr_t)a.master | (uintptr_t)a.m | (uintptr_t)a.v;
+        b.past_caches = is_whole && s->past_caches && addresses % 64 == 0;
+        b.first = (uint32_t)(item.first + start - item.start);
+        if (is_8bit) {
+            b.scales[0] = s->scales_in[0][index];
+            b.scales[1] = s->scales_in[1][index];
+        }
+        compute_moments(&b, s, masters, gradient_size, is_8bit);
+        if (is_8bit && s->parts & MOMENTS) {
+            b.inverses[0] = scale_of(b.m, 1, s->scales[0] + index);
+            b.inverses[1] = scale_of(b.v, 0, s->scales[1] + index);
+        }
+        compute_weights(&b, s, masters, is_8bit);
+        if (is_8bit && s->parts & MOMENTS && b.inverses[0] == 0.0f)
+            memset(b.arrays.m, 127, CODE_BLOCK);
+        if (is_8bit && s->parts & MOMENTS && b.inverses[1] == 0.0f)
+            memset(b.arrays.v, 0, CODE_BLOCK);
+        if (!is_whole) {
+            if (s->parts & WEIGHTS)
+                memcpy(a.weights, weights, numel * weight_size);
+            if (s->parts & MASTERS)
+                memcpy(a.master, master, numel * master_size);
+            if (s->parts & MOMENTS) {
+                memcpy(a.m, m, numel * moment_size);
+                memcpy(a.v, v, numel * moment_size);
+            }
+        }
     }
-    put((uint16_t *)m + start, rounded_m, count * sizeof *rounded_m, s->past_caches);
-    put((uint16_t *)v + start, rounded_v, count * sizeof *rounded_v, s->past_caches);
+    fence();
 }
 
 /* The mean of several ranks' gradients. The arithmetic is that of torch's `add_(values, alpha=share)` in fp32: the first
@@ -413,16 +643,18 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
 /* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a
    call of `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by
    ordinary stores; or, past the caches, one block at a time through a buffer that fits into the first cache. A step that
-   stores some of the arrays has a loop of its own; with `root`, which reads a block of moments, it uses the buffer.
-   Moments that are not stored in fp32 are in the buffer, too, from when they are read. */
+   stores some of the arrays has a loop of its own; with `root`, which reads a block of moments, it uses the buffer. */
 #define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                      \
     const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights, \
         MASTER *master, float *m, float *v, const GRADIENT *gradient
 #define GIVEN weights_in, master_in, m_in, v_in, weights, master, m, v, gradient
-#define SHIFTED(BY) weights_in + BY, master_in + BY
-#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                             \
+#define SHIFTED(BY) weights_in + BY, master_in + BY, m_in + BY, v_in + BY
+#define AS_BYTES                                                                                              \
+    (Arrays){(const char *)weights_in, (const char *)master_in, (const char *)m_in, (const char *)v_in,       \
+             (const char *)gradient, (char *)weights, (char *)master, (char *)m, (char *)v}
+#define DEFINE(NAME, MASTERS_ARE, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                \
     INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
-                             int decoupled, int tail, int parts, int rounded) {                               \
+                             int decoupled, int tail, int parts) {                                            \
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
             float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
@@ -432,7 +664,7 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
                 m[i] = first;                                                                                 \
                 v[i] = second;                                                                                \
             }                                                                                                 \
-            p = stepped(p, first, sqrtf(second), &s, decoupled, rounded);                                     \
+            p = stepped(p, first, sqrtf(second), &s, decoupled);                                              \
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
@@ -449,37 +681,24 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
         s.root((int)(end - start), v + start, roots, MKL_MODE);                                               \
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
-            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled, 0);                         \
+            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled);                            \
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
-    INLINE void NAME##_past(int64_t start, int64_t stop, Item item, ARRAYS(WEIGHT, MASTER, GRADIENT),         \
-                            const Settings s, int decoupled, int tail) {                                      \
+    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
+                            int decoupled, int tail) {                                                        \
         __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                        \
         __attribute__((aligned(64))) MASTER new_master[BLOCK];                                                \
         __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                               \
         for (; start < stop; start += BLOCK) {                                                                \
             int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                   \
-            int rounded = s.moments != MOMENTS_FP32;                                                          \
-            const float *old_m = rounded ? new_m : m_in + start, *old_v = rounded ? new_v : v_in + start;     \
-            if (rounded) {                                                                                    \
-                load_moments(m_in, v_in, start, count, new_m, new_v, &s);                                     \
-                if (s.parts == MOMENTS) /* no new weights are computed */                                     \
-                    NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m,      \
-                                 new_v, gradient + start, s, decoupled, tail, MOMENTS, 1);                    \
-                else                                                                                          \
-                    NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m,      \
-                                 new_v, gradient + start, s, decoupled, tail, ALL, 1);                        \
-            } else if (s.root) {                                                                              \
-                NAME##_block(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
+            if (s.root)                                                                                       \
+                NAME##_block(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
                              gradient + start, s, decoupled);                                                 \
-            } else {                                                                                          \
-                NAME##_range(0, count, SHIFTED(start), old_m, old_v, new_weights, new_master, new_m, new_v,   \
-                             gradient + start, s, decoupled, tail, ALL, 0);                                   \
-            }                                                                                                 \
-            if (s.parts & MOMENTS && rounded) {                                                               \
-                store_moments(m, v, start, count, new_m, new_v, item, &s);                                    \
-            } else if (s.parts & MOMENTS) {                                                                   \
+            else                                                                                              \
+                NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
+                             gradient + start, s, decoupled, tail, ALL);                                      \
+            if (s.parts & MOMENTS) {                                                                          \
                 put(m + start, new_m, count * sizeof *m, s.past_caches);                                      \
                 put(v + start, new_v, count * sizeof *v, s.past_caches);                                      \
             }                                                                                                 \
@@ -491,14 +710,14 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
     }                                                                                                         \
     INLINE void NAME##_parts(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled,    \
                              int parts) {                                                                     \
-        NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0, parts, 0);                                \
-        NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts, 0);                                  \
+        NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0, parts);                                   \
+        NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts);                                     \
     }                                                                                                         \
     INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {   \
-        if (s.past_caches || s.moments != MOMENTS_FP32 || (s.root && s.parts != ALL)) {                       \
+        if (s.past_caches || (s.root && s.parts != ALL)) {                                                    \
             int64_t tail = s.root ? item.end : item.tail;                                                     \
-            NAME##_past(item.start, tail, item, GIVEN, s, decoupled, 0);                                      \
-            NAME##_past(tail, item.end, item, GIVEN, s, decoupled, 1);                                        \
+            NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                            \
+            NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                              \
             fence();                                                                                          \
         } else if (s.root) {                                                                                  \
             for (int64_t start = item.start; start < item.end; start += BLOCK) {                              \
@@ -518,6 +737,12 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
             NAME##_parts(item, GIVEN, s, decoupled, WEIGHTS);                                                 \
         }                                                                                                     \
     }                                                                                                         \
+    ONCE void NAME##_rounded(Item item, Arrays arrays, const Settings *s) {                                   \
+        if (s->moments == MOMENTS_8BIT)                                                                       \
+            step_rounded(item, arrays, s, MASTERS_ARE, sizeof(GRADIENT), 1);                                         \
+        else                                                                                                  \
+            step_rounded(item, arrays, s, MASTERS_ARE, sizeof(GRADIENT), 0);                                         \
+    }                                                                                                         \
     void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) { \
         const Settings s = *settings;                                                                         \
         const GRADIENT *const whole = gradient;                                                               \
@@ -529,7 +754,9 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
                 mean_item(items[index], &s, mean);                                                            \
                 gradient = (const GRADIENT *)mean - items[index].start; /* GRADIENT is float */               \
             }                                                                                                 \
-            if (s.decoupled)                                                                                  \
+            if (s.moments != MOMENTS_FP32)                                                                    \
+                NAME##_rounded(items[index], AS_BYTES, &s);                                                   \
+            else if (s.decoupled)                                                                             \
                 NAME##_item(items[index], GIVEN, s, 1);                                                       \
             else                                                                                              \
                 NAME##_item(items[index], GIVEN, s, 0);                                                       \
@@ -537,15 +764,15 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
     }
 
 /* fp32 weights, which are their own masters: `master` is not used. */
-DEFINE(adam_fp32, float, float, float, weights_in[i], gradient[i], if (parts & WEIGHTS) weights[i] = p)
+DEFINE(adam_fp32, ALONE, float, float, float, weights_in[i], gradient[i], if (parts & WEIGHTS) weights[i] = p)
 
 /* bf16 weights beside fp32 masters. */
 #define STORE_WHOLE { \
     if (parts & MASTERS) master[i] = p; \
     if (parts & WEIGHTS) weights[i] = as_bf16(p); \
 }
-DEFINE(adam_whole_bf16, uint16_t, float, uint16_t, master_in[i], bf16_as_float(gradient[i]), STORE_WHOLE)
-DEFINE(adam_whole_fp32, uint16_t, float, float, master_in[i], gradient[i], STORE_WHOLE)
+DEFINE(adam_whole_bf16, WHOLE, uint16_t, float, uint16_t, master_in[i], bf16_as_float(gradient[i]), STORE_WHOLE)
+DEFINE(adam_whole_fp32, WHOLE, uint16_t, float, float, master_in[i], gradient[i], STORE_WHOLE)
 
 /* bf16 weights that are the upper half of their masters: `master` is the lower one. */
 #define STORE_SPLIT { \
@@ -553,8 +780,8 @@ DEFINE(adam_whole_fp32, uint16_t, float, float, master_in[i], gradient[i], STORE
     if (parts & WEIGHTS) weights[i] = (uint16_t)((bits + 0x8000u) >> 16); \
     if (parts & MASTERS) master[i] = (int16_t)bits; \
 }
-DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights_in[i], master_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
-DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights_in[i], master_in[i]), gradient[i], STORE_SPLIT)
+DEFINE(adam_split_bf16, SPLIT, uint16_t, int16_t, uint16_t, join(weights_in[i], master_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
+DEFINE(adam_split_fp32, SPLIT, uint16_t, int16_t, float, join(weights_in[i], master_in[i]), gradient[i], STORE_SPLIT)
 
 /* A call of one of the functions above, whose array arguments are in their order. */
 typedef struct {

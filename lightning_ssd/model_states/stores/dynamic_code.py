@@ -17,6 +17,7 @@ Blocks count from the first element of each parameter. adam.c has the same funct
 """
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -80,16 +81,26 @@ def code_table(*, signed: bool) -> Tensor:
     """Returns `DynamicCode` of adam.c, fp32.
 
     It has slope and offset of the number at a position by the lower four bits of the position's exponent as an fp32
-    number, slope and offset of the position of a magnitude by decade, and `code_numbers`.
+    number, slope and offset of the position of a magnitude by decade, `code_numbers`, and slopes and offsets of two
+    decades by the lower four bits of half the exponent of a magnitude, which belongs to one of them. Positions of
+    first moments are multiplied by 4, so that 0, which is in no decade, has an exponent of its own.
     """
     slopes, offsets, rises, starts = _lines(signed=signed)
-    table = torch.zeros(4, 16, dtype=torch.float32, device="cpu")
+    factor = 4 if signed else 1
+    by_position = torch.zeros(2, 16, dtype=torch.float32, device="cpu")
     for decade, count in enumerate(_counts(signed)):
-        index = (count.bit_length() + 126) % 16
-        table[0, index], table[1, index] = slopes[decade], offsets[decade]
-    table[1, (index + 1) % 16] = 1.0
-    table[2, :_DECADES], table[2, 8 : 8 + _DECADES] = rises, starts
-    return torch.cat([table[:3].flatten(), code_numbers(signed=signed)])
+        exponent = 126 + (factor * count).bit_length()
+        by_position[0, exponent % 16], by_position[1, exponent % 16] = slopes[decade] / factor, offsets[decade]
+    by_position[1, (exponent + 1) % 16] = 1.0
+    by_decade = torch.zeros(2, 8, dtype=torch.float32, device="cpu")
+    by_decade[0, :_DECADES], by_decade[1, :_DECADES] = rises, starts
+    by_magnitude = torch.zeros(2, 2, 16, dtype=torch.float32, device="cpu")
+    for half in range(51, 64):  # magnitudes from 2^-25, below the least decade, to 2
+        for other, magnitude in enumerate((2.0 ** (2 * half - 127), 2.0 ** (2 * half - 125))):
+            decade = min(max(math.floor(math.log10(magnitude)) + _DECADES, 0), _DECADES - 1)
+            by_magnitude[0, other, half % 16], by_magnitude[1, other, half % 16] = rises[decade], starts[decade]
+    tables = by_position, by_decade, code_numbers(signed=signed), by_magnitude
+    return torch.cat([table.flatten() for table in tables])
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

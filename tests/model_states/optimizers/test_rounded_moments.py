@@ -3,6 +3,7 @@
 import ctypes
 import math
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import c_library
 from lightning_ssd.model_states.optimizers import adam_c, optimizers
-from lightning_ssd.model_states.optimizers.adam import AdamKernel, ElementSpan, any_kernel, torchs_step
+from lightning_ssd.model_states.optimizers.adam import AdamKernel, ElementSpan, StoreTrial, any_kernel, torchs_step
 from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer, StepHalf, StepInput
 from lightning_ssd.model_states.optimizers.rounding import random_bits, round_stochastically, step_keys
 from lightning_ssd.model_states.stores import dynamic_code
@@ -121,6 +122,7 @@ def same_bits(one: StagedState, other: StagedState) -> bool:
     versions=st.sampled_from([1, 2]),
     scale=st.sampled_from([1.0, 0.3]),
     threads=st.sampled_from([1, 2, 3]),
+    past_caches=st.booleans(),
     moments=FORMATS,
 )
 @settings(max_examples=100, deadline=None)
@@ -130,6 +132,7 @@ def test_steps_have_the_bits_of_torch_operators(
     arguments: dict[str, Any],
     dtype: torch.dtype,
     threads: int,
+    past_caches: bool,
     moments: Any,
     **how: Any,
 ) -> None:
@@ -140,7 +143,11 @@ def test_steps_have_the_bits_of_torch_operators(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = run(flat, options, moments, **how)
+        with (
+            mock.patch.object(StoreTrial, "LEAST", 1),
+            mock.patch.object(StoreTrial, "choose", lambda _: past_caches),
+        ):
+            found = run(flat, options, moments, **how)
     finally:
         torch.set_num_threads(before)
     assert same_values(found, run(flat, options, moments, compiled=False, **how), flat)
