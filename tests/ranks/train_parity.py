@@ -199,6 +199,18 @@ class Manual(Net):
         optimizer.step()
 
 
+class Keeps(Net):
+    """Zeroes no gradients, by hand, so that those of blocks that a rank does not use in a batch are from before."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        self.manual_backward(self.loss(batch, index))
+        self.optimizers().step()
+
+
 def _all_blocks(rank: int, index: int) -> list[int]:
     return [0, 1, 2]
 
@@ -283,6 +295,7 @@ CASES = {
     "16-mixed, speculation": Case(module=Overflows, scaled=True, strategy={"clip": "speculative"}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
+    "manual, gradients are kept": Case(sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=Keeps),
     "steps after backward": Case(strategy={"overlap": "none"}),
     "serial steps": Case(strategy={"overlap": "naive"}),
 }
@@ -350,7 +363,8 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
             scaler.step(optimizer, *[_no_closure] * (case.optimizer is Coupled))
             scaler.update()
             module.after_step(optimizer)
-            optimizer.zero_grad()
+            if case.module is not Keeps:
+                optimizer.zero_grad()
     return module, optimizer.state_dict()
 
 

@@ -51,8 +51,8 @@ class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
     Threads: `sum`, `follow`, `announce`, `reduce`, `evicted` and `write` run on the training thread, or on autograd's
-    while that waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their
-    callbacks: these count steps and post messages, and wait for nothing.
+    while that waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which
+    runs their callbacks: these count steps and post messages, and wait for nothing.
 
     Ownership: see `SharedGradient` and `RankStates`.
 
@@ -194,6 +194,8 @@ class RankSteps:
         self._gradients.accumulate_all()
         wait_for_all(self._gradients.consumed(), "gradients")
         for flat, gradient in self._gradients.items():
+            # Gradients that no `zero_grad` has dropped count, also of parameters that this rank has not used since.
+            self._gradients.resume_stepped(flat)
             gradient.fold()
             turns[flat] = self._next(self._turns, flat)
             own[flat] = _describe(gradient.has_accum, True, None)
@@ -239,7 +241,12 @@ class RankSteps:
         if self.owns(flat):
             return all_of([read, messages.collect(Topic.EVICTED, number, turn, messages.others)])
         owner = self._states.owner_of(flat)
-        return then(read, lambda _: finished(messages.post(Topic.EVICTED, number, turn, b"", [owner])))
+
+        def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
+            messages.post(Topic.EVICTED, number, turn, b"", [owner])
+            return finished(None)
+
+        return then(read, post)
 
     def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
         """Returns the mean of all ranks' gradients, which belong to this rank.
