@@ -30,6 +30,8 @@ class Topic(IntEnum):
     read gradients, the mean is in shared memory."""
     COPIED = auto()
     """The receiver, a flat parameter's owner, may change the sum, because the sender has copied it."""
+    EVICTED = auto()
+    """The sender reads the weights of a flat parameter no more, after user code that may read its gradients."""
     WEIGHTS = auto()
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()

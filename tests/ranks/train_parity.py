@@ -77,7 +77,29 @@ class ReadsGradients(Net):
     """Reads gradients between backward and step, of which each rank sees the mean."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.seen = [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
+        self.seen = self.read()
+
+    def read(self) -> list[Tensor | None]:
+        return [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
+
+
+class ReadsWeights(ReadsGradients):
+    """Reads weights between backward and step: on rank 1 when rank 0 has made its steps, as far as it can."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.rank == 0:
+            last = self.trainer.strategy.model_states.steps._worker.submit(lambda: None, priority=10**6)
+            last.result()
+            dist.send(torch.zeros(1), 1)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.rank == 1:
+            dist.recv(torch.zeros(1), 0)
+        super().on_before_optimizer_step(optimizer)
+
+    def read(self) -> list[Tensor | None]:
+        return [one.detach().clone() for one in self.state_dict().values()]
 
 
 class Looks(Net):
@@ -177,6 +199,18 @@ class Manual(Net):
         optimizer.step()
 
 
+class Keeps(Net):
+    """Zeroes no gradients, by hand, so that those of blocks that a rank does not use in a batch are from before."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        self.manual_backward(self.loss(batch, index))
+        self.optimizers().step()
+
+
 def _all_blocks(rank: int, index: int) -> list[int]:
     return [0, 1, 2]
 
@@ -241,6 +275,7 @@ CASES = {
     "branches, gradients are read": Case(
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
+    "weights are read before the step": Case(module=ReadsWeights),
     "values are read": Case(module=Looks),
     "adafactor": Case(adafactor, trainer={"gradient_clip_val": 0.05}),
     "16-mixed adafactor": Case(adafactor, module=Overflows, scaled=True),
@@ -260,6 +295,7 @@ CASES = {
     "16-mixed, speculation": Case(module=Overflows, scaled=True, strategy={"clip": "speculative"}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
+    "manual, gradients are kept": Case(sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=Keeps),
     "steps after backward": Case(strategy={"overlap": "none"}),
     "serial steps": Case(strategy={"overlap": "naive"}),
 }
@@ -323,11 +359,12 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
                 clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
                 clip(module.parameters(), limit)
             if isinstance(module, ReadsGradients):
-                module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+                module.seen = module.read()
             scaler.step(optimizer, *[_no_closure] * (case.optimizer is Coupled))
             scaler.update()
             module.after_step(optimizer)
-            optimizer.zero_grad()
+            if case.module is not Keeps:
+                optimizer.zero_grad()
     return module, optimizer.state_dict()
 
 
@@ -357,9 +394,9 @@ def differences(case: Case) -> Iterator[str]:
         dist.broadcast(first := one.detach().clone(), 0)
         if not torch.equal(one, first):
             yield f"weight {name} is not that of rank 0"
-    states = [value for state in our_state["state"].values() for value in state.values()]
-    if case.optimizer in (adamw, sgd) and not any(isinstance(value, LazyTensor) for value in states):
-        yield "each rank has copies of the optimizer states"
+    shared = any(isinstance(value, LazyTensor) for state in our_state["state"].values() for value in state.values())
+    if shared == (case.optimizer in (adafactor, Coupled)):  # which each rank steps whole, with states of its own
+        yield "optimizer states are shared" if shared else "each rank has copies of the optimizer states"
     if our_state["state"].keys() != plain_state["state"].keys():
         yield f"states of {our_state['state'].keys()} instead of {plain_state['state'].keys()}"
     for key, state in plain_state["state"].items():

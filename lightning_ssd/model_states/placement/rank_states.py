@@ -17,9 +17,10 @@ class RankStates:
     """Shares the memory of flat parameters among ranks, which allocate it in the same order.
 
     Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
-    read them from the message about the step until it posts its gradient for the next one: the owner writes only when
-    it has the gradients of all ranks. The same holds for weights that user code writes (`RankSteps.write`). Rank 0
-    writes the initial values, before the first exchange of all ranks, and those of the first host on all hosts.
+    read them from the message about the step until it posts its gradient for the next one, or `Topic.EVICTED` if user
+    code may read gradients: the owner writes only when it has these messages of all ranks. The same holds for weights
+    that user code writes (`RankSteps.write`). Rank 0 writes the initial values, before the first exchange of all ranks,
+    and those of the first host on all hosts.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.

@@ -18,7 +18,8 @@ ranks' gradients. A clipped step reads these twice, which is less for up to four
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
 owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
 
-If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`).
+If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`). It may
+read weights, too, until each rank posts `T.EVICTED` when it begins the step, and the owner's step waits for these.
 
 User code writes weights on all ranks, each of which changes a copy of its own (`write`). When a rank needs the values
 again, it posts a checksum of its copy as `T.GRADIENT`, in the turn of a step. Once the owner has equal ones of all
@@ -49,9 +50,9 @@ from lightning_ssd.waits import wait_for, wait_for_all
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: `sum`, `follow`, `announce`, `reduce` and `write` run on the training thread, or on autograd's while that
-    waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their
-    callbacks: these count steps and post messages, and wait for nothing.
+    Threads: `sum`, `follow`, `announce`, `reduce`, `evicted` and `write` run on the training thread, or on autograd's
+    while that waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which
+    runs their callbacks: these count steps and post messages, and wait for nothing.
 
     Ownership: see `SharedGradient` and `RankStates`.
 
@@ -193,6 +194,8 @@ class RankSteps:
         self._gradients.accumulate_all()
         wait_for_all(self._gradients.consumed(), "gradients")
         for flat, gradient in self._gradients.items():
+            # Gradients that no `zero_grad` has dropped count, also of parameters that this rank has not used since.
+            self._gradients.resume_stepped(flat)
             gradient.fold()
             turns[flat] = self._next(self._turns, flat)
             own[flat] = _describe(gradient.has_accum, True, None)
@@ -226,6 +229,24 @@ class RankSteps:
             for index in present:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
+
+    def evicted(self, flat: FlatParameter) -> "Future[None]":
+        """Tells the owner that this rank, which has the mean by `reduce`, reads the weights of `flat` no more.
+
+        Returns:
+            A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
+        """
+        number, turn, messages = self._states.numbers[flat], self._steps[flat] + 1, self._messages
+        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
+        if self.owns(flat):
+            return all_of([read, messages.collect(Topic.EVICTED, number, turn, messages.others)])
+        owner = self._states.owner_of(flat)
+
+        def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
+            messages.post(Topic.EVICTED, number, turn, b"", [owner])
+            return finished(None)
+
+        return then(read, post)
 
     def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
         """Returns the mean of all ranks' gradients, which belong to this rank.
