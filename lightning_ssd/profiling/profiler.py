@@ -159,7 +159,7 @@ class Profiler(Uncopied):
         mode = TraceMode([unit.modules for unit in self.units], self._offloader.device, self._lifetimes)
         self._trace_mode = mode
         placement = self._offloader.policy.placement if self._lifetimes is None else KeepAll()
-        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement, mode.on_stall)
+        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement)
 
     def _step_bytes(self) -> int:
         """Returns the bytes of gradients and optimizer states on the device, which the first step allocates."""
@@ -243,7 +243,6 @@ class Profiler(Uncopied):
         on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
         on_unpacked: Callable[[SavedStorage], None],
         placement: PlacementPolicy | None = None,
-        on_stall: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """Runs the next forward inside `mode` and active hooks, with callbacks for saved and unpacked storages.
 
@@ -252,7 +251,6 @@ class Profiler(Uncopied):
             on_saved: as in `OffloadPolicy`.
             on_unpacked: as in `OffloadPolicy`.
             placement: as in `OffloadPolicy`; None: it does not change.
-            on_stall: as in `OffloadPolicy`.
         """
         policy = self._policy_before = self._offloader.policy
         changes: dict[str, Any] = {} if placement is None else {"placement": placement}
@@ -262,7 +260,6 @@ class Profiler(Uncopied):
                 mode=mode,
                 on_saved=on_saved,
                 on_unpacked=on_unpacked,
-                on_stall=on_stall,
                 hooks_enabled=True,
                 **changes,
             )
@@ -279,7 +276,6 @@ class Profiler(Uncopied):
                 placement=placement,
                 on_saved=None,
                 on_unpacked=None,
-                on_stall=None,
                 hooks_enabled=enabled,
             )
         )
