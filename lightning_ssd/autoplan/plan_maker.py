@@ -218,7 +218,8 @@ class PlanMaker:
         if self.options.plan is not None or self.options.least:
             return None
         prediction = simulate(runner.profile, runner.hardware, present)
-        plan = make_plan(runner.profile, runner.hardware, self.options.planner)
+        # The training will step as it does now, and the present plan is predicted so.
+        plan = runner.placement.clipped(make_plan(runner.profile, runner.hardware, self.options.planner))
         better = simulate(runner.profile, runner.hardware, plan)
         if better.excess_bytes(runner.hardware):
             return None
