@@ -44,7 +44,7 @@ from lightning_ssd.model_states.placement import (
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
+from lightning_ssd.model_states.stores import SharedChanges, SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -59,7 +59,7 @@ from lightning_ssd.model_states.units import (
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, RankValues
 from lightning_ssd.ranks import Ranks, check_agreement
-from lightning_ssd.storage import StorageFullError
+from lightning_ssd.storage import Blob, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ def make_model_states(
                 "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision="
                 "'bf16-true' or 'bf16-mixed', or leave it out"
             )
-        two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
-        two_versions &= setup.world_size == 1  # all ranks read the one that is shared
+        # In host memory, several ranks read the one version that is shared.
+        two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred" and setup.world_size == 1)
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if setup.world_size > 1:
@@ -143,7 +143,7 @@ def make_model_states(
             # After the model has given its memory to the stores: host memory need not have room for both.
             commit_memory(stores.values(), pin=device.type == "cuda")
         else:
-            ranks.ranks.messages.exchange(b"written")  # rank 0 has written the values of the stores
+            _share_values(ranks, stores, space.staging)
             RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
@@ -193,6 +193,26 @@ def _share(
     check_agreement(ranks.messages, describe_training(module, optimizers, [item.flat for item in specs], setup))
     check_shared(specs)
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
+
+
+def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:
+    """Returns when rank 0 has written the values of all stores: from now on, owners write them, and all ranks read."""
+    blobs = [blob for store in stores.values() for blob in store.buffers.committed_blobs()]
+    hashes = b""
+    if ranks.ranks.rank == 0 and staging is not None:
+        for store in stores.values():
+            store.drain()
+        hashes = staging.store.hashes_of(blobs)
+    hashes = ranks.ranks.messages.broadcast(hashes)
+    if staging is None:
+        return
+    if ranks.ranks.rank > 0:
+        staging.store.adopt_hashes(blobs, hashes)
+    for flat, store in stores.items():
+        if not store.buffers.in_memory:
+            store.changes = SharedChanges(
+                ranks.ranks.messages, ranks.numbers[flat], ranks.owner_of(flat), staging.store
+            )
 
 
 def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:
@@ -314,6 +334,7 @@ class _Space:
         specs: the flat parameters.
         memory_plan: tiers of the flat parameters.
         staging: scratch space of the flat parameters on SSDs.
+        blobs: blobs of the flat parameters, in order; None: the stores allocate them.
         spare: host memory for second versions that `memory_plan` does not count.
         recovered: record of the killed run whose files the scratch space has adopted.
     """
@@ -322,6 +343,7 @@ class _Space:
     memory_plan: MemoryPlan
     spare: SpareMemory
     staging: StateStaging | None
+    blobs: Sequence[Blob] | None
     recovered: CommitRecord | None
 
 
@@ -355,10 +377,14 @@ def _reserve(
             tiers=tiers,
             lazy_seconds=setup.lazy_seconds,
             ranks=setup.world_size,
+            weights_in_memory=setup.world_size > 1 and not recover,
         )
         spare = setup.spare_memory(memory_plan, budget)
-        staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=killed)
-        return _Space(specs, memory_plan, spare, staging, None if killed is None else killed.record)
+        layouts = [item.layout for item in specs]
+        staging, blobs = make_staging(
+            memory_plan, setup.storage, setup.default_path, device, killed=killed, layouts=layouts, ranks=ranks
+        )
+        return _Space(specs, memory_plan, spare, staging, blobs, None if killed is None else killed.record)
 
     try:
         return attempt(specs)
@@ -372,7 +398,7 @@ def _make_stores(
     space: _Space, copies: CopyEngine, undo: contextlib.ExitStack, ranks: RankStates | None
 ) -> dict[FlatParameter, StateStore]:
     """Returns the empty stores; `undo` restores parameters from stores that were filled, and frees all stores."""
-    blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
+    blobs = None if space.blobs is None else iter(space.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
         space.specs, space.memory_plan.weights, space.memory_plan.opt_state, strict=True

@@ -300,7 +300,7 @@ class ModelStates(Uncopied):
             self._flat_of,
             masters,
             stepped_flat,
-            changing=self.records.drop,
+            changing=self._begin_load,
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
@@ -634,6 +634,16 @@ class ModelStates(Uncopied):
             raise RuntimeError(f"weights of {flat.name} are changed outside of the optimizer, {self._why_read_only}")
         self._prefetcher.check(flat)
         self._changed = True
+
+    def _begin_load(self) -> None:
+        """Prepares values to be loaded. All ranks load them, once none of them reads those before any more.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        if self._ranks is not None:
+            self._ranks.ranks.messages.exchange(b"load")
+        self.records.drop()
 
     # ---- counters and sizes ----
 

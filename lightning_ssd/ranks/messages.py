@@ -33,6 +33,10 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()
     """The sender, a flat parameter's owner, has written all of its new values."""
+    CHANGE = auto()
+    """The receiver, a flat parameter's owner, may write changed values to SSDs: the sender has read those before."""
+    CHANGED = auto()
+    """The sender, a flat parameter's owner, has written changed values to SSDs."""
     RESIDENTS = auto()
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
     VALUES = auto()
@@ -156,6 +160,17 @@ class RankMessages(Uncopied):
         collected = self.collect(Topic.EXCHANGE, 0, turn, self.others)
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
+
+    def broadcast(self, content: bytes = b"") -> bytes:
+        """Returns the content that rank 0 has given, on all ranks, which call this together.
+
+        Raises:
+            RankError: another rank has failed or ended.
+        """
+        largest = _MAX_BYTES - _HEADER.size
+        nbytes = int(self.exchange(str(len(content)).encode())[0])
+        own = content if self.rank == 0 else b""
+        return b"".join(self.exchange(own[start : start + largest])[0] for start in range(0, nbytes, largest))
 
     # ---- the end ----
 

@@ -96,13 +96,10 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
         config: the user's arguments.
         plan: the user's plan, if it determines the tiers of states.
     """
-    on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])
     speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
     averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
-        "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
-        "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
         "`clip='speculative'`": ("`clip='auto'`", speculates),
         "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
         f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),

@@ -253,9 +253,9 @@ class RunStates(Uncopied, StatesOwner):
         check_state_format(self._states_config, self._strategy.optimizers)
         mark_weights(self._model)
         config, states = self._storage, self.model_states
-        # `host_memory` is that of one process, and the processes of a host share its model states.
-        used = (0, 0) if states is None else (states.nbytes.host_limit // self._processes, states.nbytes.ssd)
-        config = config.without(*used)
+        # Budgets are those of one process, and the processes of a host share its model states.
+        used = (0, 0) if states is None else (states.nbytes.host_limit, states.nbytes.ssd)
+        config = config.without(*[nbytes // self._processes for nbytes in used])
         self.offloader = make_offloader(
             config,
             self._strategy.root_device,

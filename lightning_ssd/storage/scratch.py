@@ -20,7 +20,7 @@ from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 
-__all__ = ["ScratchDirectory", "kept_directory", "striped_free_bytes"]
+__all__ = ["JoinedDirectory", "ScratchDirectory", "kept_directory", "striped_free_bytes"]
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
@@ -141,6 +141,27 @@ class ScratchDirectory:
             close_fd(self._lock, self.path)
             self.files.close()
         close_fd(self._parent, self.path.parent)
+
+
+class JoinedDirectory(ScratchDirectory):
+    """The scratch directory of another process of this run, which holds its lock and removes it.
+
+    Args:
+        path: path of the scratch directory.
+
+    Raises:
+        StorageError: it can't be opened; or another user may have made it (`NotPrivateError`).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.files = PrivateDirectory.open(self.path)
+        except OSError as error:
+            raise from_os_error(error, "open the scratch directory of another process", self.path) from error
+
+    def close(self, *, remove: bool = True) -> None:
+        self.files.close()
 
 
 _kept_locks: set[int] = set()

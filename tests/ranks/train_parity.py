@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,6 +84,18 @@ class Looks(Net):
         self.look(self.trainer.optimizers[0])
 
 
+class Reloads(Looks):
+    """All ranks load changed weights and optimizer states after a step."""
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        state = optimizer.state_dict()
+        for values in state["state"].values():
+            values["exp_avg"] = values["exp_avg"] * 0.5
+        self.load_state_dict({name: value * 0.5 for name, value in self.state_dict().items()})
+        optimizer.load_state_dict(state)
+        super().look(optimizer)
+
+
 class Overflows(Net):
     """The gradients of rank 1 in one batch are infinite."""
 
@@ -154,6 +167,14 @@ CASES = {
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
+    "values are loaded": Case(module=Reloads),
+    "SSD": Case(strategy={"states": "ssd"}),
+    "SSD, clipped by norm": Case(strategy={"states": "ssd"}, trainer={"gradient_clip_val": 0.05}),
+    "SSD, branches": Case(strategy={"states": "ssd"}, route=lambda rank, index: [0, 1 + (rank + index) % 2]),
+    "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
+    "SSD, values are loaded": Case(strategy={"states": "ssd", "path": ["a", "b"]}, module=Reloads),
+    "SSD, gradients are read": Case(strategy={"states": "ssd"}, module=ReadsGradients),
+    "SSD, 16-mixed": Case(strategy={"states": "ssd"}, module=Overflows, scaled=True),
 }
 
 
@@ -168,8 +189,10 @@ def make_scaler(case: Case) -> torch.amp.GradScaler:
 
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
     torch.manual_seed(dist.get_rank())  # the values of rank 0 count
+    for path in case.strategy.get("path", ()):
+        Path(path).mkdir(exist_ok=True)
     module = case.module(case)
-    strategy = SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy)
+    strategy = SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | case.strategy)
     scaled = {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler(case))} if case.scaled else {}
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,

@@ -158,7 +158,8 @@ class StateDicts:
             )
         if self._mastered(owner):
             self._summoned_masters.enter_context(self._masters.summon())
-        flat_params = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
+        # In one order on all ranks, which change them together.
+        flat_params = dict.fromkeys(self._where[parameter][0] for _, parameter in self._offloaded(owner))
         self._changing()
         for flat in flat_params:
             if flat.summoned:

@@ -11,8 +11,10 @@ from lightning_ssd.model_states.journal.journal import (
     CommitRecord,
     Journal,
     has_commit_record,
+    pack_files,
     read_commit_record,
     remove_record,
+    unpack_files,
 )
 from lightning_ssd.model_states.journal.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.journal.run_fingerprint import (
@@ -35,8 +37,10 @@ __all__ = [
     "encode",
     "has_commit_record",
     "model_settings",
+    "pack_files",
     "read_commit_record",
     "remove_record",
     "show",
     "type_name",
+    "unpack_files",
 ]

@@ -24,6 +24,7 @@ from lightning_ssd.storage import (
     Calibration,
     Piece,
     PrivateDirectory,
+    SharedFiles,
     StorageError,
     StoreManifest,
     from_os_error,
@@ -177,6 +178,17 @@ def identity_of(layouts: Sequence[Layout]) -> object:
         ]
         for layout in layouts
     ]
+
+
+def pack_files(files: SharedFiles) -> bytes:
+    """Returns the content of `unpack_files` on another rank."""
+    return to_bytes({"files": encode([list(files.directories), _kept_as_data(files.manifest)], "the scratch files")})
+
+
+def unpack_files(content: bytes) -> SharedFiles:
+    """Returns the files whose description `pack_files` has made."""
+    directories, kept = decode(from_bytes(content)["files"])
+    return SharedFiles(directories, _kept_from(kept))
 
 
 class Journal:

@@ -5,7 +5,8 @@ A step of one flat parameter, between backward and the next forward (`T`: topics
 1. All ranks: the gradient is copied to the rank's part of shared memory, and `T.GRADIENT` posted to the owner.
 2. Owner, on the worker's thread: the mean in the order of ranks, in fp32, to its `SharedGradient.sums`. `T.SUM` tells
    the others which parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
-3. Owner, on the worker's thread: the step, as with one rank. `T.WEIGHTS` and `T.STEP` tell that it is written.
+3. Owner, on the worker's thread: the step, as with one rank. `T.WEIGHTS` and `T.STEP` tell that it is written. With
+   values on SSDs, these pass on their hashes, by which the other ranks check what they read.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
 No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
@@ -243,18 +244,18 @@ class RankSteps:
             done: done when all values have.
             scale: scale of the gradients, done before; None: the step is skipped.
         """
-        number, turn = self._states.numbers[flat], self._next(self._steps, flat)
+        number, turn, store = self._states.numbers[flat], self._next(self._steps, flat), self._stores[flat]
         self._stepped[flat] = done
 
         def post(topic: Topic, future: "Future[None]") -> None:  # on the thread that completes it
             if (error := future.exception()) is not None:
                 self._messages.fail(error)
             else:
-                content = bytes((scale.result() is not None,))
+                content = bytes((scale.result() is not None,)) + (store.hashes() if topic == Topic.STEP else b"")
                 self._messages.post(topic, number, turn, content, self._messages.others)
 
         weights.add_done_callback(lambda future: post(Topic.WEIGHTS, future))
-        done.add_done_callback(lambda future: post(Topic.STEP, future))
+        then(done, store.written).add_done_callback(lambda future: post(Topic.STEP, future))
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
@@ -272,13 +273,16 @@ class RankSteps:
             if contents[owner][0]:
                 self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
                 store.commit()
+                store.adopt_hashes(contents[owner][1:])
             if reduced:
                 gradient.end_step()
             return finished(None)
 
         written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
         done = then(self._messages.collect(Topic.STEP, number, turn, [owner]), count)
-        return then(written, lambda _: finished(None)), done
+        # On SSDs, weights are read from the commit on, with their hashes.
+        weights = done if store.buffers.weights.tier == "ssd" else then(written, lambda _: finished(None))
+        return weights, done
 
     @staticmethod
     def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:

@@ -16,6 +16,7 @@ from lightning_ssd.device import CopyEngine, Mark, h2d_and_release
 from lightning_ssd.futures import Future, all_of, failed, finished, then
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
+from lightning_ssd.model_states.stores.shared_changes import SharedChanges
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 from lightning_ssd.model_states.units import Loaded, exact_value
 from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
@@ -93,6 +94,7 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
+        changes: how several ranks change values on SSDs; None: there is one rank, or all values are in host memory.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class StateStore:
         self.buffers = buffers
         self.staging = staging
         self.steps = 0
+        self.changes: SharedChanges | None = None
         self._copies = copies
         self._lost: BaseException | None = None
         self._stepped: Future[Any] = finished(None)
@@ -213,7 +216,10 @@ class StateStore:
         if not changed or staged.memory is None:
             self._release(staged)
             return
-        written = self.buffers.write(staged.memory, uncommitted=step)
+        if self.changes is not None and not step:
+            written = self.changes.write(self.buffers, staged.memory)
+        else:
+            written = self.buffers.write(staged.memory, uncommitted=step)
         written.add_done_callback(lambda _: self._release(staged))
 
     def commit(self) -> None:
@@ -243,6 +249,15 @@ class StateStore:
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
         return self.buffers.written()
+
+    def hashes(self) -> bytes:
+        """Returns the hashes of the committed values on SSDs, which are stored, for `adopt_hashes` of other ranks."""
+        return b"" if self.staging is None else self.staging.store.hashes_of(self.buffers.committed_blobs())
+
+    def adopt_hashes(self, hashes: bytes) -> None:
+        """Adopts the hashes of the committed values on SSDs, which another rank has written."""
+        if self.staging is not None:
+            self.staging.store.adopt_hashes(self.buffers.committed_blobs(), hashes)
 
     def drain(self) -> None:
         """Returns when the announced step is made and its result is stored.
