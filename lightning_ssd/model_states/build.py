@@ -136,7 +136,7 @@ def make_model_states(
         versions = {} if recovered is None else dict(zip(stores, recovered.versions, strict=True))
         if ranks is not None:
             ranks.ranks.end_allocation()
-            if ranks.ranks.rank > 0:
+            if ranks.ranks.rank > 0 and recovered is None:
                 versions = dict.fromkeys(stores, 0)  # rank 0 writes them
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
         if ranks is None:
@@ -151,7 +151,8 @@ def make_model_states(
                 flat_optimizer.set_extra_state(kept)
         journal: Journal | None = None
         if recover and space.staging is not None:
-            journal = Journal(stores, flat_optimizers, space.staging.store, setup.settings)
+            messages = None if ranks is None else ranks.ranks.messages
+            journal = Journal(stores, flat_optimizers, space.staging.store, setup.settings, messages)
             undo.callback(journal.close)
         # Parameters that are resident for other reasons have no masters: the user's optimizer steps them as they are.
         exact = {parameter: exact_value(parameter, loaded) for parameter in needs_master(resident, groups)}
@@ -362,7 +363,8 @@ def _reserve(
     """
     killed = None
     if recover:
-        killed = KilledRun([item.layout for item in specs], setup.settings, start_over=setup.start_over)
+        layouts = [item.layout for item in specs]
+        killed = KilledRun(layouts, setup.settings, start_over=setup.start_over, size=setup.world_size)
 
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()

@@ -99,7 +99,6 @@ def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan 
     speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
     averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
     unsupported = {
-        "`recover=True`": ("`recover=False`", config.recover),
         "`clip='speculative'`": ("`clip='auto'`", speculates),
         "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
         f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),

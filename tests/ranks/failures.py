@@ -119,7 +119,6 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     "written weights": (lambda: fit(Net(write)), "several devices share one copy of them"),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
     "Adagrad": (lambda: fit(OtherOptimizer()), "Take AdamW, Adam or SGD"),
-    "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
 }
 """Trainings whose error all ranks raise, and its text."""
 

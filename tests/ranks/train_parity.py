@@ -173,6 +173,7 @@ CASES = {
     "SSD, branches": Case(strategy={"states": "ssd"}, route=lambda rank, index: [0, 1 + (rank + index) % 2]),
     "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
     "SSD, values are loaded": Case(strategy={"states": "ssd", "path": ["a", "b"]}, module=Reloads),
+    "SSD, steps are recorded": Case(strategy={"states": "ssd", "recover": True}, module=Looks),
     "SSD, gradients are read": Case(strategy={"states": "ssd"}, module=ReadsGradients),
     "SSD, 16-mixed": Case(strategy={"states": "ssd"}, module=Overflows, scaled=True),
 }

@@ -16,6 +16,7 @@ from lightning_ssd.model_states.journal import (
     RunFingerprint,
     has_commit_record,
     pack_files,
+    parse_commit_record,
     read_commit_record,
     remove_record,
     unpack_files,
@@ -31,6 +32,7 @@ from lightning_ssd.model_states.stores import (
     StateStore,
     VersionedBuffers,
 )
+from lightning_ssd.ranks import RankMessages
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, Slab, StoreManifest
 from lightning_ssd.types import OffloadTierName
@@ -47,13 +49,15 @@ class KilledRun:
         layouts: layouts of this run's flat parameters.
         settings: settings of this run.
         start_over: whether the record is removed unread.
+        size: number of ranks.
 
     Attributes:
         record: the record; None: there is none, or it was not read yet.
     """
 
-    def __init__(self, layouts: Sequence[Layout], settings: RunFingerprint, *, start_over: bool) -> None:
+    def __init__(self, layouts: Sequence[Layout], settings: RunFingerprint, *, start_over: bool, size: int) -> None:
         self._start_over = start_over
+        self._size = size
         self._layouts = layouts
         self._settings = settings
         self.record: CommitRecord | None = None
@@ -66,8 +70,24 @@ class KilledRun:
             for directory in directories:
                 remove_record(directory)
             return None
-        self.record = read_commit_record(directories, self._layouts, self._settings)
+        self.record = read_commit_record(directories, self._layouts, self._settings, self._size)
         return None if self.record is None else self.record.kept
+
+    def share(self, messages: RankMessages, file: Path) -> None:
+        """Passes the record of rank 0 on to the others. All ranks call this.
+
+        Args:
+            messages: messages of this rank.
+            file: path of the record, for messages.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        content = messages.broadcast(b"" if self.record is None else self.record.content)
+        if content and messages.rank > 0:
+            self.record = parse_commit_record(
+                content, file, self._layouts, self._settings, messages.rank, messages.size
+            )
 
 
 def make_staging(
@@ -133,6 +153,8 @@ def make_staging(
         if messages is not None and is_first:
             assert blobs is not None
             messages.broadcast(pack_files(store.share(blobs)))
+        if messages is not None and killed is not None:
+            killed.share(messages, store.directory.path / "journal")
         staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
         undo.pop_all()
     return staging, blobs
