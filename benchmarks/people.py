@@ -3,7 +3,7 @@
     python -m benchmarks.people --out people.json --shapes qwen2.5-1.5b vit-l --caps 24 16
     python -m benchmarks.people --shapes qwen2.5-0.5b --ragged --caps 27      # a new length in each batch
     python -m benchmarks.people --shapes llama-1536 --compiled --caps 22      # every layer compiled
-    python -m benchmarks.people --report people.json                          # of earlier results
+    python -m benchmarks.people --report people.json [--draw people.png]      # of earlier results
 
 A row is a training in a process of its own, with random weights and samples, in the shapes of published models. Modes:
   plain              Lightning's own strategy, without a cap
@@ -13,15 +13,18 @@ A row is a training in a process of its own, with random weights and samples, in
   checkpoint         the same with `gradient_checkpointing_enable()`
   ssdtrain           `SSDOffloadStrategy(offload="ssdtrain")`
   default+8bit       `SSDOffloadStrategy(state_format="8bit")`, or another format; also checkpoint+8bit
-  deepspeed+checkpoint   `strategy="deepspeed_stage_3_offload"`, and `gradient_checkpointing_enable()`
-  deepspeed2+checkpoint  `DeepSpeedStrategy(stage=2, offload_optimizer=True)`, whose weights stay on the GPU
+  deepspeed+checkpoint   `strategy="deepspeed_stage_3_offload"`, and `gradient_checkpointing_enable()`; the optimizer is
+                         `DeepSpeedCPUAdam`, as DeepSpeed refuses others with offloaded states
+  deepspeed2+checkpoint  `DeepSpeedStrategy(stage=2, offload_optimizer=True)`, whose weights stay on the GPU; the same
   fsdp+checkpoint        `FSDPStrategy(cpu_offload=True)`, without clipping, which Lightning refuses with it
+  fsdp-fused+checkpoint  the same with `AdamW(parameters, fused=True)`, which is its fastest on a CPU
 
-`AdamW(parameters)`, clipping at 1.0, bf16-mixed, the models' own losses, a DataLoader with two workers. A row has: the
-median step after `--warm-up` steps and after the plan is final; the longest step after that; the GPU's peak in these
-steps; RAM at its most, and at the end (the proportional set size of the process); the first step, and the steps and
-seconds until the plan is final; the seconds of the first `--warm-up` steps; and the loss of a fixed step, which is the
-same in all modes as far as matrix products are.
+`AdamW(parameters)` with default arguments, clipping at 1.0, bf16-mixed, the models' own losses, a DataLoader with two
+workers. A row has: the median step after `--warm-up` steps and after the plan is final; the longest step after that;
+the GPU's peak in these steps; RAM at its most, and at the end (the proportional set size of the process); the first
+step, and the steps and seconds until the plan is final; the seconds of the first `--warm-up` steps; and the loss of a
+fixed step, which is the same in all modes as far as matrix products are. A row that
+`--limit` has ended has what was measured until then.
 """
 
 import argparse
@@ -53,6 +56,9 @@ MODES = ("plain", "plain+checkpoint", "default", "checkpoint", "ssdtrain")
 
 LOSS_STEP = 10
 """Step whose loss is compared."""
+
+TOLD_EVERY = 5.0
+"""Least seconds between two prints of the results so far, of which the last one counts if the training is ended."""
 
 DISTINCT = 32
 """Samples that are made, and repeated."""
@@ -248,18 +254,25 @@ class Module(pl.LightningModule):
 
     Args:
         model: the model.
+        mode: see above.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, mode: str) -> None:
         super().__init__()
         self.model = model
+        self._mode = mode
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
+        if self._mode.startswith("deepspeed"):
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(list(self.parameters()), adamw_mode=True)
+            return optimizer
+        return torch.optim.AdamW(self.parameters(), fused=True if "fused" in self._mode else None)
 
 
 class RamWatch:
@@ -284,16 +297,19 @@ class RamWatch:
 
 
 class Probe(pl.Callback):
-    """Times all steps, and measures memory once the plan is final.
+    """Times all steps, measures memory once the plan is final, and prints results now and then.
 
     Args:
         warm_up: steps before the measured ones, at least.
+        watch: the RAM of the process.
     """
 
-    def __init__(self, warm_up: int) -> None:
+    def __init__(self, warm_up: int, watch: RamWatch) -> None:
         self._warm_up = warm_up
+        self._watch = watch
+        self._told = self._began = time.monotonic()
+        self._outcome = "none"
         self._marks: list[Any] = []
-        self._began = time.monotonic()
         self._loss: Tensor | None = None
         self.final: int | None = None
         self.seconds = 0.0
@@ -314,6 +330,11 @@ class Probe(pl.Callback):
             self.final, self.seconds = batch_idx, time.monotonic() - self._began
         if self.final is not None and batch_idx == max(self.final, self._warm_up) and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        auto, planner = find_planners(trainer)
+        self._outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
+        if time.monotonic() >= self._told + TOLD_EVERY:
+            self._told = time.monotonic()
+            print(json.dumps(self.result() | {"partial": True}), flush=True)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: object, batch_idx: int
@@ -321,18 +342,15 @@ class Probe(pl.Callback):
         if batch_idx == LOSS_STEP:
             self._loss = outputs["loss"].detach().clone()
 
-    def result(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Returns the measurements, when training has ended."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def result(self) -> dict[str, Any]:
+        """Returns the measurements of the steps that the device has ended."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
-        steps = [self._clock.elapsed(begin, end) or 0.0 for begin, end in pairs]
+        ended = [self._clock.elapsed(begin, end) for begin, end in pairs]
+        steps = [seconds for seconds in ended if seconds is not None]
         final = len(steps) if self.final is None else self.final
         measured = steps[max(final, self._warm_up) :]
         if not measured:
-            return {"error": f"no plan in {len(steps)} steps"}
-        auto, planner = find_planners(trainer)
-        outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
+            return {"error": f"no final plan, or no step after the first ones, in {len(steps)} steps", "steps": steps}
         return {
             "step": statistics.median(measured),
             "mean": statistics.fmean(measured),
@@ -343,8 +361,10 @@ class Probe(pl.Callback):
             "seconds": self.seconds,
             "beginning": sum(steps[: self._warm_up]),
             "steps": steps,
-            "outcome": outcome,
-            "loss": float("nan") if self._loss is None else self._loss.item(),
+            "outcome": self._outcome,
+            "loss": None if self._loss is None else self._loss.item(),
+            "process_ram": self._watch.most,
+            "process_ram_at_end": self.ram_at_end or process_ram(),
         }
 
 
@@ -357,7 +377,7 @@ def strategy_of(mode: str) -> Any:
         return "deepspeed_stage_3_offload"
     if kind == "deepspeed2":
         return pl.strategies.DeepSpeedStrategy(stage=2, offload_optimizer=True)
-    if kind == "fsdp":
+    if kind.startswith("fsdp"):
         return pl.strategies.FSDPStrategy(cpu_offload=True)
     if state_format:
         return SSDOffloadStrategy(state_format=state_format)
@@ -383,22 +403,24 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
     for layer in model.modules():
         if arguments.compiled and isinstance(layer, GradientCheckpointingLayer):
             layer.compile()
-    probe = Probe(arguments.warm_up)
+    watch = RamWatch()
+    probe = Probe(arguments.warm_up, watch)
     data = Samples(
         shape, getattr(model.config, "vocab_size", 0), shape.batch * arguments.steps, ragged=arguments.ragged
     )
     loader = DataLoader(data, shape.batch, num_workers=2, collate_fn=pad if arguments.ragged else None)
-    watch = RamWatch()
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_of(mode), arguments.steps, [probe], path)
         trainer.gradient_clip_val = None if mode.startswith("fsdp") else 1.0
         try:
-            trainer.fit(Module(model.train()), loader)
+            trainer.fit(Module(model.train(), mode), loader)
         except torch.OutOfMemoryError:
             return {"error": "out of memory"}
         finally:
             watch.end()
-        return probe.result(trainer) | {"process_ram": watch.most, "process_ram_at_end": probe.ram_at_end}
+        if cuda:
+            torch.cuda.synchronize()
+        return probe.result()
 
 
 def table(runs: Mapping[str, dict[str, Any]]) -> str:
@@ -408,16 +430,42 @@ def table(runs: Mapping[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in runs.items():
+        if run.get("partial"):
+            name += f" (ended after {len(run['steps'])} steps)"
         if "error" in run:
             lines.append(f"| {name} | {run['error']} | | | | | | | | |")
             continue
-        peak, ram, at_end = (run[name] / 2**30 for name in ("peak", "process_ram", "process_ram_at_end"))
+        # Earlier results have no RAM of the process.
+        ram = ", ".join(f"{run[one] / 2**30:.1f}" for one in ("process_ram", "process_ram_at_end") if one in run)
+        loss = "" if run["loss"] is None else f"{run['loss']:.4f}"
         lines.append(
-            f"| {name} | {run['step']:.3f} s (mean {run['mean']:.3f}) | {run['longest']:.2f} s | {peak:.1f} GiB | "
-            f"{ram:.1f}, {at_end:.1f} GiB | {run['first']:.1f} s | {run['final']} steps, {run['seconds']:.0f} s | "
-            f"{run['beginning']:.1f} s | {run['loss']:.4f} | {run['outcome']} |"
+            f"| {name} | {run['step']:.3f} s (mean {run['mean']:.3f}) | {run['longest']:.2f} s | "
+            f"{run['peak'] / 2**30:.1f} GiB | {ram and f'{ram} GiB'} | {run['first']:.1f} s | "
+            f"{run['final']} steps, {run['seconds']:.0f} s | {run['beginning']:.1f} s | {loss} | {run['outcome']} |"
         )
     return "\n".join(lines)
+
+
+def label(run: Mapping[str, Any]) -> str:
+    """Returns the text beside the bar of a row."""
+    return f"{run['step']:.2f} s; GPU {run['peak'] / 2**30:.0f}, RAM {run['process_ram'] / 2**30:.0f} GiB"
+
+
+def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
+    """Draws the median steps of the rows that ran, with the GPU's peak and the RAM beside each bar."""
+    from matplotlib.figure import Figure
+
+    rows = [(name, run) for name, run in runs.items() if "error" not in run][::-1]
+    figure = Figure(figsize=(9, 0.6 + 0.45 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    colors = ["tab:blue" if any(word in name for word in ("default", " checkpoint")) else "0.7" for name, _ in rows]
+    bars = axes.barh([name for name, _ in rows], [run["step"] for _, run in rows], color=colors)
+    labels = [label(run) for _, run in rows]
+    axes.bar_label(bars, labels, padding=3)
+    axes.set_xlabel("seconds a step")
+    axes.set_xlim(0, 1.7 * max((run["step"] for _, run in rows), default=1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
 def measure(arguments: argparse.Namespace, tell: Callable[[str], None] = print) -> dict[str, Any]:
@@ -455,6 +503,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, help="seconds after which a training is ended")
     parser.add_argument("--one", action="store_true", help="train the first row in this process, and print the result")
     parser.add_argument("--report", nargs="+", type=Path, help="files of earlier results; measures nothing")
+    parser.add_argument("--draw", type=Path, help="file for a picture of the results")
     arguments = parser.parse_args(given)
     if arguments.one:
         print(json.dumps(fit(arguments)))
@@ -466,6 +515,8 @@ def main(given: Sequence[str] | None = None) -> None:
     else:
         runs = measure(arguments)
     print(table(runs))
+    if arguments.draw is not None:
+        draw(runs, arguments.draw)
 
 
 if __name__ == "__main__":

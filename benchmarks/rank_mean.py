@@ -1,4 +1,4 @@
-"""The mean of n ranks' gradients, in gradients a second of one process: by our kernel, and by torch's operators.
+"""The mean of n ranks' gradients, and its norm, in gradients a second of one process: by our kernel and by torch.
 
     python -m benchmarks.rank_mean [--millions 30] [--processes 2]
 
@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor
 
-from lightning_ssd.model_states.gradients import rank_mean
+from lightning_ssd.model_states.optimizers import RankMean
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -37,9 +37,10 @@ def measure(process: int, numel: int, threads: int, barrier: "processes.Barrier"
     for dtype, name in NAMES.items():
         for ranks in (2, 4):
             sources: list[Tensor] = [torch.randn(numel).to(dtype) for _ in range(ranks)]
-            nbytes, arguments = 4 + ranks * dtype.itemsize, (total, sources, 1.0 / ranks)
-            runs.append((f"{ranks} x {name}, ours", nbytes, partial(rank_mean.write_mean, *arguments)))
-            runs.append((f"{ranks} x {name}, torch", nbytes, partial(rank_mean.write_mean_by_torch, *arguments)))
+            nbytes, mean = ranks * dtype.itemsize, RankMean(sources, 1.0 / ranks)
+            runs.append((f"{ranks} x {name}, ours", 4 + nbytes, partial(mean.write, total)))
+            runs.append((f"{ranks} x {name}, norm", nbytes, partial(mean.norm, slice(None))))
+            runs.append((f"{ranks} x {name}, torch", 4 + nbytes, partial(mean.write_by_torch, total)))
     for name, nbytes, run in runs:
         barrier.wait()
         rate = numel / best(run)

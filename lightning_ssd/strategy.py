@@ -333,6 +333,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
         assert self.model is not None
         if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
             check_unit_classes(self.model, self.states_config.units)
+        self._connect_ranks()
         run.begin(trainer)
         self._reduces_gradients = not run.offloads
         if fitting:
@@ -348,7 +349,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
             run.loaded.clear()
         if fitting:
             run.make_offloader()
-            pl.utilities.rank_zero_info("\n".join(f"{self.strategy_name}: {line}" for line in run.describe()))
+            pl.utilities.rank_zero_info(run.describe(self.strategy_name))
 
     @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer) -> None:
@@ -389,6 +390,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
             self._collections.begin_micro_batch()
         if self._segments is not None:
             self._segments.begin_micro_batch()
+        self._check_ranks()
         self._run.begin_micro_batch("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)

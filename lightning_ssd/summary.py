@@ -1,7 +1,8 @@
 """The log lines at the start of a training: tiers of model states and activations, their bytes, and the reasons."""
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,6 +16,19 @@ from lightning_ssd.storage import BlobStore
 
 _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}
+_COLUMNS = 80  # of a terminal
+
+
+def join_lines(name: str, lines: Iterable[str]) -> str:
+    """Returns the text of a log record: `lines`, each after `name`, in lines that a terminal does not break."""
+    prefix = f"{name}: "
+    parts = (
+        textwrap.wrap(
+            line, _COLUMNS - len(prefix), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in lines
+    )
+    return "\n".join(prefix + part for wrapped in parts for part in wrapped)
 
 
 def describe_activations(

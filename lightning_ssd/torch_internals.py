@@ -27,11 +27,14 @@ replacement ("at import" below). There are three groups:
   `torch.cuda.memory._set_allocator_settings` |
 | `raw_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
+| `has_stance` | `torch._dynamo.eval_frame._stance` | True: no code is compiled a second time |
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
 | `has_cuda_graphs` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
 | `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
+| `abort_process_groups` | `torch.distributed.distributed_c10d._world` | |
+| `collectives_begun` | `torch.distributed.distributed_c10d._world`, `_get_sequence_number_for_group` | |
 | `new_storage_info` | `torch.distributed.checkpoint.filesystem._StorageInfo` | |
 | `register_state_dict_hook`, `run_node_first` | methods of modules and nodes | |
 
@@ -105,6 +108,7 @@ _INTERFACES = {
     "set_eval_frame": ("torch._C._dynamo.eval_frame.set_eval_frame", "keep Dynamo out of its hooks"),
     "compile_context": ("torch._guards.CompileContext.try_get", "refuse offloaded weights in compiled functions"),
     "compile_callbacks": ("torch._dynamo.callback.callback_handler", "remove its hooks before Dynamo traces modules"),
+    "partitioner": ("torch._functorch.config", "have compiled code save less and recompute more"),
     "autograd_node": ("torch._C._current_autograd_node", "find the node that runs in backward"),
     "graph_task": ("torch._C._current_graph_task_id", "find whether a backward runs"),
     "innermost_transform": ("torch._C._functorch.peek_interpreter_stack", "find transforms of `torch.func`"),
@@ -169,6 +173,7 @@ innermost_saved_hooks: Callable[[bool], _Hooks | None]
 set_eval_frame: Callable[[Any], Any]
 compile_context: Callable[[], object]
 compile_callbacks: Any
+partitioner: Any
 autograd_node: Callable[[], Any]
 graph_task: Callable[[], int]
 innermost_transform: Callable[[], object]
@@ -288,6 +293,15 @@ def count_compiled() -> int:
     return int(dynamo.counters["frames"]["total"] + dynamo.counters["stats"]["unique_graphs"])
 
 
+def has_stance() -> bool:
+    """Returns whether user code has set a stance (`torch.compiler.set_stance`); True where torch can't tell.
+
+    Under a stance, code that was discarded may not be compiled again.
+    """
+    stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    return stance is None or bool(stance.stance != "default")
+
+
 def compile_seconds() -> float:
     """Returns the seconds that `torch.compile` has taken in this process since the last `torch.compiler.reset`."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
@@ -392,8 +406,27 @@ def dtype_order(tensors: list[Tensor | None]) -> list[int]:
     return [index for _, indices in groups.values() for index in indices]
 
 
+def abort_process_groups() -> None:
+    """Ends the collectives of all process groups with errors, later ones too. Gloo's groups ignore it."""
+    from torch.distributed import distributed_c10d
+
+    groups = sorted(distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
+    for group, _ in groups:
+        group.abort()
+
+
 def new_storage_info(file: str, offset: int, nbytes: int) -> Any:
     """Returns the place of a tensor in a file of `torch.distributed.checkpoint`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
+
+
+def collectives_begun() -> list[int]:
+    """Returns the number of collectives of each process group so far; an empty list without torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    from torch.distributed.distributed_c10d import _world
+
+    count: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
+    return [count(group) for group in _world.pg_map]

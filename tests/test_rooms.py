@@ -42,7 +42,7 @@ ROOMS["summary"] = _STATES | {"host_memory", "planning"}
 ROOMS["versions"] = {"_lightning"}
 ROOMS["callbacks"] = _STATES | {"planning", "profiling", "autoplan", "timeline", "summary", "versions"}
 ROOMS["run"] = _STATES | {"planning", "autoplan", "callbacks", "retry", "recover"}
-ROOMS["run"] |= {"host_memory", "locations", "summary"}
+ROOMS["run"] |= {"host_memory", "locations", "ranks", "summary"}
 ROOMS["strategy"] = _STATES | {"autoplan", "callbacks", "retry", "run", "locations", "versions"}
 # Commands, and what only they and users' own programs import.
 ROOMS["export"] = _STATES

@@ -23,7 +23,9 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.INFO and re.match("ssd_offload:|ActivationOffload:", record.getMessage()):
-            self.lines.append(record.getMessage())
+            text = record.getMessage()
+            assert all(len(line) <= 80 or "/" in line for line in text.split("\n")), text
+            self.lines.append(re.sub("\n[^ ]+:   ", " ", text))
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from lightning_ssd.activations.config import (
     make_offloader,
 )
 from lightning_ssd.activations.graph import (
+    COMPILED_OPERATOR,
     Buffer,
     ForwardGraph,
     Operation,
@@ -48,7 +49,7 @@ from lightning_ssd.activations.graph import (
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.pipeline import StagePass
-from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
+from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, PlacementPolicy
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, State, check_version
@@ -79,6 +80,7 @@ __all__ = [
     "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",
+    "COMPILED_OPERATOR",
     "Buffer",
     "EmptyCaches",
     "ForwardGraph",
@@ -89,7 +91,6 @@ __all__ = [
     "OffloadAll",
     "OffloadConfig",
     "OffloadExcess",
-    "OffloadOnPressure",
     "OffloadPolicy",
     "OpSchedule",
     "Operation",

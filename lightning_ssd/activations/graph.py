@@ -19,6 +19,9 @@ from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall
 _COMMUNICATION = ("c10d", "_c10d_functional")
 """Namespaces of operations that other processes have to execute, too."""
 
+COMPILED_OPERATOR = "compiled"
+"""Name of a call of a compiled unit, which is one operation, in names of saved tensors."""
+
 
 @dataclass
 class Buffer:
@@ -312,6 +315,6 @@ def changes_statistics(name: str) -> bool:
 
 
 def _name(maker: Operation, buffer: Buffer) -> str:
-    name = "compiled" if maker.func is None else internals.schema_of(maker.func).name.partition("::")[2]
+    name = COMPILED_OPERATOR if maker.func is None else internals.schema_of(maker.func).name.partition("::")[2]
     where = f"{maker.where}:{name}" if maker.where else name
     return f"{where}.{buffer.position}" if buffer.position else where

@@ -87,38 +87,6 @@ class OffloadAll(PlacementPolicy):
         return self._tiers
 
 
-class OffloadOnPressure(PlacementPolicy):
-    """Keeps everything until the device's memory is short, and then offloads the rest of the micro-batch.
-
-    Args:
-        tiers: the tiers, in the order in which they are filled.
-        is_short: returns whether memory is short; called every `ASKED_EVERY` saved bytes.
-    """
-
-    #: Saved bytes between two calls of `is_short`: torch collects all its statistics to answer.
-    ASKED_EVERY = 2**28
-
-    def __init__(self, tiers: Sequence[OffloadTierName], is_short: Callable[[], bool]) -> None:
-        self._tiers = tiers
-        self._is_short = is_short
-        self._saved = 0
-        self._short = False
-
-    def begin(self, expected_bytes: int) -> None:
-        self._saved = self.ASKED_EVERY
-        self._short = False
-
-    def must_keep(self, nbytes: int) -> bool:
-        self._saved += nbytes
-        if self._saved >= self.ASKED_EVERY and not self._short:
-            self._saved = 0
-            self._short = self._is_short()
-        return not self._short
-
-    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
-        return self._tiers if self._short else ()
-
-
 class OffloadExcess(PlacementPolicy):
     """Keeps the storages for which the device has room, and offloads the others, evenly spread over the forward.
 

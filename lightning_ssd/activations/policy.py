@@ -20,7 +20,7 @@ class OffloadPolicy:
 
     Attributes:
         placement: chooses the tier of each saved storage: all (`OffloadAll`), none (`KeepAll`), a share or number of
-            bytes (`FixedAmount`), by bandwidth (`SSDTrainAuto`), or all once memory is short (`OffloadOnPressure`).
+            bytes (`FixedAmount`), by bandwidth (`SSDTrainAuto`), or those that have no room (`OffloadExcess`).
         mode: dispatch mode that wraps each forward: a `PlanMode`, whose choices override those of `placement`, or a
             `TraceMode`; `None`: forwards run without one.
         window_bytes: bytes that may be in flight to the tiers at once, and bytes that may be prefetched ahead of use.

@@ -2,9 +2,11 @@
 
 A training has these phases. All methods are called on the training thread.
 
-1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`).
+1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`), and so do those
+   that are recorded and checked for a plan.
 2. decide, at the end of each step until there is a plan (`_decide`).
-3. plan: a `PlanCycle`, to which the events of the training are passed.
+3. plan: a `PlanCycle`, to which the events of the training are passed. Compiled code may be compiled again before
+   there is a plan, once (`Recompilation`): then all begins anew.
 
 A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
 """
@@ -22,12 +24,22 @@ from lightning_ssd.activations import (
     OffloadExcess,
     OffloadPolicy,
     make_auto_placement,
+    records_cuda_graphs,
 )
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_parameters
 from lightning_ssd.autoplan.known_memory import KnownMemory
-from lightning_ssd.autoplan.obstacles import BLOCKS, Obstacles
-from lightning_ssd.autoplan.plan_cycle import PlanCycle, PlanOptions
+from lightning_ssd.autoplan.obstacles import (
+    BLOCKS,
+    COMPILED,
+    CompiledCode,
+    compiled_units,
+    has_compiled_nodes,
+    obstacle_to_planning,
+)
+from lightning_ssd.autoplan.plan_cycle import PlanCycle
+from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -38,10 +50,6 @@ Outcome = Literal["measuring", "keep", "plan", "offload"]
 FIRST_STEPS = 2
 """Steps before the decision: the first one allocates optimizer states, the second one shows their memory. One step is
 enough if its saved tensors do not fit beside the memory that stays allocated after it."""
-
-SHORT_STEPS_AFTER_KEEP = 2
-"""Steps in a row without room for all saved tensors, after which a training whose outcome is "keep" is planned. With
-another outcome one such step is enough."""
 
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches without enough memory have ended, after which the training is not planned any more."""
@@ -69,14 +77,20 @@ class AutoPlan(Uncopied):
         self.outcome: Outcome = "measuring"
         self.cycle: PlanCycle | None = None
         self._training = training
-        self._obstacles = Obstacles(training)
+        self._obstacle: str | None = None
+        """Reason why this training can't be planned; `None`: none was found."""
+        self._cuda_graphs = False
+        """Whether compiled code of the first step has recorded CUDA graphs."""
+        self._code: CompiledCode | None = None
+        """Notices compiled code that is no unit, in the first steps and under modes; `None`: nothing is decided."""
+        self._recompilation = Recompilation(training)
         self._parameters = tuple(training.module.parameters())
         self._batches = SeenBatches()
         """Batches of the whole training."""
         self._failed_profiles = 0
         self._begin()
         if self._known is not None:
-            self._obstacles.begin()
+            self._code = CompiledCode(compiled_units(training))
 
     def _begin(self) -> None:
         """Begins to decide for the steps with the present offloader."""
@@ -98,8 +112,6 @@ class AutoPlan(Uncopied):
         """Steps that have ended under these rules."""
         self._short = False
         """Whether saved tensors of a micro-batch of the present step had no room."""
-        self._short_steps = 0
-        """Steps in a row in which that was true."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The policy in force before a second attempt at the present micro-batch."""
@@ -109,8 +121,6 @@ class AutoPlan(Uncopied):
         """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
-        self._runs_again = False
-        """Whether the present micro-batch has."""
         offloader = self._training.offloader
         # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
         placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
@@ -143,14 +153,6 @@ class AutoPlan(Uncopied):
         """Whether the present micro-batch is the first one of a step."""
         return self._begins_step
 
-    def excluded(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context whose time, before the forward of a micro-batch, is no part of measured times.
-
-        The steps by which plans are made and corrected would otherwise include the time in which the first
-        micro-batches record their state, and later steps don't.
-        """
-        return contextlib.nullcontext() if self.cycle is None else self.cycle.excluded()
-
     # ---- events of the training ----
 
     def begin_micro_batch(self, batch: Any) -> None:
@@ -158,7 +160,6 @@ class AutoPlan(Uncopied):
         if self._known is None:
             return
         self._restore()  # a hook of the module may have skipped the last batch
-        self._runs_again = False
         if self._at_boundary:
             self._short = False
         self._shape = BatchShape.of(batch)
@@ -172,30 +173,29 @@ class AutoPlan(Uncopied):
         self._limited = self.cycle is None or self.cycle.keeps_excess
         if self._limited:
             self._apply_limit(self._known)
+            if self.cycle is not None and self.cycle.phase == "checking":
+                self._known.limit.reserve(self.cycle.profiler.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
 
-    def before_backward(self, loss: Tensor) -> None:
+    def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
-        if self._known is not None and self._steps == 0:
-            self._obstacles.see_first_step(loss, self._training.offloader.device)
-        first = self._steps < FIRST_STEPS
-        if self.cycle is None and (first or self._short or self._states_are_movable()):
-            self._obstacles.see_backward(loss)
+        if self._code is not None and self._steps == 0 and records_cuda_graphs(self._training.offloader.device):
+            self._cuda_graphs |= self._code.ran or has_compiled_nodes(loss)  # not those of other trainings
         if self.cycle is not None:
-            self.cycle.begin_backward()
+            self.cycle.begin_backward(loss)
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
         """Called after each backward."""
         if self.cycle is not None:
             self.cycle.end_backward()
         if self._training.automatic:  # with manual optimization more backwards may follow
             self._end_backward()
 
-    def before_optimizer_step(self) -> None:
+    def begin_optimizer(self) -> None:
         """Called before each optimizer step."""
         if self.cycle is not None:
             self.cycle.begin_optimizer()
@@ -222,9 +222,9 @@ class AutoPlan(Uncopied):
             return
         self._at_boundary = True
         self._steps += 1
-        if self._steps == FIRST_STEPS:
-            self._obstacles.end_first_steps()
-        if self._obstacles.cuda_graphs and self._steps == 1:
+        if self._steps == FIRST_STEPS and self._code is not None:
+            self._code.close()
+        if self._cuda_graphs and self._steps == 1:
             self._keep_for_cuda_graphs()
         else:
             self._end_step(known)
@@ -233,8 +233,12 @@ class AutoPlan(Uncopied):
         """Decides for the steps after one that has ended, or passes its end to the plan."""
         ran_out, self._ran_out = self._ran_out, False
         if self.cycle is not None:
-            if self._obstacles.find_late(self._training.inform):
-                self._plan_late_code()
+            if self._code is not None and self._code.ran_under_mode:
+                self._end_plan_of_late_code(self._code)
+            elif self._recompilation.due:
+                self._close_plan()
+                self._recompilation.begin()
+                self._begin()
             elif ran_out:
                 self._plan_smaller(known, self.cycle)
             return
@@ -255,21 +259,21 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             self.cycle.end_epoch()
 
-    def report(self) -> None:
-        """Called when training ends: logs a report on the plan of operators, if there is one."""
-        if self.cycle is not None and self.cycle.planned:
-            self.cycle.report()
-
-    def close_cycle(self) -> None:
-        """Ends the plan of operators: no hooks and modes are left. What was measured can still be read."""
+    def end_training(self) -> None:
+        """Called when training ends: no hooks and modes of a plan are left. What was measured can still be read."""
         if self.cycle is not None:
+            if self.cycle.planned:
+                self.cycle.report()
             self.cycle.close()
 
     def close(self) -> None:
         """Ends all decisions."""
         self._known = None
-        self._obstacles.close()
+        code, self._code = self._code, None
+        if code is not None:
+            code.close()
         self._close_plan()
+        self._recompilation.close()
 
     # ---- before there is a plan of operators ----
 
@@ -301,20 +305,29 @@ class AutoPlan(Uncopied):
         pattern = self._training.offloader.last_pattern
         first_lacks_room = self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0))
         self._short = self._short or first_lacks_room
-        self._short_steps = self._short_steps + 1 if self._short else 0
         if not first_lacks_room and (self._steps < FIRST_STEPS or known.limit.measuring):
             return
-        if not movable and self._short_steps < (SHORT_STEPS_AFTER_KEEP if self.outcome == "keep" else 1):
+        if not (movable or self._short):
             return
-        obstacle = self._obstacles.find(self._shape)
+        obstacle = self._find_obstacle()
         if obstacle is None:
             self._begin_plan(known)
         elif self._short:
             self._offload_excess(obstacle)
 
+    def _find_obstacle(self) -> str | None:
+        """Returns the reason why the training can't be planned now, by the present batch; `None`: it can."""
+        if self._obstacle is None and self._code is not None and self._code.ran:
+            self._obstacle = COMPILED
+        if self._obstacle is None and self._shape is None:
+            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
+        self._obstacle = self._obstacle or obstacle_to_planning(self._training)
+        return self._obstacle
+
     def _begin_plan(self, known: KnownMemory) -> None:
         self.outcome = "plan"
-        self._obstacles.end_first_steps()
+        if self._code is not None:
+            self._code.close()  # calls in the first steps have shown the code that was compiled earlier
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
         owner = self._training.owner
@@ -324,8 +337,15 @@ class AutoPlan(Uncopied):
         meter = known.limit.meter
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
-        self.cycle = PlanCycle(self._training, options, meter, logs_metrics=False, keeps_excess=True)
-        self.cycle.profiled.recordable = self._batches
+        self.cycle = PlanCycle(
+            self._training,
+            options,
+            meter,
+            logs_metrics=False,
+            keeps_excess=True,
+            recompilation=self._recompilation,
+        )
+        self.cycle.recordable = self._batches
 
     def _keep_for_cuda_graphs(self) -> None:
         """Keeps all saved tensors from the second step on, which records the CUDA graphs. The first one warms them up.
@@ -344,8 +364,10 @@ class AutoPlan(Uncopied):
         offloader.run(replace(offloader.policy, placement=KeepAll()))
         self._enable_hooks(False)
 
-    def _plan_late_code(self) -> None:
+    def _end_plan_of_late_code(self, code: CompiledCode) -> None:
         """Ends the plan, as compiled code that is no unit runs under it."""
+        self._obstacle = COMPILED
+        code.forget(self._training.inform)
         self._training.inform(
             "offload='auto': compiled code that is no block of the model was called in a step that was recorded or "
             f"planned. The plan ends, and saved tensors that have no room are offloaded ({BLOCKS})."
@@ -375,10 +397,10 @@ class AutoPlan(Uncopied):
             f"run again with all saved tensors offloaded. {note}"
         )
         self._proven.clear()
-        self._ran_out = self._runs_again = self._short = True
+        self._ran_out = self._short = True
         if self.cycle is not None:
             self._failed_profiles += self.cycle.measuring
-            self.cycle.discard()
+            self.cycle.run_out()
             if self._limited:
                 known.limit.lower()
                 self._limited = False  # its second attempt offloads all
@@ -412,7 +434,7 @@ class AutoPlan(Uncopied):
         if self._known is None:  # nothing more can be offloaded
             return
         self._shape, self._trained, self._begins_step = shape, trained, begins_step
-        self._limited, self._at_boundary, self._ran_out, self._runs_again = True, False, True, True
+        self._limited, self._at_boundary, self._ran_out = True, False, True
         self._apply_limit(self._known)
         self._known.limit.measure()
         offloader.run(replace(offloader.policy, window_bytes=0))
@@ -429,8 +451,8 @@ class AutoPlan(Uncopied):
             cycle.plan_smaller()
             return
         self._close_plan()
-        self._obstacles.lasting = "profiling needs more memory than there is"
-        self._offload_excess(self._obstacles.lasting)
+        self._obstacle = "profiling needs more memory than there is"
+        self._offload_excess(self._obstacle)
         offloader = self._training.offloader
         placement = OffloadExcess(tuple(offloader.tiers), known.limit)
         offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))

@@ -26,9 +26,6 @@ ROWS = 4
 GROWTH = 1.25
 """Size of a row for micro-batches larger than the recorded one / that of the row before."""
 
-ALIKE = 0.8
-"""Bytes of a batch / bytes of a larger one, from which on steps with either take about the same time."""
-
 SLACK = 0.02
 """Share by which a micro-batch may save more than the largest one of its row: saved bytes vary a little."""
 
@@ -62,10 +59,6 @@ class BatchShape(NamedTuple):
             return False
         pairs = zip(self.shapes, other.shapes, strict=True)
         return all(a <= b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
-
-    def is_like(self, other: "BatchShape") -> bool:
-        """Returns whether steps with either batch take about the same time, by their bytes."""
-        return ALIKE * self.nbytes <= other.nbytes and ALIKE * other.nbytes <= self.nbytes
 
     def growth_over(self, other: "BatchShape") -> float | None:
         """Returns an upper bound of the bytes that this batch saves / those that `other` does; `None`: not comparable.
@@ -227,10 +220,6 @@ class RecordedBatch:
     def size(self, shape: BatchShape | None) -> float | None:
         """Returns the most bytes that a batch of a shape saves / those of the recorded one; `None`: not known."""
         return 1.0 if self.shape is None else self._sizes.size(shape, self.shape)
-
-    def is_like(self, shape: BatchShape | None) -> bool:
-        """Returns whether a batch of a shape is as large as the recorded one, as far as both shapes are known."""
-        return shape is None or self.shape is None or shape.is_like(self.shape)
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:

@@ -12,14 +12,12 @@ from lightning_ssd.activations import (
     backward_nodes,
     calls_are_compiled,
     count_compiled,
-    records_cuda_graphs,
 )
-from lightning_ssd.autoplan.batches import BatchShape
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.model_states import compiled_functions, is_compiled
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["BLOCKS", "CompiledCode", "Obstacles", "compiled_units", "obstacle_to_planning"]
+__all__ = ["BLOCKS", "COMPILED", "CompiledCode", "compiled_units", "has_compiled_nodes", "obstacle_to_planning"]
 
 BLOCKS = "compile the model's blocks instead: `for block in model.blocks: block.compile()`"
 """Remedy for compiled code that is no unit."""
@@ -107,82 +105,6 @@ class CompiledCode(Uncopied):
             self._count_before = count_compiled()
 
 
-class Obstacles:
-    """Finds reasons why a training can't be planned, while its first steps run.
-
-    Compiled code can be planned if it is a unit as a whole. Other compiled code is noticed while it runs, also under a
-    plan, which ends then. All methods are called on the training thread.
-
-    Args:
-        training: the training.
-
-    Attributes:
-        lasting: a reason that later steps have, too; `None`: none was found.
-        cuda_graphs: whether compiled code of the first step has recorded CUDA graphs.
-    """
-
-    def __init__(self, training: Training) -> None:
-        self.lasting: str | None = None
-        self.cuda_graphs = False
-        self._training = training
-        self._is_compiled = False
-        """Whether a loss has shown compiled code that is no unit."""
-        self._code: CompiledCode | None = None
-        """Notices compiled code that is no unit; `None` before `begin`."""
-        self._has_units = False
-        """Whether there are compiled units, whose code the graph of a loss has, too."""
-
-    def begin(self) -> None:
-        """Begins to look for compiled code."""
-        units = compiled_units(self._training)
-        self._code, self._has_units = CompiledCode(units), bool(units)
-
-    def see_first_step(self, loss: Tensor, device: torch.device) -> None:
-        """Called before backwards of the first step: looks for CUDA graphs, but not for those of other trainings."""
-        if records_cuda_graphs(device) and (self._ran_compiled or _has_compiled_nodes(loss)):
-            self.cuda_graphs = True
-
-    def see_backward(self, loss: Tensor) -> None:
-        """Called before backwards of a training that may be planned: looks for compiled code."""
-        self._is_compiled = self._is_compiled or (not self._has_units and _has_compiled_nodes(loss))
-
-    def find(self, shape: BatchShape | None) -> str | None:
-        """Returns the reason why the training can't be planned now, by a batch of `shape`; `None`: it can."""
-        if self.lasting is None and (self._is_compiled or self._ran_compiled):
-            self.lasting = COMPILED
-        if self.lasting is None and shape is None:
-            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
-        if self.lasting is None:
-            self.lasting = obstacle_to_planning(self._training)
-        return self.lasting
-
-    def find_late(self, inform: Callable[[str], None]) -> bool:
-        """Returns whether compiled code that is no unit ran under a plan, which has to end then.
-
-        If older torch ran it uncompiled, all code of the process is compiled anew, and `inform` logs a line about it.
-        """
-        if self._code is None or not self._code.ran_under_mode:
-            return False
-        self.lasting = COMPILED
-        self._code.forget(inform)
-        return True
-
-    def end_first_steps(self) -> None:
-        """Called when the first steps have ended: their calls have shown the code that was compiled earlier."""
-        if self._code is not None:
-            self._code.close()
-
-    def close(self) -> None:
-        """Ends the search."""
-        code, self._code = self._code, None
-        if code is not None:
-            code.close()
-
-    @property
-    def _ran_compiled(self) -> bool:
-        return self._code is not None and self._code.ran
-
-
 def obstacle_to_planning(training: Training) -> str | None:
     """Returns why no plan can be applied to the training; `None`: one can, as far as its modules show."""
     if not training.replicated:
@@ -207,6 +129,6 @@ def compiled_units(training: Training) -> list[nn.Module]:
     ]
 
 
-def _has_compiled_nodes(loss: Tensor) -> bool:
+def has_compiled_nodes(loss: Tensor) -> bool:
     """Returns whether the graph of a loss has nodes of `torch.compile`."""
     return any(node.name().startswith("CompiledFunction") for node in backward_nodes(loss))

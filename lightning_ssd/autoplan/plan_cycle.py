@@ -5,9 +5,10 @@ A training has these phases, in the order of the methods. All of them are called
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
    a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
    there is none, they offload all saved tensors.
-2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew (`_decide`).
-3. correct: measured steps correct the profile once (`_compare`). If the corrected profile has a better plan, it is
-   applied. If its steps are slower, the first plan is applied again. Then the plan is final.
+2. plan: `PlanMaker` makes a plan and `PlanRunner` applies it, or model states are moved and profiled anew
+   (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
+3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
+   applied. Then the plan is final.
 
 A micro-batch follows the row of the plan for its size (`_follow`). If its batch is larger than all before, all units
 are checkpointed that may be. It offloads all saved tensors if there is no room for that, or if it trains other
@@ -16,39 +17,23 @@ parameters.
 
 import logging
 import math
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ssd.activations import AllocatorMeter
 from lightning_ssd.autoplan.batches import ROWS, BatchShape, RecordedBatch, row_of, size_of_row
-from lightning_ssd.autoplan.plan_maker import MIN_PLAN_GAIN, PlanMaker
+from lightning_ssd.autoplan.plan_maker import PlanMaker, PlanOptions
 from lightning_ssd.autoplan.plan_report import (
     log_metrics,
-    recommend_move,
     report_comparison,
     report_large_transient,
     report_last_plan,
     report_move,
 )
-from lightning_ssd.autoplan.plan_runner import (
-    COMPARED_STEPS,
-    Comparison,
-    PlanRow,
-    PlanRunner,
-    offload_all,
-)
+from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanRow, PlanRunner, offload_all
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
-from lightning_ssd.autoplan.protocol import Training
-from lightning_ssd.planning import (
-    HardwareProfile,
-    ModelProfile,
-    Plan,
-    Prediction,
-    exceeds_no_more,
-    render_summary,
-)
+from lightning_ssd.autoplan.protocol import StatesOwner, Training
+from lightning_ssd.autoplan.recompilation import Recompilation
+from lightning_ssd.planning import ModelProfile, Plan, Prediction, render_summary
 from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
@@ -57,21 +42,14 @@ from lightning_ssd.profiling import (
     with_measured_step_rate,
 )
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["TOLERANCE", "PlanCycle", "PlanOptions"]
-
-TOLERANCE = 0.02
-"""Relative error of the predicted duration of a step, up to which a plan is not corrected."""
+__all__ = ["PlanCycle"]
 
 MAX_UNCORRECTED = 12
 """Steps under a plan after which it is final, although few of them could be compared with its prediction."""
 
-RECURRING = 2
-"""Micro-batches that are larger than the recorded one before there are rows for their size."""
-
 LASTING = 4
-"""Steps in a row with more allocated memory, or with other trained parameters, after which the plan is made anew."""
+"""Steps in a row with more allocated memory, or other trained parameters, after which a training is profiled again."""
 
 GROWTH = 0.01
 """Largest growth of allocated bytes / limit of memory, with which the plan still applies."""
@@ -82,42 +60,27 @@ unused. Each frees all cached memory and maps it anew, for 12 ms (Llama of 1.21B
 
 log = logging.getLogger(__name__)
 
-Stage = Literal["profile", "calibrate", "correct", "confirm", "final"]
+Stage = Literal["profile", "calibrate", "correct", "final"]
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Arguments of `SwapPlanner`; see there."""
-
-    planner: str = "holistic"
-    plan: Plan | None = None
-    gpu_memory: int | str = "auto"
-    machine: HardwareProfile | None = None
-    save: Path | None = None
-    ssd_bytes_per_day: int | None = None
-    warm_up: int = 3
-    steps: int = 3
-    tolerance: float = TOLERANCE
-
-
-class PlanCycle(Uncopied):
-    """Makes, applies and corrects the plan of one training.
+class PlanCycle(ProfiledSteps):
+    """Makes, applies and corrects the plan of one training, after its profiled steps.
 
     Args:
         training: the training.
         options: the user's arguments.
         meter: the device's allocator; `None`: its memory is not limited.
         logs_metrics: whether comparisons are passed to the user's loggers.
-        keeps_excess: whether micro-batches up to the recorded one follow the placement that is in force, which keeps
+        keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
+        recompilation: decides whether code is compiled again in place of a first plan. If so, the caller closes this
+            object. `None`: code is not compiled again.
 
     Attributes:
-        training: the training.
-        profiled: profiles it.
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
         stage: phase of the plan; in "calibrate", steps under the calibration plan are timed.
         comparison: the last comparison of a plan's prediction with measured steps.
-        keeps_excess: the argument, until a micro-batch was recorded or has run out of memory.
+        keeps_excess: the argument, until a micro-batch was checked or has run out of memory.
     """
 
     def __init__(
@@ -128,36 +91,30 @@ class PlanCycle(Uncopied):
         *,
         logs_metrics: bool,
         keeps_excess: bool = False,
+        recompilation: Recompilation | None = None,
     ) -> None:
-        self.training = training
+        super().__init__(training, options.warm_up, options.steps, self._plan_profile)
         self.runner: PlanRunner | None = None
         self.stage: Stage = "profile"
         self.comparison: Comparison | None = None
         self._options = options
         self._meter = meter
         self._logs_metrics = logs_metrics
+        self._recompilation = recompilation
         machine = options.machine or measure_training_machine(training.offloader, training.state_format)
-        device = training.offloader.device
-        self._maker = PlanMaker(
-            options.planner, options.plan, options.gpu_memory, machine, options.ssd_bytes_per_day, device
-        )
-        self.profiled = ProfiledSteps(training, options.warm_up, options.steps)
+        self._maker = PlanMaker(options, machine, training.offloader.device)
         self.keeps_excess = keeps_excess
         if not keeps_excess:
             offload_all(training.offloader)
         self._states_moved = False
         """Whether model states were moved in this training. They are moved once at most."""
-        self._at_boundary = True
-        """Whether the next micro-batch is the first of a step."""
         self._recorded = RecordedBatch(training.module.parameters())
-        self._most = ROWS
-        """Number of the row for the largest micro-batches that do not offload all saved tensors."""
         self._calibration_fits = True
         """Whether no timed step has run out of memory under the calibration plan."""
         self._seen_rows: set[int] = set()
         """Numbers of the rows for which there were micro-batches."""
         self._allocated = 0
-        """Bytes that were allocated before the recorded step, plus later growth that plans allow for."""
+        """Bytes that were allocated before the recorded step."""
         self._level = 0
         """Bytes that were allocated before the present step."""
         self._num_differing = 0
@@ -166,10 +123,6 @@ class PlanCycle(Uncopied):
         """Steps under the plan in force, and those that were measured up to the last comparison."""
         self._compared_plan: Plan | None = None
         """The plan that these numbers are of."""
-        self._num_larger = 0
-        """Micro-batches for which the largest row was too small."""
-        self._replaced: Comparison | None = None
-        """Measured steps of the plan that the one in force has replaced."""
         self._last: tuple[PlanRunner, Plan] | None = None
         """The last plan that was applied and reported, and its runner."""
 
@@ -194,11 +147,6 @@ class PlanCycle(Uncopied):
         return self.stage == "calibrate"
 
     @property
-    def measuring(self) -> bool:
-        """True while the training is being profiled."""
-        return self.profiled.active
-
-    @property
     def offloads_all(self) -> bool:
         """Whether the present micro-batch offloads all saved tensors."""
         return self.runner is None or self.runner.row is None
@@ -207,23 +155,22 @@ class PlanCycle(Uncopied):
     def rule(self) -> object:
         """Compares equal for micro-batches that follow one row of a plan, or are profiled, or offload all."""
         row = None if self.runner is None else self.runner.row
-        return self.profiled.phase, None if row is None else row.placement
+        return self.phase, None if row is None else row.placement
 
     # ---- events of the training ----
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Called when a micro-batch begins, after its parameters were frozen or thawed for it."""
-        begins, self._at_boundary = self._at_boundary, False
+        begins = self._at_boundary
         shape = BatchShape.of(batch)
         self._recorded.begin(shape, self.training.offloader.stats().saved)
         if begins and self._meter is not None and self.training.states is None:
             self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
-        if self.profiled.phase == "recording":
-            self.keeps_excess = False  # the checked micro-batch needs memory for recomputed tensors
-        if self.profiled.phase in ("waiting", "recording") and not self.keeps_excess:
+        if self.phase in ("waiting", "recording") and not self.keeps_excess:
             offload_all(self.training.offloader)
-        self.profiled.begin_micro_batch(batch)
-        if self.profiled.phase == "recording":
+        super().begin_micro_batch(batch)
+        self.keeps_excess = self.keeps_excess and self.phase in ("waiting", "recording", "checking")
+        if self.phase == "recording":
             self._recorded.record(shape)
             self._allocated = self._level
         if self.runner is None or (self.measuring and not self.calibrating):
@@ -234,7 +181,7 @@ class PlanCycle(Uncopied):
                 self._compare(self.runner)
         self._follow(self.runner, shape, begins=begins)
 
-    def discard(self) -> None:
+    def run_out(self) -> None:
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
         self.keeps_excess = False
@@ -242,59 +189,31 @@ class PlanCycle(Uncopied):
             self.runner.stop()
             self.runner.close()
             self.runner, self.stage, self._calibration_fits = None, "profile", False
-        self.profiled.discard()
-
-    def begin_backward(self) -> None:
-        """Called before each backward."""
-        self.profiled.begin_backward()
-
-    def end_backward(self) -> None:
-        """Called after each backward."""
-        self.profiled.end_backward()
-
-    def begin_optimizer(self) -> None:
-        """Called before each optimizer step."""
-        self.profiled.begin_optimizer()
+        self.discard()
 
     def end_micro_batch(self, *, ends_step: bool, short: bool = False) -> None:
-        """Called when a micro-batch has ended.
-
-        Args:
-            ends_step: whether it was the last one of its step.
-            short: whether that step had fewer micro-batches than others.
-        """
-        if self.calibrating and ends_step and self.runner is not None:
-            self.runner.end_step()
-        profile = self.profiled.end_micro_batch(ends_step=ends_step)
-        if self.offloads_all:
-            self._recorded.end(self.training.offloader.stats().saved)
-        self._at_boundary = ends_step
+        """Called when a micro-batch has ended; arguments as those of `ProfiledSteps`."""
         if short and self.runner is not None:
             self.runner.skip_step()
-        if profile is not None:
-            self._plan_profile(profile)
-        elif ends_step and self.profiled.phase == "checking" and self._calibration_fits:
+        if self.calibrating and ends_step and self.runner is not None:
+            self.runner.end_step()
+        if self.offloads_all:
+            self._recorded.end(self.training.offloader.stats().saved)
+        super().end_micro_batch(ends_step=ends_step)
+        if ends_step and self.phase == "checking" and self._calibration_fits:
             self._apply_calibration()
-
-    def end_epoch(self) -> None:
-        """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
-        self.profiled.end_epoch()
 
     def pause(self) -> None:
         """Called when a validation begins."""
-        self.profiled.pause()
+        super().pause()
         if self.runner is not None:
             self.runner.pause()
 
     def resume(self) -> None:
         """Called when a validation has ended."""
-        self.profiled.resume()
+        super().resume()
         if self.runner is not None:
             self.runner.resume()
-
-    def excluded(self) -> AbstractContextManager[None]:
-        """Returns a context whose time is not part of the present step's, if that is measured."""
-        return nullcontext() if self.runner is None else self.runner.excluded()
 
     def report(self) -> None:
         """Called when training ends: logs a report on the last plan, or that there was none."""
@@ -314,7 +233,7 @@ class PlanCycle(Uncopied):
 
     def close(self) -> None:
         """Ends the life of the plan: no hooks and modes are left. What was measured can still be read."""
-        self.profiled.close()
+        super().close()
         if self.runner is not None:
             self.runner.close()
 
@@ -322,27 +241,27 @@ class PlanCycle(Uncopied):
 
     def _make_runner(self, profile: ModelProfile) -> PlanRunner:
         """Replaces the runner by one for a new profile."""
-        training, profiler, maker = self.training, self.profiled.profiler, self._maker
         if self.runner is not None:
             self.runner.close()
-        placement = current_placement(profiler, training.offloader)
-        hardware = maker.limit(maker.machine, profile, placement, training.offloader)
-        self.runner = PlanRunner(training, profiler, profile, hardware, placement)
+        placement = current_placement(self.profiler, self.training.offloader)
+        hardware = self._maker.limit(profile, placement, self.training.offloader)
+        self.runner = PlanRunner(self.training, self.profiler, profile, hardware, placement)
         return self.runner
 
     def _apply_calibration(self) -> None:
         """Has the timed steps run under the calibration plan, if there is one."""
-        runner = self._make_runner(self.profiled.untimed_profile())
+        runner = self._make_runner(self._profile(0))
         plan = self._maker.make_calibration(runner)
         if plan is None:
             self.runner = None
+            offload_all(self.training.offloader)
             return
         self.stage = "calibrate"
         runner.apply(plan, warm_up=0)  # the fastest of few steps is no first one
 
     def _plan_profile(self, profile: ModelProfile) -> None:
         """Corrects a new profile by the timed steps, and makes the plan."""
-        training, profiler = self.training, self.profiled.profiler
+        training, profiler = self.training, self.profiler
         calibrating = self.runner if self.calibrating else None
         runner = self._make_runner(profile)
         plan = None if calibrating is None else calibrating.plan
@@ -355,7 +274,6 @@ class PlanCycle(Uncopied):
         seconds = None if calibrating is None else calibrating.fastest_step()
         if seconds is not None:
             runner.correct(timed, seconds)
-        self._most, self._replaced = ROWS, None
         self._decide(runner)
 
     # ---- plan ----
@@ -363,21 +281,21 @@ class PlanCycle(Uncopied):
     def _decide(self, runner: PlanRunner) -> None:
         """Makes a plan and applies it, or moves model states and has the training profiled again."""
         plan = self._maker.make(runner)
-        elsewhere = None
-        if self.training.states is not None:
-            elsewhere = self._maker.make_elsewhere(runner, plan, moved=self._states_moved)
-        if elsewhere is not None and self._move_states(runner, elsewhere):
+        if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
+        owner = self.training.owner
+        if owner is not None and not self._states_moved and owner.can_move_states():
+            elsewhere = self._maker.make_elsewhere(runner, plan)
+            if elsewhere is not None:
+                self._move_states(runner, owner, elsewhere)
+                return
         self.stage = "correct"
         self._apply(runner, plan)
-        if elsewhere is not None:
-            recommend_move(self.training, runner, elsewhere, self._options.planner, self._options.save)
 
     def _apply(self, runner: PlanRunner, plan: Plan) -> None:
-        """Puts a plan in force, with rows for smaller micro-batches of all sizes that there were until now."""
+        """Puts a plan in force."""
         runner.apply(plan)
-        for number in self._seen_rows:
-            self._row(runner, number)
+        self._make_rows(runner)
         first, self._last = self._last is None, (runner, plan)
         if self._options.save is not None:
             plan.save(self._options.save)
@@ -388,11 +306,8 @@ class PlanCycle(Uncopied):
         if first:
             report_large_transient(self.training, runner)
 
-    def _move_states(self, runner: PlanRunner, plan: Plan) -> bool:
-        """Moves model states to their tiers in `plan` and restarts profiling; returns False if that is not allowed."""
-        owner = self.training.owner
-        if owner is None or self._states_moved or not owner.can_move_states():
-            return False
+    def _move_states(self, runner: PlanRunner, owner: StatesOwner, plan: Plan) -> None:
+        """Moves model states to their tiers in `plan` and restarts profiling."""
         self._states_moved = True
         self.close()
         self.runner = None
@@ -403,9 +318,8 @@ class PlanCycle(Uncopied):
         else:
             report_move(self.training, runner, plan)
         self.stage = "profile"
-        self.profiled.begin(1)
+        self.begin(1)
         offload_all(self.training.offloader)
-        return True
 
     # ---- correct once ----
 
@@ -418,7 +332,7 @@ class PlanCycle(Uncopied):
         comparison = runner.measured() if due else None
         if comparison is None:
             if self._num_steps > MAX_UNCORRECTED:
-                self.stage, self._replaced = "final", None
+                self.stage = "final"
             return
         first = not self._num_compared
         self._num_compared = runner.num_steps
@@ -429,38 +343,20 @@ class PlanCycle(Uncopied):
             report_comparison(self.training, comparison)
         if self.stage == "correct":
             self._correct(runner, comparison)
-        elif self.stage == "confirm":
-            self._confirm(runner, comparison)
 
     def _correct(self, runner: PlanRunner, comparison: Comparison) -> None:
         """Corrects the profile by the first steps under the plan, and makes another plan if that is better."""
         error = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1)
         self.stage = "final"
-        before = runner.prediction
         explained = runner.calibrate(comparison)
         fragmented = comparison.alloc_retries > MAX_RETRIES and self._maker.reserve_more(runner)
         plan = self._maker.make(runner) if fragmented else None
         if plan is None and error > self._options.tolerance:
             plan = self._maker.make_better(runner, explained=explained)
-        if plan is None or plan == runner.plan:
-            return
-        self._apply(runner, plan)
-        assert before is not None and runner.prediction is not None
-        if not fragmented and exceeds_no_more(before, runner.prediction, runner.hardware):
-            self._replaced, self.stage = comparison, "confirm"
-
-    def _confirm(self, runner: PlanRunner, comparison: Comparison) -> None:
-        """Applies the replaced plan again if steps under its successor are slower, against the prediction."""
-        replaced, self._replaced = self._replaced, None
-        self.stage = "final"
-        assert replaced is not None
-        if comparison.step_seconds <= (1 + MIN_PLAN_GAIN) * replaced.step_seconds:
-            return
-        self.training.inform(
-            f"SwapPlanner: a step took {replaced.step_seconds:.3f} s under the plan before, and takes "
-            f"{comparison.step_seconds:.3f} s under this one: the plan before is applied again."
-        )
-        self._apply(runner, replaced.plan)
+        if plan is not None and plan != runner.plan:
+            self._apply(runner, plan)
+        else:
+            self._make_rows(runner)  # those of the corrected profile
 
     def plan_smaller(self) -> None:
         """Plans with less GPU memory, if there is a plan, because a step has run out of memory."""
@@ -469,7 +365,8 @@ class PlanCycle(Uncopied):
             return
         limit = format_bytes(runner.hardware.gpu_bytes)
         self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
-        self._plan_again(runner)  # no plan before is applied again, which may need more memory than is left
+        self.stage = "final"
+        self._apply(runner, self._maker.make(runner))
 
     # ---- the size of a micro-batch ----
 
@@ -480,23 +377,23 @@ class PlanCycle(Uncopied):
         if begins:
             self._num_differing = self._num_differing + 1 if differs else 0
             if self._num_differing >= LASTING and not self.calibrating:
-                self._adapt(runner, grown=grown)
-                if self.measuring:
-                    return
-                differs = not self._recorded.trains_all
+                self._profile_again(runner, grown=grown)
+                return
         size = None if differs else self._recorded.size(shape)
-        number = math.inf if size is None else row_of(size)
-        if size is not None and number > self._most:
-            self._num_larger += 1
-            if self._num_larger > RECURRING and not self.calibrating:
-                self._most = row_of(size)
-        if number <= self._most:
-            self._seen_rows.add(int(number))
-            runner.follow(self._row(runner, int(number)), known=shape is not None and self._recorded.shape is not None)
-        else:
+        number = None if size is None else row_of(size)
+        if number is None or (self.calibrating and number > ROWS):
             runner.follow(None if differs else self._safe_row(runner, shape))
-        if number != ROWS or not self._recorded.is_like(shape):
+        else:
+            self._seen_rows.add(number)
+            runner.follow(self._row(runner, number))
+        if number != ROWS:
             runner.skip_step()
+
+    def _make_rows(self, runner: PlanRunner) -> None:
+        """Makes the rows for sizes that there were, and all smaller ones if there were several: no later step waits."""
+        several = len(self._seen_rows | {ROWS}) > 1
+        for number in self._seen_rows | set(range(1, ROWS) if several else ()):
+            self._row(runner, number)
 
     def _row(self, runner: PlanRunner, number: int) -> PlanRow | None:
         """Returns a row of the plan in force. The first micro-batch of its size makes it.
@@ -528,23 +425,11 @@ class PlanCycle(Uncopied):
             runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
         return runner.safe_rows[number]
 
-    def _adapt(self, runner: PlanRunner, *, grown: bool) -> None:
-        """Makes the plan anew, for more allocated memory, or profiles the training with the parameters of now."""
-        if grown:
-            growth = self._level - self._allocated
-            self._allocated = self._level
-            runner.profile = replace(runner.profile, other_gpu_bytes=runner.profile.other_gpu_bytes + growth)
-            self.training.inform(
-                f"SwapPlanner: {format_bytes(growth)} more than before are allocated on the GPU: planning again."
-            )
-            self._plan_again(runner)
-            return
-        self.training.inform("SwapPlanner: other parameters are trained than before: the training is profiled again.")
+    def _profile_again(self, runner: PlanRunner, *, grown: bool) -> None:
+        """Profiles the training anew, as more memory is allocated for good, or other parameters are trained."""
+        growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
+        reason = growth if grown else "other parameters are trained than before"
+        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
         runner.stop()
-        self.stage, self.profiled.recordable = "profile", None
-        self.profiled.begin(1)
-
-    def _plan_again(self, runner: PlanRunner) -> None:
-        """Applies the final plan, for changed profiles or sizes."""
-        self.stage, self._replaced = "final", None
-        self._apply(runner, self._maker.make(runner))
+        self.stage, self.recordable = "profile", None
+        self.begin(1)

@@ -1,6 +1,7 @@
 """`PlanMaker`: the plans of a training, within the memory that it may use."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -24,14 +25,22 @@ from lightning_ssd.planning import (
 from lightning_ssd.profiling import limit_hardware
 from lightning_ssd.sizes import parse_bytes
 
+__all__ = ["TOLERANCE", "PlanMaker", "PlanOptions"]
+
+TOLERANCE = 0.02
+"""Relative error of the predicted duration of a step, up to which a plan is not corrected."""
+
 RESERVE_STEP = 0.04
 """Share of the GPU limit by which the reserve grows each time."""
 
 MAX_RESERVE = 0.2
 """Largest reserve / GPU limit."""
 
-MIN_PLAN_GAIN = 0.01
-"""Share of a step, or of memory, that another plan must save to be applied."""
+MIN_PLAN_GAIN = 0.05
+"""Share of a step that another plan must save to be applied: measured steps of one plan differ by as much."""
+
+MIN_SMALLER = 0.01
+"""Share of GPU memory that another plan must save to be applied, if the plan is one of least memory."""
 
 MIN_MOVE_GAIN = 0.05
 """Share of a step that another placement of model states must save to be worth a move."""
@@ -43,51 +52,59 @@ predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (
 staying was predicted at 0.171 s."""
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Arguments of `SwapPlanner`; see there."""
+
+    planner: str = "holistic"
+    plan: Plan | None = None
+    gpu_memory: int | str = "auto"
+    machine: HardwareProfile | None = None
+    save: Path | None = None
+    ssd_bytes_per_day: int | None = None
+    warm_up: int = 3
+    steps: int = 3
+    tolerance: float = TOLERANCE
+
+    @property
+    def least(self) -> bool:
+        """Whether plans are those of least GPU memory."""
+        return self.gpu_memory == "least"
+
+
 @dataclass
 class PlanMaker:
     """Makes plans from the profiles of a `PlanRunner`, or takes the user's; each is within the limits of memory.
 
-    All methods are called on the training thread, between two steps: once there is a profile, and after corrections.
+    All methods are called on the training thread, between two steps: once there is a profile, and after its correction.
 
     Attributes:
-        planner: name of the planner.
-        user_plan: plan of the user, which is the plan of each profile; `None`: plans are made.
-        gpu_memory: bytes of the device that the training may use, `"auto"` or `"least"` (see `SwapPlanner`).
+        options: the user's arguments.
         machine: the machine as measured, without the limits of this training.
-        ssd_bytes_per_day: bytes that may be written to the SSDs in a day; `None`: no limit.
         device: the training device.
         reserve: share of the GPU limit that plans leave unused, besides the reserve of `usable_gpu_memory`: steps have
             run out of memory with less, or fragments need it.
     """
 
-    planner: str
-    user_plan: Plan | None
-    gpu_memory: int | str
+    options: PlanOptions
     machine: HardwareProfile
-    ssd_bytes_per_day: int | None
     device: torch.device
     reserve: float = 0.0
-
-    @property
-    def _least(self) -> bool:
-        return self.gpu_memory == "least"
 
     # ---- limits ----
 
     def limit(
-        self,
-        machine: HardwareProfile,
-        profile: ModelProfile,
-        placement: FixedPlacement,
-        offloader: ActivationOffloader,
+        self, profile: ModelProfile, placement: FixedPlacement, offloader: ActivationOffloader
     ) -> HardwareProfile:
-        """Returns a machine with the bytes that this training may use; arguments as those of `limit_hardware`."""
-        gpu_bytes, per_day = self._gpu_bytes(), self.ssd_bytes_per_day
-        return limit_hardware(machine, profile, placement, offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=per_day)
+        """Returns the machine with the bytes that this training may use; arguments as those of `limit_hardware`."""
+        gpu_bytes, per_day = self._gpu_bytes(), self.options.ssd_bytes_per_day
+        return limit_hardware(
+            self.machine, profile, placement, offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=per_day
+        )
 
     def reserve_more(self, runner: PlanRunner) -> bool:
         """Leaves more GPU memory unused in later plans of a runner; returns False if that is impossible."""
-        if self.user_plan is not None or self.reserve >= MAX_RESERVE:
+        if self.options.plan is not None or self.reserve >= MAX_RESERVE:
             return False
         self.reserve += RESERVE_STEP
         runner.hardware = replace(runner.hardware, gpu_bytes=self._gpu_bytes())
@@ -95,8 +112,8 @@ class PlanMaker:
 
     def _gpu_bytes(self) -> int:
         """Returns the bytes of the device that plans may use."""
-        if self.gpu_memory not in ("auto", "least"):
-            most = parse_bytes(self.gpu_memory, "gpu_memory")
+        if self.options.gpu_memory not in ("auto", "least"):
+            most = parse_bytes(self.options.gpu_memory, "gpu_memory")
         else:
             most = usable_gpu_memory(self.device) if self.device.type == "cuda" else self.machine.host_bytes
         return int((1 - self.reserve) * most)
@@ -106,7 +123,7 @@ class PlanMaker:
     @property
     def has_rows(self) -> bool:
         """Whether smaller micro-batches have plans of their own. The user's plan, for one, is for all."""
-        return self.user_plan is None and not self._least and self.planner == "holistic"
+        return self.options.plan is None and not self.options.least and self.options.planner == "holistic"
 
     def make(self, runner: PlanRunner) -> Plan:
         """Returns the plan for the profiles of a runner, with the present tiers of model states.
@@ -114,18 +131,19 @@ class PlanMaker:
         Raises:
             ValueError: the user's plan does not match the model.
         """
-        if self.user_plan is not None:
-            self.user_plan.check(runner.profile)
-            return runner.placement.apply(runner.profile, self.user_plan)
-        make = plan_for_least_memory if self._least else make_plan
-        return make(runner.profile, runner.hardware, self.planner, runner.placement)
+        options = self.options
+        if options.plan is not None:
+            options.plan.check(runner.profile)
+            return runner.placement.apply(runner.profile, options.plan)
+        make = plan_for_least_memory if options.least else make_plan
+        return make(runner.profile, runner.hardware, options.planner, runner.placement)
 
     def make_calibration(self, runner: PlanRunner) -> Plan | None:
         """Returns the plan that checkpoints all units that may be and keeps all else; `None`: it does not fit.
 
         It needs little memory, pins none for saved tensors, and keeps the device busy.
         """
-        if self.user_plan is not None:
+        if self.options.plan is not None:
             return None
         model, placement = runner.profile, runner.placement
         kept = default_plan(model, placement, {}, default_window(model, placement.weights))
@@ -142,7 +160,7 @@ class PlanMaker:
         freeing = plan if size < 1 else checkpoint_all(model, plan)
         if freeing is not None:
             return shrink_plan(model, hardware, freeing, size)
-        return make_plan(model.with_size(size), hardware, self.planner, runner.placement)
+        return make_plan(model.with_size(size), hardware, self.options.planner, runner.placement)
 
     def make_safe(self, runner: PlanRunner, plan: Plan, size: float) -> Plan | None:
         """Returns the plan for micro-batches of up to a size that is not known exactly: it checkpoints all units.
@@ -183,10 +201,10 @@ class PlanMaker:
         if not exceeds_no_more(before, after, runner.hardware):
             return plan
         faster = after.step_seconds < (1 - MIN_PLAN_GAIN) * before.step_seconds
-        smaller = self._least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
+        smaller = self.options.least and after.gpu_peak_bytes < (1 - MIN_SMALLER) * before.gpu_peak_bytes
         return plan if explained and (faster or smaller) else None
 
-    def make_elsewhere(self, runner: PlanRunner, present: Plan, *, moved: bool) -> Plan | None:
+    def make_elsewhere(self, runner: PlanRunner, present: Plan) -> Plan | None:
         """Returns a plan that places model states otherwise and fits, if it should be applied.
 
         A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
@@ -196,18 +214,17 @@ class PlanMaker:
         Args:
             runner: runner with the profiles.
             present: the plan with the present tiers of model states.
-            moved: whether states were moved in this training.
         """
-        if self.user_plan is not None or self._least:
+        if self.options.plan is not None or self.options.least:
             return None
         prediction = simulate(runner.profile, runner.hardware, present)
-        plan = make_plan(runner.profile, runner.hardware, self.planner)
+        plan = make_plan(runner.profile, runner.hardware, self.options.planner)
         better = simulate(runner.profile, runner.hardware, plan)
         if better.excess_bytes(runner.hardware):
             return None
-        if self.planner != "holistic":
+        if self.options.planner != "holistic":
             same = runner.placement.apply(runner.profile, plan).units == plan.units
-            return None if same or moved else plan
+            return None if same else plan
         resident = {*runner.placement.weights, *runner.placement.states} == {"gpu"}
         gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
         faster = better.step_seconds <= (1 - gain) * prediction.step_seconds

@@ -1,7 +1,6 @@
 """What `SwapPlanner` says about its plans: log lines, reports and metrics."""
 
 import logging
-from pathlib import Path
 
 from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
 from lightning_ssd.autoplan.protocol import Training
@@ -79,29 +78,6 @@ def report_move(training: Training, runner: PlanRunner, plan: Plan) -> None:
         f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
         f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they were "
         "moved, and the training is profiled again."
-    )
-
-
-def recommend_move(training: Training, runner: PlanRunner, plan: Plan, planner: str, save: Path | None) -> None:
-    """Logs the step times of two placements of model states, which may not be moved: that of `plan`, and the present.
-
-    Args:
-        training: the training.
-        runner: runs steps under a plan with the present placement.
-        plan: a plan with another placement, which is also written to a file if plans are.
-        planner: name of the planner that has made it.
-        save: file that plans are written to.
-    """
-    assert runner.plan is not None
-    other, present = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, runner.plan))
-    how = "Set `save` to write that plan to a file, and start with it as `plan`."
-    if save is not None:
-        path = save.with_suffix(".states.yaml")
-        plan.save(path)
-        how = f"To place them so, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
-    training.inform(
-        f"SwapPlanner: with model states placed otherwise, as the planner {planner!r} chooses, a step should "
-        f"take {other:.3f} s, and {present:.3f} s as they are placed now. {how}"
     )
 
 

@@ -5,25 +5,22 @@ less, and for larger ones. All rows have the operators of the recorded micro-bat
 """
 
 import logging
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from lightning_ssd.activations import (
     ActivationOffloader,
+    KeepAll,
     OffloadAll,
-    OffloadOnPressure,
     OpSchedule,
     PlacementPolicy,
     PlanMode,
-    ResidentLimit,
     make_schedule,
 )
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.autoplan.step_timer import StepTimer
-from lightning_ssd.device import WorkCounter, allocator_memory, make_clock, process_gpu_memory
+from lightning_ssd.device import WorkCounter, allocator_memory, make_clock
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -50,9 +47,6 @@ EXPLAINED = 0.1
 
 HISTORY = 64
 """Number of last steps whose durations are stored."""
-
-PRESSURE_AT = 0.8
-"""Share of the GPU limit above which a plan that keeps everything offloads; the rest is for backward."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +80,14 @@ class PlanRow:
         prediction: prediction for it.
         placement: decides about saved tensors for which the plan has no choice.
         schedule: choices for the operators of a forward; `None`: the plan keeps all, and needs no mode.
-        keeps_all_safely: whether the plan keeps all, and leaves enough memory for hooks to be disabled.
+        has_hooks: whether saved-tensor hooks are enabled: something is not kept, or weights are offloaded.
     """
 
     plan: Plan
     prediction: Prediction
     placement: PlacementPolicy
     schedule: OpSchedule | None
-    keeps_all_safely: bool
+    has_hooks: bool
 
 
 class PlanRunner:
@@ -145,8 +139,6 @@ class PlanRunner:
         device = self._offloader.device
         self._memory = allocator_memory(device)
         self._retries = 0  # retried allocations before the measured steps
-        available = process_gpu_memory(device) if device.type == "cuda" else math.inf
-        self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
         self._slowdown = 1.0  # current forward time / recorded forward time
         self._warm_up = 0
@@ -192,20 +184,11 @@ class PlanRunner:
         prediction = simulate(self.profile.with_size(size), self.hardware, plan)
         tiers = tuple(self._offloader.tiers)
         if plan.keeps_all:
-            # Hooks are needed for offloaded weights, and for batches that need more memory than expected.
-            ample = ResidentLimit.SPARE * prediction.gpu_peak_bytes <= self._gpu_limit
-            on_pressure = OffloadOnPressure(tiers, lambda: self._is_short(prediction))
-            return PlanRow(plan, prediction, on_pressure, None, ample and set(self.placement.weights) == {"gpu"})
-        return PlanRow(plan, prediction, OffloadAll(tiers), self._schedule(plan), False)
+            return PlanRow(plan, prediction, KeepAll(), None, set(self.placement.weights) != {"gpu"})
+        return PlanRow(plan, prediction, OffloadAll(tiers), self._schedule(plan), True)
 
-    def follow(self, row: PlanRow | None, *, known: bool = False) -> None:
-        """Applies a row to the present micro-batch, which has saved nothing yet; `None`: offloads all saved tensors.
-
-        Args:
-            row: the row.
-            known: whether the micro-batch surely needs no more memory than the row has, so that a row that keeps all
-                needs no hooks.
-        """
+    def follow(self, row: PlanRow | None) -> None:
+        """Applies a row to the present micro-batch, which has saved nothing yet; `None`: offloads all saved tensors."""
         if row is not self.row:
             if row is self.main:
                 self._reset_peak()
@@ -223,13 +206,12 @@ class PlanRunner:
             self._offloader.policy,
             placement=row.placement,
             mode=mode,
-            hooks_enabled=not (known and row.keeps_all_safely),
+            hooks_enabled=row.has_hooks,
         )
         if not self._training.fixed_window:
             policy = replace(policy, window_bytes=row.plan.window_bytes)
         if policy != self._offloader.policy:
             self._offloader.run(policy)
-        row.placement.begin(0)
 
     def _place_steps(self, plan: Plan) -> None:
         """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does."""
@@ -279,7 +261,6 @@ class PlanRunner:
                 if self._states is not None:
                     self._stepped = self._states.steps.work()
             return
-        self._timer.end()
         self._timer.begin()
 
     def end_step(self) -> None:
@@ -296,18 +277,13 @@ class PlanRunner:
         self._timer.skip()
 
     def pause(self) -> None:
-        """Called when a validation begins, whose time and memory are not measured."""
-        self._timer.pause()
+        """Called when a validation begins, in a step or after it: the step is not measured."""
+        self._timer.skip()
         self._peak_bytes = self._gpu_peak()
 
     def resume(self) -> None:
-        """Called when a validation has ended."""
-        self._timer.resume()
+        """Called when a validation has ended, whose peak of memory is not that of a step."""
         self._reset_peak()
-
-    def excluded(self) -> AbstractContextManager[None]:
-        """Returns a context whose time is not part of the present step's."""
-        return self._timer.excluded()
 
     def measured(
         self, steps: int = COMPARED_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
@@ -387,12 +363,6 @@ class PlanRunner:
             save_weights=plan.offloads_states,
             checkpointed=frozenset(checkpointed),
         )
-
-    def _is_short(self, prediction: Prediction) -> bool:
-        """Returns whether a forward that differs from the recorded one leaves too little GPU memory."""
-        if self._memory is None:
-            return False
-        return self._memory.allocated() > max(prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
 
     def _gpu_peak(self) -> int:
         """Returns the peak of allocated GPU memory in steps of the main row, without validations (CUDA; else 0)."""

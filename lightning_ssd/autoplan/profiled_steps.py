@@ -1,6 +1,9 @@
 """`ProfiledSteps`: profiles a few steps of a training, from a warm-up to a profile."""
 
+from collections.abc import Callable
 from typing import Any, Literal
+
+from torch import Tensor
 
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
 from lightning_ssd.autoplan.protocol import Training
@@ -26,16 +29,21 @@ class ProfiledSteps(Uncopied):
         training: the training.
         warm_up: steps up to and including the step of the recorded micro-batch.
         steps: timed steps.
+        on_profile: called with the profile, at the end of the last timed step.
 
     Attributes:
+        training: the training.
         phase: purpose of the present micro-batch, or of the last one.
         profiler: measures the training. A move of model states replaces it.
         recordable: batches of which a large one is recorded, if there is one within `MAX_WAIT` steps; `None`: any is.
     """
 
-    def __init__(self, training: Training, warm_up: int, steps: int) -> None:
+    def __init__(
+        self, training: Training, warm_up: int, steps: int, on_profile: Callable[[ModelProfile], None]
+    ) -> None:
+        self.training = training
         self.recordable: SeenBatches | None = None
-        self._training = training
+        self._on_profile = on_profile
         self._num_timed = steps
         self._step = 0
         """Number of ended steps."""
@@ -50,7 +58,7 @@ class ProfiledSteps(Uncopied):
 
     def begin(self, warm_up: int) -> None:
         """Profiles the training as it is set up now, after `warm_up` steps, at least one."""
-        training = self._training
+        training = self.training
         # Manual optimization may step between a forward and its backward.
         self.profiler = Profiler(
             training.units(),
@@ -68,12 +76,12 @@ class ProfiledSteps(Uncopied):
 
     def discard(self) -> None:
         """Discards the present profile: the next step is profiled instead."""
-        if self.active:
+        if self.measuring:
             self.profiler.close()
             self.schedule(1)
 
     @property
-    def active(self) -> bool:
+    def measuring(self) -> bool:
         """True from the begin of the warm-up to the end of the last timed step."""
         return self.phase != "idle"
 
@@ -98,45 +106,45 @@ class ProfiledSteps(Uncopied):
         if self.phase == "timing":
             self.profiler.begin_forward(of_step=at_boundary)
 
-    def begin_backward(self) -> None:
-        """Called before each backward."""
+    def begin_backward(self, loss: Tensor) -> None:
+        """Called before each backward; `loss` is its first argument."""
         self._had_backward = True
         self.profiler.begin_backward()
 
     def end_backward(self) -> None:
         """Called after each backward."""
         self.profiler.end_recording()
-        if self._training.automatic:  # with manual optimization, more of the forward may follow
+        if self.training.automatic:  # with manual optimization, more of the forward may follow
             self._end_timed_backward()
 
     def begin_optimizer(self) -> None:
         """Called before each optimizer step."""
         self.profiler.begin_optimizer()
 
-    def end_micro_batch(self, *, ends_step: bool) -> ModelProfile | None:
-        """Called when a micro-batch has ended; `ends_step` says that it was the last one of its step.
+    def end_micro_batch(self, *, ends_step: bool, short: bool = False) -> None:
+        """Called when a micro-batch has ended.
 
-        Returns:
-            The profile, at the end of the last timed step.
+        Args:
+            ends_step: whether it was the last one of its step.
+            short: whether that step had fewer micro-batches than others.
         """
         self.profiler.end_recording()  # the batch may have had no backward
         # With manual optimization, a backward without `manual_backward` is not seen.
-        skipped = self._training.automatic and not self._had_backward
+        skipped = self.training.automatic and not self._had_backward
         if self.phase == "recording" and (skipped or not self.profiler.graph.operations):
             self.discard()  # `training_step` skipped the batch, before its forward or after it
         self.profiler.end_optimizer()
-        if not self._training.automatic:
+        if not self.training.automatic:
             self._end_timed_backward()
         self.profiler.end_checking()
         if not ends_step:
-            return None
+            return
         self._step += 1
         self._at_boundary = True
-        if self.phase != "timing" or self._step - self._timed_from < self._num_timed:
-            return None
-        self.phase = "idle"
-        self.profiler.end_timing()
-        return self._profile(self._num_timed)
+        if self.phase == "timing" and self._step - self._timed_from >= self._num_timed:
+            self.phase = "idle"
+            self.profiler.end_timing()
+            self._on_profile(self._profile(self._num_timed))
 
     def end_epoch(self) -> None:
         """Called when an epoch has ended, maybe because a hook of the module has skipped its last batches."""
@@ -159,10 +167,6 @@ class ProfiledSteps(Uncopied):
         self.phase = "idle"
         self.profiler.close()
 
-    def untimed_profile(self) -> ModelProfile:
-        """Returns the profile once recomputations were checked, without times of the host and between micro-batches."""
-        return self._profile(0)
-
     # ---- implementation ----
 
     def _is_due(self, batch: Any) -> bool:
@@ -171,7 +175,8 @@ class ProfiledSteps(Uncopied):
         return self._step >= self._due + (0 if large else MAX_WAIT)
 
     def _profile(self, timed: int) -> ModelProfile:
-        training = self._training
+        """Returns the profile; before steps were timed, without times of the host and between micro-batches."""
+        training = self.training
         return self.profiler.profile(
             type(training.module).__name__,
             steps=timed,

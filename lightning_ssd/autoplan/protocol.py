@@ -17,7 +17,6 @@ Note:
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import nn
@@ -82,9 +81,6 @@ class MicroBatchPlanner(Protocol):
     def begins_step(self) -> bool:
         """Whether it is the first micro-batch of a step."""
 
-    def excluded(self) -> AbstractContextManager[None]:
-        """Returns a context whose time, before the forward, is no part of measured times."""
-
     def save_memory(self, part: str, note: str) -> None:
         """Prepares the second attempt: all saved tensors are offloaded, one at a time. Agreed if backward has begun.
 
@@ -127,6 +123,11 @@ class Training(Protocol):
     @property
     def replicated(self) -> bool:
         """Whether each process has all weights, so that its forward and backward read those of no other process."""
+
+    @property
+    def repeats_digits(self) -> bool:
+        """Whether no digit may depend on this process's measurements: a killed run has to resume bit for bit
+        (`recover=True`), or other processes train the same weights."""
 
     @property
     def micro_batches(self) -> int:

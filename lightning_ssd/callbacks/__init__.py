@@ -4,8 +4,8 @@ The modules, by subject, in the order in which they are best read:
 
 - callbacks of every training: `defaults`, `micro_batch_switch`, `prefetch_scheduler`, `offload_monitor`,
   `auto_planner`.
-- plans of operators: `swap_planner`, `step_profiling` (passes events to `autoplan`), `training` (a Trainer's training,
-  as `autoplan` sees it).
+- plans of operators: `swap_planner`, `training_events` (passes events to `autoplan`), `step_profiling` (refuses code
+  that is compiled), `training` (a Trainer's training, as `autoplan` sees it).
 - for a user to add: `activation_offload`, `pipeline_stages` (for its `training_step`), `model_profiler`,
   `timeline_recorder`, `save_folder`.
 - helpers: `offloader` (finds the offloader of a training), `output_files` (checks files before the training),

@@ -15,7 +15,7 @@ from lightning_ssd.callbacks.defaults import (
     restore_offload_callbacks,
 )
 from lightning_ssd.storage import Backend
-from lightning_ssd.summary import describe_activations, describe_totals
+from lightning_ssd.summary import describe_activations, describe_totals, join_lines
 from lightning_ssd.types import BackendName
 from lightning_ssd.versions import warn_of_untested
 
@@ -112,7 +112,7 @@ class ActivationOffload(pl.Callback):
         self.offloader = offloader
         totals = describe_totals(offloader, None, self.config, trainer.default_root_dir)
         lines = [describe_activations(offloader, self.config), *totals]
-        pl.utilities.rank_zero_info("\n".join(f"ActivationOffload: {line}" for line in lines))
+        pl.utilities.rank_zero_info(join_lines("ActivationOffload", lines))
         training_step = strategy.training_step
 
         def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:

@@ -48,35 +48,38 @@ class ModelProfiler(StepProfiling):
         if self._lifetimes == self._path:
             raise ValueError(f"`path` and `lifetimes` of ModelProfiler are both {str(path)!r}. Name two files.")
         self._done = False
+        self._writes = True
+        """Whether this process writes the files."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_output("`path` of ModelProfiler", self._path)
         if self._lifetimes is not None:
             check_output("`lifetimes` of ModelProfiler", self._lifetimes)
-        super().on_train_start(trainer, pl_module)
         self._done = False
-        if self._lifetimes is not None:
+        self._writes = trainer.is_global_zero
+        super().on_train_start(trainer, pl_module)
+        if self._lifetimes is not None and self._events is not None:
             if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
                 raise ValueError(
                     "Lifetimes of tensors are measured in a step of one micro-batch. Set `accumulate_grad_batches=1` "
                     "and `automatic_optimization=True`, or leave out `lifetimes` of ModelProfiler."
                 )
-            self._profiled.profiler.record_lifetimes(pl_module)
+            self._events.profiler.record_lifetimes(pl_module)
 
     @override
     def make_events(self, training: LightningTraining) -> ProfiledSteps:
-        return ProfiledSteps(training, self._warm_up, self._steps)
+        return ProfiledSteps(training, self._warm_up, self._steps, self._write)
 
-    @override
-    def profiled(self, trainer: pl.Trainer, profile: ModelProfile) -> None:
+    def _write(self, profile: ModelProfile) -> None:
+        """Writes the files, at the end of the last timed step."""
         self._done = True
-        if not trainer.is_global_zero:
+        if not self._writes or self._events is None:
             return
         profile.to_json(self._path)
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
         if self._lifetimes is not None:
-            found = self._profiled.profiler.lifetimes(profile.name)
+            found = self._events.profiler.lifetimes(profile.name)
             lifetimes = replace(found, samples=profile.samples, tokens=profile.tokens)
             lifetimes.to_json(self._lifetimes)
             log.info("lifetimes of all tensors, in %s:\n%s", self._lifetimes, lifetimes.describe())

@@ -145,7 +145,7 @@ class SwapPlanner(StepProfiling):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.cycle is not None:
             self.cycle.report()
-        self._end()  # removes the hooks from the model, which user code may script or trace at the end of the training
+        self._end(trainer)  # user code may script or trace the model at the end of the training
 
 
 def _check_amount(trainer: pl.Trainer) -> None:

@@ -61,6 +61,11 @@ class LightningTraining(Uncopied):
         return isinstance(self._trainer.strategy.model, DistributedDataParallel)
 
     @property
+    def repeats_digits(self) -> bool:
+        config = self._states_config()
+        return self._trainer.world_size > 1 or (config is not None and config.recover)
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this process writes the files of the training."""
         return self._trainer.is_global_zero

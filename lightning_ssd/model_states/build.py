@@ -29,7 +29,6 @@ from lightning_ssd.model_states.placement import (
     PlanTiers,
     RankStates,
     Setup,
-    check_shared,
     compute_dtypes,
     describe_training,
     flat_groups,
@@ -75,6 +74,7 @@ def make_model_states(
     *,
     plan_tiers: PlanTiers | None = None,
     loaded: Loaded | None = None,
+    connected: Ranks | None = None,
 ) -> ModelStates:
     """Offloads parameters with their gradients and optimizer states.
 
@@ -90,6 +90,7 @@ def make_model_states(
         setup: settings of the training.
         plan_tiers: tiers of each unit and of its parts, if a plan has them.
         loaded: checkpoint values of parameters that could not hold them.
+        connected: memory and messages of several ranks, whose model states are shared; owned. None: there is one rank.
 
     Raises:
         ValueError: `recover=True` can't record an optimizer; the step of one is compiled; or `units` is wrong, or a
@@ -121,12 +122,13 @@ def make_model_states(
                 "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision="
                 "'bf16-true' or 'bf16-mixed', or leave it out"
             )
-        # In host memory, several ranks read the one version that is shared.
-        two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred" and setup.world_size == 1)
+        # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
+        speculates = setup.config.clip == "speculative" or (setup.world_size == 1 and setup.config.clip == "auto")
+        two_versions = recover or (setup.needs_norm and speculates)
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
-        if setup.world_size > 1:
-            ranks = _share(module, optimizers, specs, setup, device, undo)
+        if connected is not None:
+            ranks = _share(undo.enter_context(connected), module, optimizers, specs, setup, device)
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
         recovered = space.recovered
@@ -177,22 +179,19 @@ def make_model_states(
 
 
 def _share(
+    ranks: Ranks,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     specs: Sequence[FlatSpec],
     setup: Setup,
     device: torch.device,
-    undo: contextlib.ExitStack,
 ) -> RankStates:
-    """Connects all ranks, and returns what they share of the flat parameters. `undo` tells other ranks of its error.
+    """Returns what all ranks share of the flat parameters.
 
     Raises:
         RankError: ranks train differently, or one has failed.
-        ValueError: several ranks don't support an optimizer.
     """
-    ranks = undo.enter_context(Ranks.connect())
     check_agreement(ranks.messages, describe_training(module, optimizers, [item.flat for item in specs], setup))
-    check_shared(specs)
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
 
 

@@ -192,13 +192,15 @@ class ModelStates(Uncopied):
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
             release=lambda flat: self._prefetcher.evict(flat),
+            checkin=lambda flat, masters: self._checkin(flat, masters),
+            on_ranks=ranks is not None,
         )
         self._prefetcher = ParamPrefetcher(
             [flat_params for _, flat_params in offloaded.units],
             self.stores,
             copies,
             nbytes.device,
-            self._staged.unstage,
+            self._staged.unstage_for,
             self._staged.pull,
             setup.config.overlap,
         )
@@ -300,7 +302,8 @@ class ModelStates(Uncopied):
             self._flat_of,
             masters,
             stepped_flat,
-            changing=self._begin_load,
+            changing=self.records.drop,
+            loading=None if self._reduction is None else self._reduction.steps.begin_load,
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
@@ -603,7 +606,7 @@ class ModelStates(Uncopied):
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()
-        with summon(self.stores, read_only=self._why_read_only):
+        with summon(self.stores, self._checkin, read_only=self._why_read_only):
             self._summoned = True
             try:
                 with self._masters.summon():
@@ -617,12 +620,14 @@ class ModelStates(Uncopied):
         """Why user code may not change weights, and the remedy, as the end of a message; None: it may."""
         if self.records.enabled:
             return "which `recover=True` can't repeat after a kill. Change them before `fit`, or set `recover=False`."
-        if self._ranks is not None:
-            return (
-                "and several devices share one copy of them. Change them before `fit`, or set `devices=1`; or, if all "
-                "states fit on each device, `states='gpu'`."
-            )
         return None
+
+    def _checkin(self, flat: FlatParameter, masters: Tensor) -> None:
+        """Stores master weights of `flat` that user code may have changed, with several ranks at a later time."""
+        if self._reduction is None:
+            self.stores[flat].checkin(masters)
+        else:
+            self._reduction.steps.write(flat, masters)
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
@@ -634,16 +639,6 @@ class ModelStates(Uncopied):
             raise RuntimeError(f"weights of {flat.name} are changed outside of the optimizer, {self._why_read_only}")
         self._prefetcher.check(flat)
         self._changed = True
-
-    def _begin_load(self) -> None:
-        """Prepares values to be loaded. All ranks load them, once none of them reads those before any more.
-
-        Raises:
-            RankError: another rank has failed.
-        """
-        if self._ranks is not None:
-            self._ranks.ranks.messages.exchange(b"load")
-        self.records.drop()
 
     # ---- counters and sizes ----
 

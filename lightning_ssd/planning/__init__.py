@@ -13,7 +13,7 @@ The modules, by subject, in the order in which they are best read:
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import DAY, YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, SSD
-from lightning_ssd.planning.few_launches import checkpoint_all
+from lightning_ssd.planning.few_launches import checkpoint_all, keep_all
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.holistic import exceeds_no_more
 from lightning_ssd.planning.io_timeline import Floats
@@ -106,6 +106,7 @@ __all__ = [
     "from_mapping",
     "inactive_periods",
     "is_later_call",
+    "keep_all",
     "large_write_endurance",
     "lifetime_seconds",
     "load_json",

@@ -35,11 +35,6 @@ MAX_TRANSFERS = 192
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
-WEIGHTS_HALF, REST_HALF = 16 / 28, 26 / 28
-"""Time of each half of a job in two halves / time of a job in one piece: ratios of the bytes that are read and written
-for a parameter with a 16-bit weight and gradient, an fp32 master weight and two moments. Both halves read all but the
-weight, 14 bytes; the first one writes the weight, 2 bytes, and the second one the rest, 12 bytes."""
-
 
 class StepTasks:
     """Makes the tasks of steps, one after the other.
@@ -304,11 +299,11 @@ class StepTasks:
 
     def _share_in_halves(self) -> float:
         """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
-        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.steps_on_cpu)
-        jobs = stepped / self._cpu_step_rate
+        stepped = [profile for parts in self.units for profile, part in parts if part.steps_on_cpu]
+        second_halves = sum(profile.halves[1] * profile.parameters for profile in stepped) / self._cpu_step_rate
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first halves, and no shorter than all halves.
-        return min(1.0, backward / (REST_HALF * jobs)) if jobs else 0.0
+        return min(1.0, backward / second_halves) if second_halves else 0.0
 
     def _add_jobs(self, step: int, gradients: Sequence[Task | None], backward_start: Task | None) -> None:
         """Adds the optimizer steps after backward: one task on the GPU for resident parts, jobs for the others.
@@ -404,10 +399,10 @@ class StepTasks:
             waiting = part.gradients == "gpu" and self._waiting_gradients[index] > 0
             done = self._add_device_step(step, profile, read, *after, gradient_waits=waiting)
         elif in_halves:
-            first = self._task(CPU, WEIGHTS_HALF * seconds, step, *after, priority=index)
+            first = self._task(CPU, profile.halves[0] * seconds, step, *after, priority=index)
             self._updated[index].append(first)
             last = 2 * len(self.units) - index
-            self._second_halves[index].append(self._task(CPU, REST_HALF * seconds, step, first, priority=last))
+            self._second_halves[index].append(self._task(CPU, profile.halves[1] * seconds, step, first, priority=last))
             return
         else:
             done = self._task(CPU, seconds, step, read, *after, priority=index)

@@ -204,6 +204,12 @@ class Profiler(Uncopied):
 
     # ---- one micro-batch in which each recomputable saved tensor is recomputed and compared ----
 
+    @property
+    def checked_bytes(self) -> int:
+        """Most bytes that a comparison of a recomputed tensor with the saved one takes besides the saved one."""
+        compared = (2 * item.nbytes + item.recompute_workspace_bytes for item in self.saved if item.recomputable)
+        return max(compared, default=0)
+
     def begin_checking(self) -> None:
         """Compares recomputed tensors with the saved ones in the next micro-batch."""
         mode = self._plan_mode = PlanMode([unit.modules for unit in self.units], self._offloader)

@@ -3,6 +3,7 @@
 - `ranks`: `Ranks`, a rank's memory and messages; made by all ranks together.
 - `memory`: host memory that all ranks map.
 - `messages`: messages between ranks, futures of them, and the end of a rank.
+- `failure_watch`: the end of a training after a failure of any rank.
 - `owners`: which rank steps a flat parameter.
 - `agreement`: whether all ranks train the same.
 
@@ -13,9 +14,19 @@ nothing polls. The same sockets tell of a rank's death, at once: the kernel clos
 """
 
 from lightning_ssd.ranks.agreement import check_agreement
+from lightning_ssd.ranks.failure_watch import FailureWatch
 from lightning_ssd.ranks.memory import RankMemory
 from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
 from lightning_ssd.ranks.owners import choose_owners
 from lightning_ssd.ranks.ranks import Ranks
 
-__all__ = ["RankError", "RankMemory", "RankMessages", "Ranks", "Topic", "check_agreement", "choose_owners"]
+__all__ = [
+    "FailureWatch",
+    "RankError",
+    "RankMemory",
+    "RankMessages",
+    "Ranks",
+    "Topic",
+    "check_agreement",
+    "choose_owners",
+]

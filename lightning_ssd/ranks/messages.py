@@ -26,17 +26,20 @@ class Topic(IntEnum):
     GRADIENT = auto()
     """The sender's gradient of a flat parameter is in shared memory, and the sender reads its weights no more."""
     SUM = auto()
-    """The sender, a flat parameter's owner, has summed its gradients, and reads those of other ranks no more."""
+    """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
+    read gradients, the mean is in shared memory."""
     COPIED = auto()
     """The receiver, a flat parameter's owner, may change the sum, because the sender has copied it."""
     WEIGHTS = auto()
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()
-    """The sender, a flat parameter's owner, has written all of its new values."""
+    """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
+    WRITTEN = auto()
+    """The sender, a flat parameter's owner, has written weights that user code of all ranks has changed alike."""
     CHANGE = auto()
-    """The receiver, a flat parameter's owner, may write changed values to SSDs: the sender has read those before."""
+    """The receiver, a flat parameter's owner, may write loaded states to SSDs: the sender has read those before."""
     CHANGED = auto()
-    """The sender, a flat parameter's owner, has written changed values to SSDs."""
+    """The sender, a flat parameter's owner, has written loaded states to SSDs."""
     TRAINING = auto()
     """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
     RECORDED = auto()
@@ -94,15 +97,19 @@ class RankMessages(Uncopied):
     Args:
         rank: number of this rank.
         sockets: connections to all other ranks, which keep the boundaries of messages; owned.
+        first: what errors add to the numbers of ranks, which count those of this host.
 
     Attributes:
         rank: number of this rank.
         size: number of ranks.
         others: numbers of the other ranks.
+        failed: completes with the first failure of any rank, this one included.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], first: int = 0) -> None:
         self.rank = rank
+        self.failed: Future[None] = Future()
+        self._first = first
         self.size = len(sockets) + 1
         self.others = sorted(sockets)
         self._sockets = sockets
@@ -217,12 +224,13 @@ class RankMessages(Uncopied):
         All pending futures fail, here and there, and later ones of messages that have not arrived.
         """
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
+        own = error if isinstance(error, RankError) else RankError(f"{self._name(self.rank)} has failed: {text}")
         with self._lock:
             first = self._failure is None
         if first:
             content = text.encode()[:_LARGEST]
             self.post(Topic.FAILURE, 0, 0, content, self.others)
-            self._fail_all(error if isinstance(error, RankError) else RankError(f"rank {self.rank} has failed: {text}"))
+            self._fail_all(own)
 
     def close(self, failure: BaseException | None = None) -> None:
         """Ends the messages of this rank, which waits for none. Idempotent.
@@ -280,14 +288,16 @@ class RankMessages(Uncopied):
         if not message:
             if rank not in self._ended:
                 self._fail_all(
-                    RankError(f"rank {rank} has died, such as by a signal or for lack of memory. See its own output")
+                    RankError(
+                        f"{self._name(rank)} has died, such as by a signal or for lack of memory. See its own output"
+                    )
                 )
             return False
         self._received += 1
         topic, number, turn = _HEADER.unpack_from(message)
         content = message[_HEADER.size :]
         if topic == Topic.FAILURE:
-            self._fail_all(RankError(f"rank {rank} has failed: {content.decode(errors='replace')}"))
+            self._fail_all(RankError(f"{self._name(rank)} has failed: {content.decode(errors='replace')}"))
         elif topic == Topic.END:
             self._end(rank)
         else:
@@ -326,6 +336,10 @@ class RankMessages(Uncopied):
                 del self._boxes[key]
         for _, box in expected:
             box.done.set_exception(error)
+        self.failed.set_exception(error)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self._first + rank}"
 
     def _why_incomplete(self, box: _Box) -> RankError | None:
         """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""
@@ -333,8 +347,8 @@ class RankMessages(Uncopied):
             return self._failure
         if missing := sorted(box.expected - box.contents.keys() & self._ended):
             return RankError(
-                f"rank {missing[0]} has ended its training, and rank {self.rank} goes on: it had fewer batches. Give "
-                "all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
+                f"{self._name(missing[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "
+                "batches. Give all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
             )
         return None
 

@@ -30,26 +30,30 @@ class Ranks(Uncopied):
         self.memory = memory
 
     @classmethod
-    def connect(cls) -> "Ranks":
-        """Connects all ranks of torch.distributed's default process group, which are on one host, and call this.
+    def connect(cls, host: int) -> "Ranks":
+        """Connects the ranks of a host; called by all ranks of torch.distributed's default process group.
+
+        Args:
+            host: number of this rank's host.
 
         Raises:
             RankError: a rank does not answer.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
         # Addresses in the abstract namespace, which no file system has: a killed rank leaves none behind.
-        key: list[str] = [secrets.token_hex(16)]
-        dist.broadcast_object_list(key)
+        found: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+        dist.all_gather_object(found, (host, secrets.token_hex(16)))
+        members = [number for number, (host_of_rank, _) in enumerate(found) if host_of_rank == host]
+        rank, size, key = members.index(dist.get_rank()), len(members), found[members[0]][1]
         with contextlib.ExitStack() as undo:
             listener = undo.enter_context(_socket())
-            listener.bind(f"\0lightning_ssd-{key[0]}-{rank}")
+            listener.bind(f"\0lightning_ssd-{key}-{rank}")
             listener.listen(size)
             dist.barrier()
             sockets: dict[int, socket.socket] = {}
             try:
                 for other in range(rank):
                     connection = sockets[other] = undo.enter_context(_socket())
-                    connection.connect(f"\0lightning_ssd-{key[0]}-{other}")
+                    connection.connect(f"\0lightning_ssd-{key}-{other}")
                     _check_user(connection)
                     connection.send(_RANK.pack(rank))
                 while len(sockets) < size - 1:
@@ -62,7 +66,7 @@ class Ranks(Uncopied):
                 raise RankError(f"the ranks of this host could not connect: {error}") from error
             for connection in sockets.values():
                 connection.settimeout(None)
-            messages = RankMessages(rank, sockets)
+            messages = RankMessages(rank, sockets, members[0])
             listener.close()
             undo.pop_all()
         return cls(messages, memory)

@@ -8,7 +8,9 @@ with model states offloaded that were on the device. Hooks between forward and b
 
 The micro-batch is not run again where user code could tell the difference: where hooks of the module run between
 forward and backward or callbacks set its attributes there, where hooks of modules or parameters run in backward, where
-parameters or the batch were changed in place. Then the error is raised as before, with a note of the reason.
+parameters or the batch were changed in place. Nor is it where other processes could: where it has run collectives, or
+has passed on gradients, which those with offloaded states do for steps that begin during backward. Then the error is
+raised as before, with a note of the reason.
 """
 
 import contextlib
@@ -72,6 +74,8 @@ class MicroBatchRetry:
         self._delay_steps = delay_steps
         self._state: StepState | None = self._record_state()
         """The state before the micro-batch; `None`: it was run for the last time."""
+        self._collectives = internals.collectives_begun()
+        """Collectives before the micro-batch: other processes, whose memory suffices, do not run them again."""
         self._gradients = _Gradients(self._state.leaves)
         self._zeroed = False
         """Whether gradients of the step before were zeroed: a backward has begun."""
@@ -264,6 +268,8 @@ class MicroBatchRetry:
         states = self._states()
         if states is not None and not states.can_run_again:
             return "gradients of offloaded parameters may have been stepped, or their weights were changed"
+        if internals.collectives_begun() != self._collectives:
+            return "it has run collectives, which other processes do not run again"
         return self._state.obstacle()
 
 

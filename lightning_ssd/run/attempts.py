@@ -33,19 +33,18 @@ def prepare_retry(
     planner, automatic = run.planner, trainer.lightning_module.automatic_optimization
     if planner is None or not planner.may_run_out or not automatic:
         return None
-    if trainer.world_size > 1:  # other processes would wait for collectives that this one runs again
+    if trainer.world_size > 1 and run.model_states is None:  # torch's DDP reduces gradients in backward
         return None
     movable = not runs_within_step(trainer.strategy.optimizers) and run.can_offload_states()
-    with planner.excluded():
-        return MicroBatchRetry(
-            trainer,
-            inputs=inputs,
-            states=lambda: run.model_states,
-            forward=forward,
-            save_memory=functools.partial(planner.save_memory, note=UNRECORDED),
-            offload_states=functools.partial(_offload_states, run, planner) if movable else None,
-            delay_steps=planner.begins_rule,
-        )
+    return MicroBatchRetry(
+        trainer,
+        inputs=inputs,
+        states=lambda: run.model_states,
+        forward=forward,
+        save_memory=functools.partial(planner.save_memory, note=UNRECORDED),
+        offload_states=functools.partial(_offload_states, run, planner) if movable else None,
+        delay_steps=planner.begins_rule,
+    )
 
 
 def retry_backward(plugin: pl.plugins.Precision, retry: MicroBatchRetry, loss: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
+from lightning_ssd.ranks import FailureWatch, Ranks
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.sizes import show_argument
 
@@ -54,10 +55,14 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         """Lightning's strategy for several processes; `None`: there is one process."""
         self._reduces_gradients = True
         """Whether torch's DDP reduces gradients of several processes; else offloaded model states do."""
+        self.ranks: Ranks | None = None
+        """Connections of the processes of this host during a run; `None`: there is one process, or no run."""
+        self._watch: FailureWatch | None = None
+        """Ends the run if one of them fails; it has `ranks`' messages."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | dict.fromkeys(("_ddp", "_launcher"))
+        return super().__getstate__() | dict.fromkeys(("_ddp", "_launcher", "ranks", "_watch"))
 
     # ---- devices and ranks, when the Trainer is made ----
 
@@ -126,6 +131,17 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
 
+    def _connect_ranks(self) -> None:
+        """Connects the processes of this host, from now to the end of the run."""
+        if self._ddp is not None:
+            self.ranks = Ranks.connect(self.node_rank)
+            self._watch = FailureWatch(self.ranks.messages)
+
+    def _check_ranks(self) -> None:
+        """Raises RankError if another process of this host has failed."""
+        if self._watch is not None:
+            self._watch.check()
+
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._ddp is None or not self._reduces_gradients:
@@ -153,6 +169,7 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._ddp is not None:
             self._ddp.post_backward(closure_loss)
+            self._check_ranks()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -163,8 +180,9 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
                 "lightning_ssd: if parameters without a gradient are intended, set "
                 "`SSDOffloadStrategy(ddp={'find_unused_parameters': True})`."
             )
-        elif self._ddp is not None and ("closed by peer" in text or "reset by peer" in text):
-            exception.add_note("lightning_ssd: another process of this training has ended. Its own error is the cause.")
+        cause = None if self._watch is None else self._watch.notice(exception)
+        if cause is not None and cause is not exception:
+            exception.add_note(f"lightning_ssd: {cause}")
 
     @override
     def teardown(self) -> None:
@@ -174,6 +192,10 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
             if self._layer_sync is not None and module._trainer is not None and is_fitting(module._trainer):
                 self.model = self._layer_sync.revert(module)
         super().teardown()
+        if self._watch is not None and self.ranks is not None:
+            self._watch.end()
+            self.ranks.messages.close()
+            self.ranks = self._watch = None
         if self._ddp is not None:
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()

@@ -19,7 +19,6 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.recover import training_settings
-from lightning_ssd.run.averaging import averaging_callbacks
 from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
@@ -62,7 +61,7 @@ def make_setup(
     if fitting and plan is not None and plan.clip != "off":
         config = replace(config, clip=plan.clip)
     exact = scales_exactly(strategy.precision_plugin)
-    whole = stepped_whole(strategy.optimizers, to_offload) if fitting else []
+    whole = stepped_whole(strategy.optimizers, to_offload, on_ranks=trainer.world_size > 1) if fitting else []
     defer_to_user_hooks = (
         not trainer.lightning_module.automatic_optimization
         or user_sees_gradients(trainer)
@@ -88,28 +87,13 @@ def make_setup(
     )
 
 
-def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan | None) -> None:
-    """Raises ValueError, with the remedy, if several devices don't support the settings of offloaded states yet.
-
-    Args:
-        trainer: the Trainer.
-        config: the user's arguments.
-        plan: the user's plan, if it determines the tiers of states.
-    """
-    speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
-    averaging = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
-    unsupported = {
-        "`clip='speculative'`": ("`clip='auto'`", speculates),
-        "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
-        f"`num_nodes={trainer.num_nodes}`": ("`num_nodes=1`", trainer.num_nodes > 1),
-        f"the callback {', '.join(averaging)}": ("`callbacks` without it", bool(averaging)),
-    }
-    for what, (remedy, found) in unsupported.items():
-        if found:
-            raise ValueError(
-                f"several devices don't offload model states with {what}. Set {remedy}, or `devices=1`; or, if all "
-                "states fit on each device, `states='gpu'`."
-            )
+def check_several_devices(trainer: pl.Trainer) -> None:
+    """Raises ValueError, with the remedy, if model states of several hosts would be offloaded."""
+    if trainer.num_nodes > 1:
+        raise ValueError(
+            f"several devices don't offload model states with `num_nodes={trainer.num_nodes}`. Set `num_nodes=1`; or, "
+            "if all states fit on each device, `states='gpu'`."
+        )
 
 
 def _fingerprint(

@@ -53,7 +53,7 @@ from lightning_ssd.run.precision import autocast_dtype
 from lightning_ssd.run.setup import check_several_devices, is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals
+from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals, join_lines
 from lightning_ssd.uncopied import Uncopied
 
 __all__ = ["RunStates"]
@@ -151,7 +151,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
         if self._strategy.is_distributed:
-            check_several_devices(trainer, self._states_config, self._placing_plan() if self._fitting else None)
+            check_several_devices(trainer)
             self._states_config = self._agree_on_gpu_memory()
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
@@ -229,6 +229,7 @@ class RunStates(Uncopied, StatesOwner):
             self._setup,
             plan_tiers=plan_tiers,
             loaded=self.loaded.values(),
+            connected=self._strategy.ranks,
         )
         if not self._fitting:
             return
@@ -267,8 +268,8 @@ class RunStates(Uncopied, StatesOwner):
             # Nothing is offloaded: hooks would only add overhead.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
-    def describe(self) -> list[str]:
-        """Returns lines: tiers of weights, optimizer states and activations, reasons, totals, limits, and remedies."""
+    def describe(self, name: str) -> str:
+        """Returns lines after `name`: tiers of weights, states and activations, reasons, totals, limits, remedies."""
         offloader, states, device = self.offloader, self.model_states, self._strategy.root_device
         assert offloader is not None
         need = 0
@@ -292,7 +293,7 @@ class RunStates(Uncopied, StatesOwner):
             smaller = describe_smaller_formats([store.layout for store in states.stores.values()])
             if smaller is not None:
                 lines.append(f"host memory is short: optimizer states that are rounded save {smaller}")
-        return lines
+        return join_lines(name, lines)
 
     # ---- steps ----
 

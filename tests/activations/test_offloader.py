@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadOnPressure
+from lightning_ssd.activations.placement import KeepAll, OffloadAll
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
 from lightning_ssd.activations.tier import TRIM_EVERY
 from lightning_ssd.futures import Future
@@ -1094,13 +1094,21 @@ def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> No
             assert host.bytes_in > fetched
 
 
+class KeepFirst(OffloadAll):
+    """Keeps the first storage of the training."""
+
+    kept = False
+
+    def must_keep(self, nbytes: int) -> bool:
+        kept, self.kept = self.kept, True
+        return not kept
+
+
 def test_kept_storages_are_kept_when_memory_gets_short(tmp_path: Path) -> None:
     """A storage that is saved again while others are offloaded is on the device anyway."""
     value = torch.randn(4096, requires_grad=True)
     with open_offloader(tmp_path, host_memory="64MiB", min_bytes=1024) as offloader:
-        answers = iter((False, True))
-        change_policy(offloader, placement=OffloadOnPressure(("host",), lambda: next(answers)))
-        offloader.policy.placement.ASKED_EVERY = value.nbytes
+        change_policy(offloader, placement=KeepFirst(("host",)))
         offloader.begin_micro_batch()
         with offloader.hooks():
             kept = value.exp()  # which saves it

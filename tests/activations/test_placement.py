@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
-from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadOnPressure, PlacementPolicy, SSDTrainAuto
+from lightning_ssd.activations.placement import FixedAmount, KeepAll, PlacementPolicy, SSDTrainAuto
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
@@ -249,22 +249,3 @@ def test_a_share_grows_once_in_so_many_quiet_micro_batches() -> None:
     assert len(changes) >= 3
     # 8 of them after three shrinkages, and one that is not counted, as the allocator moves memory after each change.
     assert {other - one for one, other in pairwise(changes)} == {9}
-
-
-def test_storages_beyond_the_memory_are_offloaded() -> None:
-    """`is_short` is called every `ASKED_EVERY` bytes. Once it is true, the rest of the micro-batch is offloaded."""
-    answers: list[bool] = []
-
-    def is_short() -> bool:
-        answers.append(len(answers) == 1)
-        return answers[-1]
-
-    pressure, half = OffloadOnPressure(["host", "ssd"], is_short), OffloadOnPressure.ASKED_EVERY // 2
-    kept, tiers = [], []
-    for _ in range(2):
-        pressure.begin(0)
-        kept.append([pressure.must_keep(half) for _ in range(6)])
-        tiers.append(pressure.tiers_for(half))
-    assert kept == [[True] * 2 + [False] * 4, [True] * 6]
-    assert tiers == [["host", "ssd"], ()]
-    assert len(answers) == 2 + 3

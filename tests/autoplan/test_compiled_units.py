@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.autoplan import obstacles
+from lightning_ssd.autoplan import auto_plan
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.compiled_blocks import (
@@ -381,7 +381,7 @@ def test_saved_tensors_of_cuda_graphs_are_kept_from_the_step_on_that_records_the
 
     hooks, see = Hooks(), See()
     use(Meter(1e6, 980_000), monkeypatch)
-    monkeypatch.setattr(obstacles, "records_cuda_graphs", lambda device: True)
+    monkeypatch.setattr(auto_plan, "records_cuda_graphs", lambda device: True)
     if not compiled:
         monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
     with caplog.at_level("INFO"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.autoplan.plan_maker import PlanMaker
+from lightning_ssd.autoplan.plan_maker import PlanMaker, PlanOptions
 from lightning_ssd.planning import FixedPlacement, make_plan, simulate
 from lightning_ssd.planning.holistic import min_memory_plan
 from tests.support.profiles import GB, H100, make_model
@@ -31,7 +31,7 @@ def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
     runner: Any = SimpleNamespace(
         profile=model, hardware=machine, placement=fixed, prediction=simulate(model, machine, least)
     )
-    maker = PlanMaker("holistic", None, "10GB", machine, None, torch.device("cpu"))
+    maker = PlanMaker(PlanOptions(gpu_memory="10GB"), machine, torch.device("cpu"))
     found = maker.make_better(runner, explained=explained)
     expected = make_plan(model, machine, fixed=fixed)
     assert found == (expected if better else None)

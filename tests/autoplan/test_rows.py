@@ -23,7 +23,6 @@ from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, planner, quiet_trainer
-from tests.support.slow_records import record_slowly
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -201,7 +200,7 @@ def test_parameters_that_are_unfrozen_while_steps_are_timed_have_a_plan(monkeypa
 
     def frozen(auto: AutoPlanner, batch_idx: int) -> bool:
         nonlocal timed
-        timed = timed or (auto.planner is not None and auto.planner.profiled.phase == "timing")
+        timed = timed or (auto.planner is not None and auto.planner.phase == "timing")
         return not timed
 
     see = fit_and_freeze(frozen, monkeypatch)
@@ -238,25 +237,6 @@ def test_steps_of_other_shapes_are_not_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_runner, "make_clock", lambda device: clock)
     fit(SSDOffloadStrategy(**BOTH), [WIDE, TALL] * 28, [Look()])
     assert [comparison.step_seconds for comparison in measured] == [1.0, 1.0]
-
-
-def test_times_in_which_states_are_recorded_are_no_part_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch lasts one second, without the state that is recorded in the first ones under each plan."""
-    clock, measured = BatchClock(), []
-
-    class Look(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            clock.seconds += 1
-            planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner)).planner
-            if planner is not None and planner.runner is not None and not planner.measuring:
-                measured.append(planner.runner.measured(1, max))
-
-    use(Meter(2e4, 19_000), monkeypatch)
-    monkeypatch.setattr(plan_runner, "make_clock", lambda device: clock)
-    times = record_slowly(clock, monkeypatch)
-    fit(SSDOffloadStrategy(**BOTH), [WIDE] * 40, [Look()])
-    steps = [one.step_seconds for one in measured if one is not None]
-    assert len(times) > 16 and len(steps) > 10 and set(steps) == {1.0}
 
 
 def least_memory(shapes: Sequence[Shape], **how: Any) -> int:

@@ -56,7 +56,14 @@ class Waiters:
         undo.callback(self.worker.close)
         by_flat = {store.flat: store for store in self.stores}
         self.staged = StagedFlats(
-            by_flat, lambda: None, lambda flat: by_flat[flat].drain(), lambda _: None, lambda _: None, lambda _: None
+            by_flat,
+            lambda: None,
+            lambda flat: by_flat[flat].drain(),
+            lambda _: None,
+            lambda _: None,
+            lambda _: None,
+            lambda flat, masters: by_flat[flat].checkin(masters),
+            on_ranks=False,
         )
         self.gradient: Future[None] = Future()
         """The gradient of the step arrives when the test says so."""

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +20,7 @@ WIDTH = 32
 
 
 class Net(pl.LightningModule):
-    """Calls `act` in one place: "forward", "backward" or "step"."""
+    """Calls `act` in one place: "forward", "backward", or after a "step"."""
 
     def __init__(self, act: Callable[["Net", int], None] | None = None, where: str = "forward") -> None:
         super().__init__()
@@ -34,6 +36,9 @@ class Net(pl.LightningModule):
                 x.register_hook(lambda gradient: self._act("backward"))
         self._act("forward")
         return x.square().mean()
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
+        self._act("step")
 
     def _act(self, where: str) -> None:
         if self.act is not None and self.where == where:
@@ -52,9 +57,17 @@ def fit(module: Net, batches: int = 4, **strategy: Any) -> None:
     trainer.fit(module, DataLoader([torch.ones(4, WIDTH) for _ in range(batches)], batch_size=None))
 
 
-def die(module: Net, index: int) -> None:
-    if dist.get_rank() == 1 and index == 2:
+def die(module: Net, index: int, rank: int = 1) -> None:
+    if dist.get_rank() == rank and index == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_and_stay() -> None:
+    """Rank 1 fails, and its process does not end before rank 0's, with which the store ends."""
+    try:
+        fit(Net(fail), states="gpu")
+    except ValueError:
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(minutes=5))
 
 
 def fail(module: Net, index: int) -> None:
@@ -67,8 +80,13 @@ def leave(module: Net, index: int) -> None:
         sys.exit("enough")
 
 
-def write(module: Net, index: int) -> None:
-    module.layers[0].weight.data.zero_()
+def write_other_values(module: Net, index: int) -> None:
+    module.layers[0].weight.data.fill_(dist.get_rank())
+
+
+def write_on_one_rank(module: Net, index: int) -> None:
+    if dist.get_rank() == 1:
+        module.layers[0].weight.data.zero_()
 
 
 class Wider(Net):
@@ -105,34 +123,50 @@ class OwnBackward(Net):
         self.optimizers().step()
 
 
-class OtherOptimizer(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters())
-
-
 CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     "other model": (lambda: fit(Wider()), r"rank 0 and rank 1 train differently: 'layers.1.bias"),
     "other learning rate": (
         lambda: fit(OtherRate()),
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
-    "written weights": (lambda: fit(Net(write)), "several devices share one copy of them"),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
-    "Adagrad": (lambda: fit(OtherOptimizer()), "Take AdamW, Adam or SGD"),
 }
 """Trainings whose error all ranks raise, and its text."""
 
 ENDS = {
-    "kill": (lambda: fit(Net(die, "backward")), "rank 1 has died"),
-    "raise": (lambda: fit(Net(fail)), "rank 1 has failed: ValueError: a bad batch"),
-    "exit": (lambda: fit(Net(leave)), "rank 1 has failed: SystemExit"),
+    "kill": (lambda: fit(Net(die, "backward")), 0, "RankError: rank 1 has died"),
+    "raise": (lambda: fit(Net(fail)), 0, "RankError: rank 1 has failed: ValueError: a bad batch"),
+    "exit": (lambda: fit(Net(leave)), 0, "RankError: rank 1 has failed: SystemExit"),
     "other options": (
         lambda: fit(LaterRate()),
-        "(rank 1 has failed: )?ranks . and . step layers.. with diff",
+        0,
+        "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
     ),
-    "fewer batches": (lambda: fit(Net(), 4 - dist.get_rank()), "rank 1 has ended its training, and rank 0 goes on"),
+    "fewer batches": (
+        lambda: fit(Net(), 4 - dist.get_rank()),
+        0,
+        "RankError: rank 1 has ended its training, and rank 0 goes on",
+    ),
+    "other weights": (
+        lambda: fit(Net(write_other_values)),
+        0,
+        "RankError: (rank 1 has failed: )?user code writes weights of layers.0",
+    ),
+    "weights of one rank": (
+        lambda: fit(Net(write_on_one_rank, "step")),
+        0,
+        "RankError: (rank 1 has failed: )?user code writes weights of layers.0",
+    ),
+    "kill, in DDP": (lambda: fit(Net(die, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has died"),
+    "kill of rank 0, in DDP": (
+        lambda: fit(Net(partial(die, rank=0)), states="gpu"),
+        1,
+        "lightning_ssd: rank 0 has died",
+    ),
+    "raise, in DDP": (lambda: fit(Net(fail, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has failed: Value"),
+    "raise and stay, in DDP": (fail_and_stay, 0, "lightning_ssd: rank 1 has failed: ValueError: a bad batch"),
 }
-"""Trainings that end at another place on each rank, and the error of rank 0: their collectives would not match."""
+"""Trainings that end at another place on each rank, as their collectives would not match; and the error of a rank."""
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

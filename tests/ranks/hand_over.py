@@ -17,7 +17,7 @@ def torn_hand_overs() -> int:
     In each turn, every rank writes its slab, rank 0 writes the sum of all slabs, and every rank reads the sum.
     """
     torn = 0
-    with Ranks.connect() as ranks:
+    with Ranks.connect(0) as ranks:
         slabs = [ranks.memory.floats(NUMEL) for _ in range(ranks.size)]
         total = ranks.memory.floats(NUMEL)
         messages, delays = ranks.messages, random.Random(ranks.rank)

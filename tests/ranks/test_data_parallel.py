@@ -55,7 +55,7 @@ def test_an_error_of_one_process_ends_both(tmp_path: Path) -> None:
         command, capture_output=True, text=True, env=script_environment(), cwd=ROOT, timeout=120
     )
     assert done.returncode != 0
-    assert "KeyError: 'deliberate'" in done.stderr and "another process of this training has ended" in done.stderr
+    assert "KeyError: 'deliberate'" in done.stderr and "rank 1 has failed: KeyError" in done.stderr
     assert scratch_directories(tmp_path) == []
 
 

@@ -5,19 +5,23 @@ A script for `processes.launch`. Its arguments are names of `CASES`; without any
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import LazyTensor
 from tests.ranks.hand_over import torn_hand_overs
+from tests.support.meter import Meter, use
 
 WIDTH, STEPS = 32, 4
 
@@ -59,6 +63,12 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.case.optimizer([one for one in self.parameters() if one.requires_grad])
 
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
+        self.after_step(self.trainer.optimizers[0])
+
 
 class ReadsGradients(Net):
     """Reads gradients between backward and step, of which each rank sees the mean."""
@@ -74,26 +84,58 @@ class Looks(Net):
         super().__init__(case)
         self.seen: list[Tensor | None] = []
 
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.rank == 1:
             moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
             values = [*self.state_dict().values(), *self.parameters(), *moments]
             self.seen += [value.detach().clone() for value in values]
 
-    def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
-        self.look(self.trainer.optimizers[0])
+
+class Writes(Net):
+    """Writes weights after each step and in forward, which each rank runs in another order, and loads weights."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.averages: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().forward(x, index)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        weights = dict(self.named_parameters())
+        with torch.no_grad():
+            for name in list(weights)[:: -1 if self.rank % 2 else 1]:
+                weights[name].mul_(0.5)
+                average = self.averages.setdefault(name, torch.zeros_like(weights[name]))
+                average.lerp_(weights[name], 0.5)
+            self.blocks[0].first.weight.copy_(self.averages["blocks.0.first.weight"])
+        self.blocks[1].second.bias.data.zero_()
+        self.blocks[2].load_state_dict({name: 2 * value for name, value in self.blocks[2].state_dict().items()})
+
+
+class Validates(Net):
+    """Sees losses of validation, in which callbacks may exchange the weights."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.seen: list[Tensor | None] = []
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.seen.append(self.loss(batch, index))
 
 
 class Reloads(Looks):
     """All ranks load changed weights and optimizer states after a step."""
 
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state_dict()
         for values in state["state"].values():
             values["exp_avg"] = values["exp_avg"] * 0.5
         self.load_state_dict({name: value * 0.5 for name, value in self.state_dict().items()})
         optimizer.load_state_dict(state)
-        super().look(optimizer)
+        super().after_step(optimizer)
 
 
 class Overflows(Net):
@@ -101,6 +143,28 @@ class Overflows(Net):
 
     def loss(self, batch: Tensor, index: int) -> Tensor:
         return super().loss(batch, index) * (1e8 if self.rank == 1 and index == 1 else 1.0)
+
+
+FAILED = {place: threading.Event() for place in [(1, 1, "forward"), (1, 2, "backward"), (0, 3, "backward")]}
+"""Rank, batch and place of each failure of `RunsOut`, which has happened if the event is set: it is not restored."""
+
+
+class RunsOut(Net):
+    """Runs out of memory on one rank at a time, which alone runs its micro-batch again."""
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        self._fail(index, "forward")
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                x.register_hook(lambda gradient: self._fail(index, "backward"))
+        return self.head(x)
+
+    def _fail(self, index: int, place: str) -> None:
+        event = FAILED.get((self.rank, index, place))
+        if self._trainer is not None and event is not None and not event.is_set():
+            event.set()
+            raise torch.OutOfMemoryError(f"Tried to allocate 20.00 GiB in {place}.")
 
 
 class OverflowsRead(Overflows, ReadsGradients):
@@ -134,6 +198,28 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
+def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+class Coupled(torch.optim.Optimizer):
+    """Steps all parameters by the norm of all gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        loss = closure()
+        (group,) = self.param_groups
+        norm = nn.utils.get_total_norm([one.grad for one in group["params"] if one.grad is not None])
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter.sub_(mean.lerp_(parameter.grad / norm, 0.1))
+        return loss
+
+
 @dataclass
 class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
@@ -142,6 +228,7 @@ class Case:
     scaled: bool = False
     tied: bool = False
     frozen: bool = False
+    callback: Callable[[], pl.Callback] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
 
@@ -151,6 +238,7 @@ CASES = {
     "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
     "sgd with momentum": Case(sgd),
     "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}),
+    "speculation": Case(module=Writes, strategy={"clip": "speculative"}, trainer={"gradient_clip_val": 0.9}),
     "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "ragged accumulation": Case(sgd, trainer={"accumulate_grad_batches": 3}),
@@ -163,7 +251,22 @@ CASES = {
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
     "values are read": Case(module=Looks),
+    "adafactor": Case(adafactor, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed adafactor": Case(adafactor, module=Overflows, scaled=True),
+    "optimizer couples parameters": Case(
+        Coupled, lambda rank, index: [0, 1 + (rank + index) % 2], trainer={"accumulate_grad_batches": 3}
+    ),
+    "stochastic weight averaging": Case(
+        sgd, callback=lambda: pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
+    ),
+    "moving average of weights": Case(
+        module=Validates, callback=lambda: pl.callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=2)
+    ),
+    "weights are written": Case(module=Writes, frozen=True),
+    "16-mixed, weights are written": Case(sgd, module=Writes, scaled=True),
+    "out of memory": Case(module=RunsOut, trainer={"gradient_clip_val": 0.05}),
     "16-mixed": Case(module=Overflows, scaled=True, trainer={"gradient_clip_val": 0.05}),
+    "16-mixed, speculation": Case(module=Overflows, scaled=True, strategy={"clip": "speculative"}),
     "16-mixed, gradients are read": Case(module=OverflowsRead, scaled=True),
     "manual": Case(module=Manual),
     "steps after backward": Case(strategy={"overlap": "none"}),
@@ -174,8 +277,10 @@ CASES = {
     "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
     "SSD, values are loaded": Case(strategy={"states": "ssd", "path": ["a", "b"]}, module=Reloads),
     "SSD, steps are recorded": Case(strategy={"states": "ssd", "recover": True}, module=Looks),
+    "SSD, values are written": Case(strategy={"states": "ssd"}, module=Writes),
     "SSD, gradients are read": Case(strategy={"states": "ssd"}, module=ReadsGradients),
     "SSD, 16-mixed": Case(strategy={"states": "ssd"}, module=Overflows, scaled=True),
+    "serial steps": Case(strategy={"overlap": "naive"}),
 }
 
 
@@ -189,23 +294,32 @@ def make_scaler(case: Case) -> torch.amp.GradScaler:
 
 
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
-    torch.manual_seed(dist.get_rank())  # the values of rank 0 count
     for path in case.strategy.get("path", ()):
         Path(path).mkdir(exist_ok=True)
+    return train_by(SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | case.strategy), case)
+
+
+def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[str, Any]]:
+    torch.manual_seed(dist.get_rank())  # the values of rank 0 count
     module = case.module(case)
-    strategy = SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | case.strategy)
     scaled = {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler(case))} if case.scaled else {}
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), use_distributed_sampler=False,
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **case.trainer, **scaled,
+        callbacks=[] if case.callback is None else [case.callback()], num_sanity_val_steps=0, **case.trainer, **scaled,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(batches(dist.get_rank()), batch_size=None))
+    loader = DataLoader(batches(dist.get_rank()), batch_size=None)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.module is RunsOut:
+            use(Meter(1e9, 10**6), patch)
+        trainer.fit(module, loader, loader if case.module is Validates else None)
     (optimizer,) = trainer.optimizers
     return module, optimizer.state_dict()
 
 
 def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
+    if case.callback is not None:
+        return train_by(pl.strategies.DDPStrategy(), case)
     torch.manual_seed(dist.get_rank())
     module = case.module(case)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(module), find_unused_parameters=True)
@@ -228,14 +342,17 @@ def train_plain(case: Case) -> tuple[Net, dict[str, Any]]:
                 by_value = case.trainer.get("gradient_clip_algorithm") == "value"
                 clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
                 clip(module.parameters(), limit)
-            if not isinstance(module, Looks):
+            if isinstance(module, ReadsGradients):
                 module.seen = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
-            scaler.step(optimizer)
+            scaler.step(optimizer, *[_no_closure] * (case.optimizer is Coupled))
             scaler.update()
-            if isinstance(module, Looks):
-                module.look(optimizer)
+            module.after_step(optimizer)
             optimizer.zero_grad()
     return module, optimizer.state_dict()
+
+
+def _no_closure() -> None:
+    """The closure of a step whose backward has ended."""
 
 
 class _Loss(nn.Module):
@@ -252,6 +369,8 @@ def differences(case: Case) -> Iterator[str]:
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if not torch.equal(one, other):
             yield f"weight {name}: {(one - other).abs().max()}"
+    if not any(isinstance(value, LazyTensor) for state in our_state["state"].values() for value in state.values()):
+        yield "each rank has copies of the optimizer states"
     if our_state["state"].keys() != plain_state["state"].keys():
         yield f"states of {our_state['state'].keys()} instead of {plain_state['state'].keys()}"
     for key, state in plain_state["state"].items():
@@ -259,7 +378,9 @@ def differences(case: Case) -> Iterator[str]:
             found = our_state["state"].get(key, {}).get(name)
             if (found is None) != (value is None) or (found is not None and not torch.equal(found, value)):
                 yield f"state {name} of parameter {key}"
-    if issubclass(case.module, (ReadsGradients, Looks)) and not case.trainer:
+    if case.module is RunsOut and not all(event.is_set() for (rank, *_), event in FAILED.items() if rank == ours.rank):
+        yield "memory has sufficed"
+    if issubclass(case.module, (ReadsGradients, Looks, Validates)) and not case.trainer:
         for number, (one, other) in enumerate(zip(ours.seen, plain.seen, strict=True)):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
                 yield f"value {number} that was read"

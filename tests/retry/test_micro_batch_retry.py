@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
@@ -899,7 +900,7 @@ def test_a_training_without_a_plan_prefetches_again_after_it_ran_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The measured micro-batches after the second attempt have no window, and later ones one that has room."""
-    monkeypatch.setattr("lightning_ssd.autoplan.obstacles.obstacle_to_planning", lambda *_: "several devices")
+    monkeypatch.setattr("lightning_ssd.autoplan.auto_plan.obstacle_to_planning", lambda *_: "several devices")
     windows = Windows()
     run = train_by_default(SHORT, LimitedMemory(fails_at=[(2, 10)]), callbacks=[windows])
     assert run.failures == 1
@@ -993,6 +994,22 @@ def test_a_micro_batch_with_visible_side_effects_is_not_run_again(module: Any, r
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 35)]), module=module)
     assert any("could not be run again" in note and reason in note for note in caught.value.__notes__)
+
+
+class Reduces(Stateful):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        dist.all_reduce(torch.zeros(1))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_micro_batch_that_has_run_collectives_is_not_run_again() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 35)]), module=Reduces)
+    finally:
+        dist.destroy_process_group()
+    assert any("has run collectives" in note for note in caught.value.__notes__)
 
 
 def test_objects_that_cannot_be_recorded_do_not_keep_from_training() -> None:

@@ -73,8 +73,7 @@ class Weights(Source):
         self.access.begin_change(flat)
         self.access.prefetcher.wait(flat)  # a running copy to the device reads the host memory that is written here
         values = values.detach().to("cpu")
-        staged = self.access.staged.stage(flat)
-        staged.changed = True
+        staged = self.access.staged.change(flat)
         write_changed(item.of(staged.masters), values)
         if flat.mixed:
             self.changed()  # a later backward would need the overwritten values, which the forward has cast

@@ -2,7 +2,7 @@
 
 `trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer use them.
 States in host memory become ordinary tensors. States on SSDs are kept there, in unlinked files, and read on access; the
-files are freed with the optimizer.
+files are freed with the optimizer. So are states in memory that several ranks share, of which each would have a copy.
 """
 
 import logging
@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from lightning_ssd.model_states.journal import describe
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer, parameters_of
-from lightning_ssd.model_states.stores import SCALES, WEIGHT, HostBuffer, SSDBuffer, StateStaging, StateStore
+from lightning_ssd.model_states.stores import (
+    SCALES,
+    WEIGHT,
+    HostBuffer,
+    SSDBuffer,
+    StagedState,
+    StateStaging,
+    StateStore,
+)
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.model_states.weights import OffloadedModel
 from lightning_ssd.shutdown import Shutdown
@@ -30,7 +38,8 @@ class ModelRestorer:
 
     Threads: the training thread; states on SSDs are read on the thread that accesses them.
 
-    Ownership: states on SSDs belong to the lazy tensors, which share the detached files.
+    Ownership: states on SSDs belong to the lazy tensors, which share the detached files. States in memory that ranks
+    share are not written any more: a rank restores its model when the last step of each flat parameter has ended.
 
     Args:
         offloaded: the flat parameters.
@@ -136,7 +145,7 @@ class ModelRestorer:
             state = flat_optimizer.state_of(index, staged)
             if state:
                 optimizer.state[item.parameter] = {
-                    name: self._lasting(name, value, store, item) for name, value in state.items()
+                    name: self._lasting(name, value, store, staged, item) for name, value in state.items()
                 }
 
     @staticmethod
@@ -150,13 +159,15 @@ class ModelRestorer:
             like = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(like, read)}
 
-    def _lasting(self, name: str, value: Any, store: StateStore, item: ParamView) -> Any:
-        """Returns a copy of a parameter's state in memory, or a lazy tensor of one on SSDs."""
+    def _lasting(self, name: str, value: Any, store: StateStore, staged: StagedState, item: ParamView) -> Any:
+        """Returns a copy of a parameter's state in memory, or a lazy tensor of one on SSDs or that ranks share."""
         if not isinstance(value, Tensor):
             return value
-        if not value.is_meta:
-            return value.clone()
         opt_state = store.buffers.opt_state
+        if not value.is_meta:
+            if name in staged.states and isinstance(opt_state, HostBuffer) and opt_state.shared:
+                return LazyTensor.make(value, lambda: staged.state(name, item).clone())
+            return value.clone()
         assert isinstance(opt_state, SSDBuffer)
         self._on_ssd = True
         blob = opt_state.blobs[opt_state.version]

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from lightning_ssd.device import Mark
 from lightning_ssd.futures import Future, ended, finished, then
+from lightning_ssd.model_states.optimizers import RankMean
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import PinnedPool, Slab
 from lightning_ssd.types import Tier
@@ -95,12 +96,13 @@ class SharedGradient:
     """Memory of one flat parameter's gradients that all ranks map, a part for each rank.
 
     Ownership: a rank writes its parts until it posts its gradient to the owner of the flat parameter, and again from
-    the owner's message about the sum on. In between they belong to the owner.
+    the owner's message about the step on. In between they belong to the owner. If user code may read gradients, they
+    belong to the owner until its message about the sum, and the step reads each rank's own.
 
     Attributes:
         rank: number of this rank.
         copies: gradients as backward has computed them, in the dtype of the compute weights.
-        sums: gradients of several micro-batches in fp32; that of the flat parameter's owner: the mean of all ranks.
+        sums: gradients of several micro-batches in fp32; if user code may read gradients: the mean of all ranks.
     """
 
     rank: int
@@ -131,8 +133,8 @@ class Gradient:
     Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
     (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
     returns to the pool instead. After a step, `used` reads a parameter's gradient there, before its next copy is made.
-    `accumulated()` and `has_accum` belong to the worker until `consumed` is done, then to the training thread. All
-    other fields belong to the training thread.
+    `accumulated()`, `mean` and `has_accum` belong to the worker until `consumed` is done, then to the training thread.
+    All other fields belong to the training thread.
 
     Args:
         flat: the flat parameter.
@@ -148,6 +150,8 @@ class Gradient:
         on_device: those of them that are on the device, by parameter index; their memory in `host_grad` is unused.
         num_arrived: gradients that the running backward has accumulated, repeated ones included.
         has_accum: for each parameter, whether `accum` has a gradient of it.
+        mean: the mean of all ranks' gradients, on the owner of the flat parameter, until its step has ended; None:
+            there is one rank, or `accum` has the mean.
         accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
         mark: mark of the last copy from the device.
         states: for each parameter, its gradient's state.
@@ -168,6 +172,7 @@ class Gradient:
         if isinstance(memory, Slab):
             self._use(memory.tensor, memory.close)
         self.accum: Tensor | None = None
+        self.mean: RankMean | None = None
         self.consumed: Future[None] = finished(None)
         self.summed: Future[None] = finished(None)
         self.arrived = [False] * len(flat.param_views)
@@ -331,6 +336,7 @@ class Gradient:
 
     def end_step(self) -> None:
         """A step has ended. Runs on the thread that ends it."""
+        self.mean = None
         self.has_accum = [False] * len(self.has_accum)
 
     def skip_step(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.gradients.rank_mean import write_mean
+from lightning_ssd.model_states.optimizers import RankMean
 from lightning_ssd.ranks import Ranks, Topic
 from lightning_ssd.waits import wait_for
 
@@ -58,7 +58,8 @@ class ResidentMeans:
         present = [any(of_parameter) for of_parameter in zip(*by_rank, strict=True)]
         if any(present):
             mean = torch.empty_like(memory[0])
-            write_mean(mean, [one for one, of_rank in zip(memory, by_rank, strict=True) if any(of_rank)], share)
+            sources = [one for one, of_rank in zip(memory, by_rank, strict=True) if any(of_rank)]
+            RankMean(sources, share).write(mean)
             device = self._parameters[0][1].device
             means = mean.to(device).split([parameter.numel() for _, parameter in self._parameters])
             for (_, parameter), values_of_parameter, has in zip(self._parameters, means, present, strict=True):

@@ -7,6 +7,7 @@ The modules, in the order in which they are best read:
 - `rounding`: stochastic rounding of moments in bf16.
 - `adam`: torch's roundings of Adam and AdamW, and the calls of `adam.c`.
 - `adam_c`: the compiled library of `adam.c`.
+- `rank_mean`: the mean of several ranks' gradients, which a step computes as it reads it.
 - `adam_cuda`: the kernels in `adam.cu`, with the bits of `adam.c`.
 - `step_work`: calls of `adam.c` that are made together.
 - `group_options`: options of parameter groups, copied before the optimizer's own code runs.
@@ -29,6 +30,7 @@ from lightning_ssd.model_states.optimizers.optimizers import (
     is_adam,
     make_flat_optimizer,
 )
+from lightning_ssd.model_states.optimizers.rank_mean import RankMean
 from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together
 from lightning_ssd.model_states.optimizers.user_optimizers import (
     Groups,
@@ -53,6 +55,7 @@ __all__ = [
     "GroupOptions",
     "Groups",
     "Options",
+    "RankMean",
     "StepHalf",
     "StepInput",
     "StepWork",

@@ -14,7 +14,9 @@
    since a store that misses the caches reads the line first.
 
    Moments in bf16 take 8 bytes of traffic less, and those in 8 bits 12. They are computed in fp32, one block at a time,
-   and rounded when they are stored, so that a step's weights are those of the moments before rounding. */
+   and rounded when they are stored, so that a step's weights are those of the moments before rounding.
+
+   With several ranks, a step reads all ranks' gradients, and computes their mean as it needs it: see `Source`. */
 
 #include <math.h>
 #include <stdint.h>
@@ -26,6 +28,14 @@
 typedef struct { /* as in dynamic_code.py */
     float slopes[16], offsets[16], rises[8], starts[8], numbers[256];
 } DynamicCode;
+
+/* A rank's gradient, whose kind is an index of `KINDS` in rank_mean.py. */
+typedef struct {
+    const void *values;
+    int64_t kind;
+} Source;
+
+enum { FP32, BF16, FP16 };
 
 typedef struct {
     float scale;           /* of the gradient in fp32; negative to maximize */
@@ -47,6 +57,9 @@ typedef struct {
     const float *scales_in[2];      /* of both moments in 8 bits, one for each block, and new ones */
     float *scales[2];
     const DynamicCode *codes[2];    /* of both moments */
+    const Source *sources;          /* of the ranks whose mean is the gradient; NULL: it is an array of its own */
+    int64_t num_sources;
+    float share;                    /* reciprocal of the number of ranks */
 } Settings;
 
 enum { WEIGHTS = 1, MASTERS = 2, MOMENTS = 4, ALL = 7 };
@@ -291,6 +304,112 @@ ONCE void store_moments(void *m, void *v, int64_t start, int64_t count, const fl
     put((uint16_t *)v + start, rounded_v, count * sizeof *rounded_v, s->past_caches);
 }
 
+/* The mean of several ranks' gradients. The arithmetic is that of torch's `add_(values, alpha=share)` in fp32: the first
+   rank's product is rounded, and each later one is fused with its sum where the processor does so. */
+
+INLINE float fp32_as_float(float value) { return value; }
+
+INLINE float fp16_as_float(uint16_t value) {
+    const uint32_t magnitude = (uint32_t)(value & 0x7fffu) << 13, sign = (uint32_t)(value & 0x8000u) << 16;
+    const uint32_t bias = (127u - 15u) << 23, least = 1u << 23, most = 31u << 23;
+    /* Subnormal numbers, and zero: 2^-14 is added to their bits, and subtracted from their value. */
+    float small = as_float((magnitude + bias + least)) - as_float(bias + least);
+    uint32_t small_bits;
+    memcpy(&small_bits, &small, 4);
+    uint32_t bits = magnitude < least ? small_bits : magnitude >= most ? magnitude | 0xffu << 23 : magnitude + bias;
+    return as_float(bits | sign);
+}
+
+INLINE float product_added(float value, float share, float sum) {
+#if defined(FP_FAST_FMAF)
+    return fmaf(value, share, sum);
+#else
+    return value * share + sum;
+#endif
+}
+
+#define DEFINE_SUM(NAME, TYPE, LOAD)                                                                               \
+    INLINE void NAME(const TYPE *values, int64_t count, float share, int first, float *sums) {                 \
+        if (first)                                                                                             \
+            for (int64_t i = 0; i < count; i++)                                                                \
+                sums[i] = LOAD(values[i]) * share;                                                             \
+        else                                                                                                   \
+            for (int64_t i = 0; i < count; i++)                                                                \
+                sums[i] = product_added(LOAD(values[i]), share, sums[i]);                                      \
+    }
+
+DEFINE_SUM(add_fp32, float, fp32_as_float)
+DEFINE_SUM(add_bf16, uint16_t, bf16_as_float)
+DEFINE_SUM(add_fp16, uint16_t, fp16_as_float)
+
+/* Writes the mean of at most `BLOCK` elements from `start` on. */
+INLINE void mean_block(int64_t start, int64_t count, int64_t num_sources, const Source *sources, float share,
+                       float *sums) {
+    for (int64_t rank = 0; rank < num_sources; rank++) {
+        const Source source = sources[rank];
+        if (source.kind == FP32)
+            add_fp32((const float *)source.values + start, count, share, rank == 0, sums);
+        else if (source.kind == BF16)
+            add_bf16((const uint16_t *)source.values + start, count, share, rank == 0, sums);
+        else
+            add_fp16((const uint16_t *)source.values + start, count, share, rank == 0, sums);
+    }
+}
+
+enum {
+    ITEM = 1 << 15,     /* most elements of an `Item`, as in adam.py */
+    MEAN_ITEM = 1 << 16 /* elements of a mean that a thread takes at a time, as in rank_mean.py */
+};
+
+/* Writes the mean of an item, which stays in the second cache until its step reads it. */
+ONCE void mean_item(Item item, const Settings *s, float *mean) {
+    for (int64_t start = item.start; start < item.end; start += BLOCK)
+        mean_block(start, item.end - start < BLOCK ? item.end - start : BLOCK, s->num_sources, s->sources, s->share,
+                   mean + (start - item.start));
+}
+
+/* Writes the mean. `total` may be the array of one of the sources: a block is read before it is written. */
+void rank_mean(int64_t count, float *total, int64_t num_sources, const Source *sources, float share, int past_caches,
+               int threads) {
+    _Pragma("omp parallel for schedule(dynamic) if(count > MEAN_ITEM) num_threads(threads)")
+    for (int64_t item = 0; item < count; item += MEAN_ITEM) {
+        const int64_t end = count - item < MEAN_ITEM ? count : item + MEAN_ITEM;
+        for (int64_t start = item; start < end; start += BLOCK) {
+            const int64_t numel = end - start < BLOCK ? end - start : BLOCK;
+            __attribute__((aligned(64))) float sums[BLOCK];
+            mean_block(start, numel, num_sources, sources, share, sums);
+            put(total + start, sums, numel * sizeof *total, past_caches);
+        }
+        fence(); /* before the end of the loop, which other threads wait for */
+    }
+}
+
+/* Writes the sum of the squares of each `MEAN_ITEM` elements of the mean, in an order that no number of threads changes. */
+void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, const Source *sources, float share,
+                       int threads) {
+    enum { LANES = 16 };
+    _Pragma("omp parallel for schedule(dynamic) if(count > MEAN_ITEM) num_threads(threads)")
+    for (int64_t item = 0; item < count; item += MEAN_ITEM) {
+        const int64_t end = count - item < MEAN_ITEM ? count : item + MEAN_ITEM;
+        double lanes[LANES] = {0};
+        for (int64_t start = item; start < end; start += BLOCK) {
+            const int64_t numel = end - start < BLOCK ? end - start : BLOCK;
+            __attribute__((aligned(64))) float sums[BLOCK];
+            mean_block(start, numel, num_sources, sources, share, sums);
+            int64_t i = 0;
+            for (; i + LANES <= numel; i += LANES)
+                for (int lane = 0; lane < LANES; lane++)
+                    lanes[lane] += (double)sums[i + lane] * sums[i + lane];
+            for (; i < numel; i++)
+                lanes[0] += (double)sums[i] * sums[i];
+        }
+        double sum = 0;
+        for (int lane = 0; lane < LANES; lane++)
+            sum += lanes[lane];
+        squares[item / MEAN_ITEM] = sum;
+    }
+}
+
 /* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a
    call of `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by
    ordinary stores; or, past the caches, one block at a time through a buffer that fits into the first cache. A step that
@@ -401,8 +520,15 @@ ONCE void store_moments(void *m, void *v, int64_t start, int64_t count, const fl
     }                                                                                                         \
     void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) { \
         const Settings s = *settings;                                                                         \
+        const GRADIENT *const whole = gradient;                                                               \
         _Pragma("omp parallel for schedule(dynamic) if(count > 1) num_threads(s.threads)")                    \
         for (int64_t index = 0; index < count; index++) {                                                     \
+            __attribute__((aligned(64))) float mean[ITEM];                                                    \
+            const GRADIENT *gradient = whole;                                                                 \
+            if (s.sources) {                                                                                  \
+                mean_item(items[index], &s, mean);                                                            \
+                gradient = (const GRADIENT *)mean - items[index].start; /* GRADIENT is float */               \
+            }                                                                                                 \
             if (s.decoupled)                                                                                  \
                 NAME##_item(items[index], GIVEN, s, 1);                                                       \
             else                                                                                              \

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from lightning_ssd.device import available_cores, kernel_threads
-from lightning_ssd.model_states.optimizers.adam_c import KernelArguments, KernelSettings, adam_library
+from lightning_ssd.model_states.optimizers.adam_c import KernelArguments, KernelSettings, KernelSource, adam_library
+from lightning_ssd.model_states.optimizers.rank_mean import RankMean
 from lightning_ssd.model_states.stores import MomentFormat, code_table
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 Implementation = Literal["for-loop", "foreach", "fused"]
 
 ITEM = 2**15
-"""Elements that a thread steps at a time; a multiple of every vector width."""
+"""Elements that a thread steps at a time, as in adam.c; a multiple of every vector width."""
 
 _FORMATS: Sequence[MomentFormat] = ("fp32", "bf16", "8bit")
 """Formats of moments in the order of their numbers in adam.c."""
@@ -151,17 +152,19 @@ class AdamKernel:
         parts: KernelOutputs = KernelOutputs.ALL,
         moments: MomentFormat = "fp32",
         scales: Sequence[Tensor] = (),
+        mean: RankMean | None = None,
     ) -> "KernelCall":
         """Returns the call of a function of adam.c that makes a step.
 
         Args:
             name: name of the function.
             items: as `items` returns them.
-            arrays: array arguments of the function, in order.
+            arrays: array arguments of the function, in order; without the gradient, if that is `mean`.
             settings: as `settings_of` returns them.
             parts: arrays that the step stores.
             moments: format of the moments.
             scales: of moments in 8 bits, the scales of both, and of both in the version that the step stores.
+            mean: the gradient, computed by the step, of a function whose gradient is in fp32.
         """
         settings.root = self.root
         settings.parts = parts
@@ -170,10 +173,15 @@ class AdamKernel:
             first, second, new_first, new_second = (values.data_ptr() for values in scales)
             settings.scales_in[:], settings.scales[:] = (first, second), (new_first, new_second)
             settings.codes[:] = [code_table(signed=signed).data_ptr() for signed in (True, False)]
+        table = None
+        if mean is not None:
+            assert name.endswith("fp32")
+            table = mean.table()
+            settings.sources, settings.num_sources, settings.share = ctypes.addressof(table), len(table), mean.share
         function = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
         addresses = (ctypes.c_void_p * 9)(*[array.data_ptr() for array in arrays])
         arguments = KernelArguments(function, items.size(0), items.data_ptr(), addresses, settings)
-        return KernelCall(self.library, arguments, (items, *arrays, *scales))
+        return KernelCall(self.library, arguments, (items, *arrays, *scales), (mean, table))
 
 
 @dataclass(frozen=True)
@@ -184,11 +192,13 @@ class KernelCall:
         library: the functions.
         arguments: the function and its arguments.
         tensors: the work list and the arrays whose addresses are in `arguments`; this object keeps them alive.
+        gradients: gradients of several ranks, and the table of their addresses, kept alive, too.
     """
 
     library: ctypes.CDLL
     arguments: KernelArguments
     tensors: tuple[Tensor, ...]
+    gradients: tuple[RankMean | None, "ctypes.Array[KernelSource] | None"]
 
     @property
     def numel(self) -> int:

@@ -9,6 +9,12 @@ from lightning_ssd.device import load_c_library
 SOURCE = Path(__file__).with_name("adam.c")
 
 
+class KernelSource(ctypes.Structure):
+    """The gradient of a rank; see `Source` in adam.c."""
+
+    _fields_ = [("values", ctypes.c_void_p), ("kind", ctypes.c_int64)]
+
+
 class KernelSettings(ctypes.Structure):
     """The numbers of one step; see `Settings` in adam.c."""
 
@@ -19,6 +25,9 @@ class KernelSettings(ctypes.Structure):
         ("step", ctypes.c_int64),
         ("root", ctypes.c_void_p),
         *((name, ctypes.c_void_p * 2) for name in ("scales_in", "scales", "codes")),
+        ("sources", ctypes.c_void_p),
+        ("num_sources", ctypes.c_int64),
+        ("share", ctypes.c_float),
     ]
 
 
@@ -37,4 +46,10 @@ class KernelArguments(ctypes.Structure):
 @functools.cache
 def adam_library() -> ctypes.CDLL | None:
     """Returns the functions of adam.c, or None if they can't be compiled; the log gives the reason."""
-    return load_c_library(SOURCE, "Adam and AdamW are stepped by torch's kernels, which take more passes")
+    library = load_c_library(SOURCE, "Adam and AdamW are stepped by torch's kernels, which take more passes")
+    if library is not None:
+        numbers, address, mean = ctypes.c_int64, ctypes.c_void_p, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_float)
+        library.rank_mean.argtypes = (numbers, address, *mean, ctypes.c_int, ctypes.c_int)
+        library.rank_mean_squares.argtypes = (numbers, address, *mean, ctypes.c_int)
+        library.rank_mean.restype = library.rank_mean_squares.restype = None
+    return library

@@ -31,6 +31,7 @@ from lightning_ssd.model_states.optimizers.adam import (
 )
 from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
 from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
+from lightning_ssd.model_states.optimizers.rank_mean import RankMean
 from lightning_ssd.model_states.optimizers.rounding import random_bits, round_stochastically, step_keys
 from lightning_ssd.model_states.optimizers.user_optimizers import registered_class
 from lightning_ssd.model_states.stores import StagedState
@@ -54,13 +55,13 @@ class StepInput:
 
     Attributes:
         options: options of the parameter group.
-        gradient: `flat.numel` elements in any floating dtype.
+        gradient: `flat.numel` elements in any floating dtype, or the mean of several ranks' ones.
         has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
         scale: the gradient, converted to fp32, is multiplied with it.
     """
 
     options: Options
-    gradient: Tensor
+    gradient: Tensor | RankMean
     has_grad: Sequence[bool]
     scale: float
 
@@ -286,10 +287,11 @@ class ElementwiseOptimizer(FlatOptimizer):
             for low in range(span.start, span.start + span.numel, self.CHUNK):
                 chunk = slice(low, min(low + self.CHUNK, span.start + span.numel))
                 part = span._replace(start=low, numel=chunk.stop - low, first=span.first + low - span.start)
-                piece = gradient[chunk].float()
+                arrived = gradient[chunk]
+                piece = arrived.float()
                 if scale != 1.0:
                     piece = piece * scale
-                elif options["foreach"] and piece.data_ptr() == gradient[chunk].data_ptr():
+                elif options["foreach"] and piece is arrived:
                     piece = piece.clone()  # foreach changes its gradients, and a step may be made again
                 old = new = staged.elements(chunk.start, chunk.stop)
                 master = old.masters()
@@ -349,7 +351,12 @@ class AdamOptimizer(ElementwiseOptimizer):
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
         outputs = _outputs(half, staged)
         scales = [of.scales[name] for of in (staged, staged.out) for name in of.scales]
-        return [kernel.call(name, items, (*values, given.gradient), settings, outputs, staged.moments, scales)]
+        gradient, mean = given.gradient, None
+        if isinstance(gradient, RankMean):
+            mean = gradient
+        else:
+            values.append(gradient)
+        return [kernel.call(name, items, values, settings, outputs, staged.moments, scales, mean)]
 
     def has_halves(self, given: StepInput, staged: StagedState) -> bool:
         if staged.out is not staged or (found := self._kernel_of(self._given_on_cpu(given), staged, 0)) is None:
@@ -377,6 +384,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         cpu, name, settings = found
         kernel = cuda_kernel(self._device, cpu)
         assert kernel is not None, "`steps_on_device` has returned True"
+        assert isinstance(given.gradient, Tensor), "the CPU steps states that several ranks share"
         kernel.step(name, spans, (*self._arrays(staged), given.gradient), settings, staged.moments)
 
     def _kernel_of(
@@ -389,7 +397,7 @@ class AdamOptimizer(ElementwiseOptimizer):
             staged: values of the flat parameter.
             steps: steps of the parameters so far.
         """
-        name = self._function(staged, given.gradient) if self._compiled else None
+        name = self._function(staged, given.gradient.dtype) if self._compiled else None
         if name is None:
             return None
         exact = staged.moments == "fp32" and self._device.type == "cpu"
@@ -407,10 +415,10 @@ class AdamOptimizer(ElementwiseOptimizer):
         assert master is not None
         return staged.weights, master, *(staged.states[name] for name in _MOMENTS)
 
-    def _function(self, staged: StagedState, gradient: Tensor) -> str | None:
+    def _function(self, staged: StagedState, gradient: torch.dtype) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""
         kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-        kind = kinds.get(gradient.dtype)
+        kind = kinds.get(gradient)
         if staged.master is staged.weights and kind == "fp32":
             return "adam_fp32"
         if staged.weights.dtype != torch.bfloat16 or kind is None:
@@ -525,10 +533,10 @@ class GenericOptimizer(FlatOptimizer):
         return ()
 
     def begin_step(self, given: StepInput, staged: StagedState, half: StepHalf = "whole") -> Sequence[KernelCall]:
-        masters = staged.masters()
+        masters, gradient = staged.masters(), given.gradient[:]
         for item, parameter, has_gradient in zip(self.flat.param_views, self._parameters, given.has_grad, strict=True):
             parameter.data = item.of(masters)
-            parameter.grad = item.of(given.gradient).float() * given.scale if has_gradient else None
+            parameter.grad = item.of(gradient).float() * given.scale if has_gradient else None
         options = given.options
         if self._on_gpu and "capturable" in options:  # an option for parameters on a GPU
             options = {**options, "capturable": False}

@@ -26,6 +26,9 @@ _REGISTERED: set[type[Optimizer]] = {
 }
 """Classes that step each parameter on its own."""
 
+_SHARED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Classes whose states have an element for each weight: several ranks share them, in memory of known size."""
+
 
 def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
     """Registers an optimizer class that steps each parameter on its own, so that its steps overlap with backward.
@@ -56,13 +59,31 @@ def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
     return cls
 
 
-def stepped_whole(optimizers: Iterable[Optimizer], offloaded: Container[nn.Parameter]) -> list[Optimizer]:
-    """Returns the optimizers with offloaded parameters that may couple parameters; the log names them."""
+def stepped_whole(
+    optimizers: Iterable[Optimizer], offloaded: Container[nn.Parameter], *, on_ranks: bool
+) -> list[Optimizer]:
+    """Returns the optimizers with offloaded parameters that are stepped whole; the log names them.
+
+    Args:
+        optimizers: the user's optimizers.
+        offloaded: the offloaded parameters.
+        on_ranks: whether several ranks train the model. Each of them steps optimizers whose states are not in shared
+            memory, as under DDP, and so has these states for its state dicts.
+    """
     whole = []
     for optimizer in optimizers:
-        if steps_whole(optimizer) and any(parameter in offloaded for parameter in parameters_of(optimizer)):
+        if not any(parameter in offloaded for parameter in parameters_of(optimizer)):
+            continue
+        name = type(optimizer).__name__
+        if on_ranks and (steps_whole(optimizer) or registered_class(type(optimizer)) not in _SHARED):
             whole.append(optimizer)
-            name = type(optimizer).__name__
+            log.warning(
+                "%s is stepped whole by each process when backward has ended, with all weights, gradients and states "
+                "in host memory of its own: several devices share the states and steps of Adam, AdamW and SGD alone",
+                name,
+            )
+        elif steps_whole(optimizer):
+            whole.append(optimizer)
             log.warning(
                 "%s is stepped whole when backward has ended, with all weights and gradients in host memory: its "
                 "parameters may depend on each other, or hooks look at its steps. If each is stepped on its own, "

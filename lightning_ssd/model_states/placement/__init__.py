@@ -23,7 +23,7 @@ from lightning_ssd.model_states.placement.grouping import (
     make_flat_params,
     make_spec,
 )
-from lightning_ssd.model_states.placement.rank_states import RankStates, check_shared, describe_training
+from lightning_ssd.model_states.placement.rank_states import RankStates, describe_training
 from lightning_ssd.model_states.placement.residency import (
     PlanTiers,
     UnitTiers,
@@ -63,7 +63,6 @@ __all__ = [
     "UnitMover",
     "UnitTiers",
     "bytes_on_device",
-    "check_shared",
     "check_state_format",
     "compute_dtypes",
     "describe_smaller_formats",

@@ -176,7 +176,6 @@ def _plan(
     sizes = [align_up(layout.gradient_bytes) for layout in layouts]
     gradients = shared_gradient_bytes(sizes) if shared and ssd else sum(sizes)
     host += ranks * (for_params + for_staging + gradients)
-    # Several ranks have a mean in fp32 besides, which is the owner's sum of several micro-batches, too.
-    sums = ranks if summed else int(ranks > 1)
-    host += sums * sum(layout.summed_gradient_bytes for layout in layouts)
+    if summed:
+        host += ranks * sum(layout.summed_gradient_bytes for layout in layouts)
     return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

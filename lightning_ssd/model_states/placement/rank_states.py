@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.model_states.gradients import SharedGradient
-from lightning_ssd.model_states.optimizers import ElementwiseOptimizer
-from lightning_ssd.model_states.placement.grouping import FlatSpec
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
@@ -20,7 +18,8 @@ class RankStates:
 
     Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
     read them from the message about the step until it posts its gradient for the next one: the owner writes only when
-    it has the gradients of all ranks. Rank 0 writes the initial values, before the first exchange of all ranks.
+    it has the gradients of all ranks. The same holds for weights that user code writes (`RankSteps.write`). Rank 0
+    writes the initial values, before the first exchange of all ranks.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.
@@ -86,14 +85,3 @@ def describe_training(
         "gradient accumulation": setup.sums_gradients,
     }
     return items + [(name, repr(value)) for name, value in settings.items()]
-
-
-def check_shared(specs: Sequence[FlatSpec]) -> None:
-    """Raises ValueError, with the remedy, if several ranks don't support the optimizer of a flat parameter."""
-    for item in specs:
-        optimizer = item.flat_optimizer
-        if optimizer is not None and not isinstance(optimizer, ElementwiseOptimizer):
-            raise ValueError(
-                f"several devices don't offload states of {item.flat.name} with its optimizer yet. Take AdamW, Adam or "
-                "SGD, or set `devices=1`; or, if all states fit on each device, `states='gpu'`."
-            )

@@ -227,7 +227,8 @@ def make_buffer(
         return None
     buffer: StateBuffer
     if tier == "host":
-        buffer = HostBuffer(nbytes, versions=versions, memory=None if share is None else share(nbytes))
+        memory = None if share is None else [share(nbytes) for _ in range(versions)]
+        buffer = HostBuffer(nbytes, versions=versions, memory=memory)
     else:
         assert staging is not None
         adopted = None if blobs is None else list(islice(blobs, versions))

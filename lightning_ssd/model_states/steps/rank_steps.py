@@ -3,16 +3,25 @@
 A step of one flat parameter, between backward and the next forward (`T`: topics of messages):
 
 1. All ranks: the gradient is copied to the rank's part of shared memory, and `T.GRADIENT` posted to the owner.
-2. Owner, on the worker's thread: the mean in the order of ranks, in fp32, to its `SharedGradient.sums`. `T.SUM` tells
-   the others which parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
-3. Owner, on the worker's thread: the step, as with one rank. `T.WEIGHTS` and `T.STEP` tell that it is written. With
-   values on SSDs, these pass on their hashes, by which the other ranks check what they read.
+2. Owner, on the worker's thread: norms of the mean, if they are needed. `T.SUM` tells the others which parameters have
+   a gradient, and the norms, from which all ranks compute the same coefficient.
+3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
+   gradients. `T.WEIGHTS` and `T.STEP` tell that it is written. With values on SSDs, `T.STEP` passes on their hashes, by
+   which the other ranks check what they read.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
 No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
 between ranks, and repeated micro-batches, need no order that ranks agree on.
 
+The mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory besides the
+ranks' gradients. A clipped step reads these twice, which is less for up to four ranks, and the same for four.
+
 If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`).
+
+User code writes weights on all ranks, each of which changes a copy of its own (`write`). When a rank needs the values
+again, it posts a checksum of its copy as `T.GRADIENT`, in the turn of a step. Once the owner has equal ones of all
+ranks, it writes its copy to the shared memory, and posts `T.WRITTEN`, which the next readers wait for. A rank that has
+not written posts a gradient in this turn, which differs.
 """
 
 import struct
@@ -24,8 +33,8 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
-from lightning_ssd.model_states.gradients import GradientOffloader, mean_library, measure_summed, write_mean
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
+from lightning_ssd.model_states.gradients import GradientOffloader
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
@@ -36,9 +45,9 @@ from lightning_ssd.waits import wait_for, wait_for_all
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: `sum`, `follow`, `announce` and `reduce` run on the training thread, or on autograd's while that waits.
-    `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their callbacks:
-    these count steps and post messages, and wait for nothing.
+    Threads: `sum`, `follow`, `announce`, `reduce` and `write` run on the training thread, or on autograd's while that
+    waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which runs their
+    callbacks: these count steps and post messages, and wait for nothing.
 
     Ownership: see `SharedGradient` and `RankStates`.
 
@@ -67,13 +76,10 @@ class RankSteps:
         self._gradients = gradients
         self._copies = copies
         self._worker = worker
-        mean_library()  # compiled now, and not while the first step waits
-        self._sums = dict.fromkeys(flat_optimizers, 0)
-        """Sums of each flat parameter's gradients so far."""
+        self._turns = dict.fromkeys(stores, 0)
+        """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
         self._steps = dict.fromkeys(flat_optimizers, 0)
         """Steps that were submitted."""
-        self._stepped: dict[FlatParameter, Future[None]] = {}
-        """Last step of each flat parameter that this rank owns, which uses its mean gradient."""
         self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
         """For each parameter, whether a rank has had a gradient of it in the last sum."""
         self._not_finite: set[FlatParameter] = set()
@@ -103,10 +109,9 @@ class RankSteps:
             priority: priority of the owner's job.
 
         Returns:
-            A future that is done when the mean gradient, and its norms, are known. The owner has the mean in
-            `Gradient.accum`.
+            A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
-        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._sums, flat)
+        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._turns, flat)
         messages = self._messages
         owner, norms = self._states.owner_of(flat), self._gradients.norms.to_sum(flat)
         # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
@@ -136,17 +141,21 @@ class RankSteps:
         others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
 
         def run() -> None:  # on the worker's thread
-            self._mean(flat, {**others.result(), messages.rank: own[0]})
+            mean = gradient.mean = self._mean(flat, {**others.result(), messages.rank: own[0]})
+            finite = True
             if norms is not None:
+                present = [item for item, has in zip(flat.param_views, gradient.has_accum, strict=True) if has]
+                spans = [slice(item.start, item.start + item.numel) for item in present]
+                values = [mean.norm(span) for span in spans]
                 norms.clear()
-                for index in range(len(flat.param_views)):
-                    measure_summed(gradient, flat, index, norms)
-            finite = norms is None or _are_finite(norms, flat, gradient.accumulated())
+                norms.update({item.parameter: value for item, value in zip(present, values, strict=True)})
+                # A norm of finite gradients may be infinite.
+                finite = all(norm.isfinite() or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
             self._note_finite(flat, finite)
             content = _write_sum(gradient.has_accum, flat, norms, finite=finite)
             messages.post(Topic.SUM, number, turn, content, messages.others)
 
-        last = self._stepped.get(flat, finished(None))
+        last = self._stores[flat].stepped  # which uses the last mean, or writes weights
         gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
         return gradient.summed
 
@@ -161,7 +170,7 @@ class RankSteps:
         wait_for_all(self._gradients.consumed(), "gradients")
         for flat, gradient in self._gradients.items():
             gradient.fold()
-            turns[flat] = self._next(self._sums, flat)
+            turns[flat] = self._next(self._turns, flat)
             own[flat] = _describe(gradient.has_accum, True, None)
             if not self.owns(flat):
                 to = [self._states.owner_of(flat)]
@@ -170,7 +179,7 @@ class RankSteps:
             if self.owns(flat):
                 number, turn = self._states.numbers[flat], turns[flat]
                 contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
-                self._mean(flat, {**contents, messages.rank: own[flat]})
+                self._mean(flat, {**contents, messages.rank: own[flat]}).write(gradient.accumulated())
                 content = _write_sum(gradient.has_accum, flat, None, finite=True)  # all ranks check it themselves
                 messages.post(Topic.SUM, number, turn, content, messages.others)
         for flat, gradient in self._gradients.items():
@@ -187,36 +196,43 @@ class RankSteps:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
 
-    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
-        """Computes the mean of all ranks' gradients, which belong to this rank, into `Gradient.accum`.
+    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
+        """Returns the mean of all ranks' gradients, which belong to this rank.
+
+        Parameters without a gradient on some ranks get zeros there, as in torch's DDP.
 
         Raises:
             RankError: ranks step with different options.
         """
         gradient, shared = self._gradients[flat], self._states.gradients[flat]
-        for rank, content in contents.items():
-            if content[1:_FLAGS] != contents[self._messages.rank][1:_FLAGS]:
-                raise RankError(
-                    f"ranks {rank} and {self._messages.rank} step {flat.name} with different options of the optimizer, "
-                    "or user code reads gradients on one of them only. Change options, and register hooks, on all."
-                )
+        self._check_alike(flat, contents)
         flags = [_read_flags(contents[rank], flat) for rank in range(self._messages.size)]
         sources = [
             shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
             for rank in range(self._messages.size)
         ]
-        total = gradient.accumulated()
-        share = 1.0 / self._messages.size
-        if all(map(all, flags)):
-            write_mean(total, sources, share)
-        else:
-            for index, item in enumerate(flat.param_views):
-                elements = slice(item.start, item.start + item.numel)
-                chosen = [one[elements] for one, has_grad in zip(sources, flags, strict=True) if has_grad[index]]
-                if chosen:
-                    write_mean(total[elements], chosen, share)
         gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
+        for source, of_rank in zip(sources, flags, strict=True):
+            for item, has, on_any in zip(flat.param_views, of_rank, gradient.has_accum, strict=True):
+                if on_any and not has:
+                    source[item.start : item.start + item.numel].zero_()
         self._has_grad[flat] = gradient.has_accum
+        return RankMean(sources, 1.0 / self._messages.size)
+
+    def _check_alike(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
+        own = self._messages.rank
+        for rank, content in contents.items():
+            if content[1:_FLAGS] == contents[own][1:_FLAGS]:
+                continue
+            if _WRITES in (content[1], contents[own][1]):
+                raise RankError(
+                    f"user code writes weights of {flat.name} on ranks {rank} and {own}, but not the same values, or "
+                    "on one of them only. Write the same on all ranks: they share the weights."
+                )
+            raise RankError(
+                f"ranks {rank} and {own} step {flat.name} with different options of the optimizer, or user code reads "
+                "gradients on one of them only. Change options, and register hooks, on all."
+            )
 
     def are_finite(self, flat_params: Collection[FlatParameter]) -> bool:
         """Returns whether the sums of flat parameters, for which it waits, are finite, if their norms are measured."""
@@ -245,7 +261,6 @@ class RankSteps:
             scale: scale of the gradients, done before; None: the step is skipped.
         """
         number, turn, store = self._states.numbers[flat], self._next(self._steps, flat), self._stores[flat]
-        self._stepped[flat] = done
 
         def post(topic: Topic, future: "Future[None]") -> None:  # on the thread that completes it
             if (error := future.exception()) is not None:
@@ -269,20 +284,75 @@ class RankSteps:
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
 
-        def count(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
-            if contents[owner][0]:
+        stepped = self._messages.collect(Topic.STEP, number, turn, [owner])
+
+        def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
+            if stepped.result()[owner][0]:
                 self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
                 store.commit()
-                store.adopt_hashes(contents[owner][1:])
+                store.adopt_hashes(stepped.result()[owner][1:])
             if reduced:
                 gradient.end_step()
             return finished(None)
 
         written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
-        done = then(self._messages.collect(Topic.STEP, number, turn, [owner]), count)
-        # On SSDs, weights are read from the commit on, with their hashes.
-        weights = done if store.buffers.weights.tier == "ssd" else then(written, lambda _: finished(None))
-        return weights, done
+        done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
+        # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
+        if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
+            return done, done
+        return then(written, lambda _: finished(None)), done
+
+    # ---- writes of user code ----
+
+    def write(self, flat: FlatParameter, masters: Tensor) -> None:
+        """Has the owner store master weights of `flat`, unless user code has not changed them.
+
+        Args:
+            flat: the flat parameter, whose last step or write is done.
+            masters: its master weights, this rank's copy; they belong to the write.
+        """
+        store, messages = self._stores[flat], self._messages
+        if store.is_unchanged(masters):
+            return
+        number, turn, owner = self._states.numbers[flat], self._next(self._turns, flat), self._states.owner_of(flat)
+        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
+        own = _describe_write(masters)
+        if self.owns(flat):
+            others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
+
+            def run() -> None:  # on the worker's thread
+                self._check_alike(flat, {**others.result(), messages.rank: own})
+                store.checkin(masters, apart=True)
+
+            def end(written: "Future[None]") -> None:  # on that thread, or the one that ends the writes to SSDs
+                if (error := written.exception()) is not None:
+                    messages.fail(error)
+                else:
+                    messages.post(Topic.WRITTEN, number, turn, store.hashes(), messages.others)
+
+            written = then(self._worker.submit(run, [read, others], priority=0), store.written)
+            written.add_done_callback(end)
+        else:
+            collected = messages.collect(Topic.WRITTEN, number, turn, [owner])
+
+            def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
+                messages.post(Topic.GRADIENT, number, turn, own, [owner])
+                return then(collected, adopt)
+
+            def adopt(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
+                store.adopt_hashes(contents[owner])
+                return finished(None)
+
+            written = then(read, post)
+        store.announce_step(written, written)
+
+    def begin_load(self) -> None:
+        """Prepares optimizer states to be loaded: all ranks load them, once none reads those before any more.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._messages.exchange(b"load")
 
     @staticmethod
     def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
@@ -292,6 +362,12 @@ class RankSteps:
 
 _FLAGS = 6
 """Bytes before the flags of parameters in a message about a gradient."""
+
+_WRITES = 2
+"""The second byte of a message about weights that user code has written. Messages about gradients have a flag there."""
+
+_ROW = 2**12
+"""Elements of a row, of which a checksum is computed."""
 
 
 def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None) -> bytes:
@@ -307,10 +383,17 @@ def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None
     return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
 
 
-def _are_finite(norms: Mapping[nn.Parameter, Tensor], flat: FlatParameter, values: Tensor) -> bool:
-    """Returns whether gradients with these norms are finite; a norm may be infinite nevertheless."""
-    views = [item.of(values) for item in flat.param_views if item.parameter in norms]
-    return all(bool(norm.isfinite()) for norm in norms.values()) or all(bool(view.isfinite().all()) for view in views)
+def _describe_write(masters: Tensor) -> bytes:
+    """Returns the content of a message about weights that user code has written, with a checksum of their bits.
+
+    That of `zlib` takes one thread and 1 s/GB: it is computed of sums of rows and columns, which all threads compute.
+    """
+    words = masters.view(torch.int32)
+    rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+    checksum = 0
+    for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :]):
+        checksum = zlib.crc32(part.numpy().data, checksum)
+    return bytes((True, _WRITES)) + checksum.to_bytes(_FLAGS - 2, "little")
 
 
 def _write_sum(

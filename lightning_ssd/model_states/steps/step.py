@@ -17,7 +17,15 @@ from torch import Tensor
 from lightning_ssd.device import Worker
 from lightning_ssd.futures import Future, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.gradients import Gradient, WaitingGradient
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, StepHalf, StepInput, StepWork, do_together
+from lightning_ssd.model_states.optimizers import (
+    FlatOptimizer,
+    Options,
+    RankMean,
+    StepHalf,
+    StepInput,
+    StepWork,
+    do_together,
+)
 from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
@@ -188,6 +196,7 @@ class OptimizerStep:
             if not possible:
                 return on_cpu() if read is None else self._make_staged(finished(read), scale, [to_host()])
             gradient = self._gradient() if self.waiting is None else self.waiting
+            assert not isinstance(gradient, RankMean), "the CPU steps states that several ranks share"
             step = DeviceStep(
                 self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second, read
             )
@@ -315,7 +324,7 @@ class OptimizerStep:
         try:
             given = self._input(scale)
             if self.limit is not None:
-                clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
+                clamped = (given.gradient[:].float() * scale).clamp_(-self.limit, self.limit)
                 given = replace(given, gradient=clamped, scale=1.0)
             autocast = _NO_AUTOCAST if self.autocast is None else _autocast(self.autocast)
             with span(OPTIMIZER + self.store.flat.name), autocast:
@@ -332,8 +341,10 @@ class OptimizerStep:
     def _input(self, scale: float) -> StepInput:
         return StepInput(self.options, self._gradient(), self._has_grad(), scale)
 
-    def _gradient(self) -> Tensor:
-        gradient = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
+    def _gradient(self) -> Tensor | RankMean:
+        if self.arrived is not None:
+            return self.gradient.host_grad
+        gradient = self.gradient.accum if self.gradient.mean is None else self.gradient.mean
         assert gradient is not None
         return gradient
 

@@ -240,6 +240,8 @@ class StepScheduler:
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         # Values that a step may be rolled back to are not overwritten.
         ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
+        if self._ranks is not None:
+            ready.append(store.stepped)  # a change of user code, which the worker stores
         self._records.check_recorded(flat)
         device_type = flat.device.type
         step = OptimizerStep(
@@ -264,7 +266,7 @@ class StepScheduler:
             gradient.submit_step(done)
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
-            gradient.submit_step(done if reduced else on_host)  # the owner reads it until then
+            gradient.submit_step(done)  # the owner reads it until then, or this rank has reduced it
         if self._ranks is not None and self._ranks.owns(flat):
             self._ranks.announce(flat, weights, done, self._decision.scale)
         store.announce_step(weights, done)
@@ -291,8 +293,9 @@ class StepScheduler:
             The futures of the compute weights and of the whole step.
         """
         speculated, accumulated = self._decision.speculated, step.arrived is None
-        # A step that is not committed must not change the values or the gradient.
-        revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and not accumulated)
+        # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
+        kept = not accumulated or (self._ranks is not None and not self._running.defer_to_user_hooks)
+        revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and kept)
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
         if stepper is not None and not accumulated:  # accumulated gradients are not in page-locked memory
@@ -327,6 +330,7 @@ class StepScheduler:
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
         if self._reduction is not None and not by_user:
+            self._staged.unstage()  # other ranks, for which this one waits, may wait for its changes
             self._reduction.end_backward(self._submit_remaining)
 
     def end(self) -> None:

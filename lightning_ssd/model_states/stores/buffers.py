@@ -113,12 +113,12 @@ class StateBuffer(ABC):
 
 
 class HostBuffer(StateBuffer):
-    """Host memory, which is staged in place. The second version has no memory until `add_second`.
+    """Host memory, which is staged in place. The second version has no memory until `add_second`, unless it is shared.
 
     Args:
         nbytes: bytes to store.
         versions: 1 or 2.
-        memory: memory that other ranks share; owned. None: new memory.
+        memory: memory of each version, which other ranks share; owned. None: new memory.
 
     Attributes:
         shared: whether other ranks share the memory.
@@ -130,12 +130,12 @@ class HostBuffer(StateBuffer):
     tier = "host"
     staging_bytes = 0
 
-    def __init__(self, nbytes: int, *, versions: int, memory: Slab | None = None) -> None:
+    def __init__(self, nbytes: int, *, versions: int, memory: Sequence[Slab] | None = None) -> None:
         self.nbytes = nbytes
         self.versions = versions
         self._pin = False
         self.shared = memory is not None
-        self._slabs: dict[int, Slab] = {0: memory or Slab(nbytes, pin=False)}
+        self._slabs: dict[int, Slab] = dict(enumerate(memory or [Slab(nbytes, pin=False)]))
         """Memory of each version, by its number."""
         self._views: dict[int, dict[str, Tensor]] = {}
         """What `views` has returned for each version."""

@@ -1,4 +1,4 @@
-"""Changes of values on SSDs that several ranks make together: one of them writes, and all read the same files."""
+"""Optimizer states on SSDs that several ranks load together: one of them writes, and all read the same files."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from lightning_ssd.storage import Blob, BlobStore
 
 
 class SharedChanges:
-    """Changes of one flat parameter's values besides its steps, such as by a checkpoint that is loaded.
+    """Changes of one flat parameter's optimizer states by a checkpoint that is loaded.
 
     All ranks make the same changes in the same order: each reads the values, and computes the bytes that the owner
     writes. The owner writes when no rank reads the bytes before any more, and passes on their hashes, without which no

@@ -22,19 +22,23 @@ class StagedFlat:
 
     Attributes:
         values: weights and optimizer states.
-        masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`.
-        changed: whether master weights or optimizer states were written.
+        masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`. If other ranks share the
+            values, changed ones are a copy.
+        changed: whether master weights were written.
+        loaded: whether optimizer states were written, in `values`.
     """
 
     values: StagedState
     masters: Tensor
     changed: bool = False
+    loaded: bool = False
 
 
 class StagedFlats:
     """Flat parameters that are staged for user code: the two of its last accesses, which the next one may need again.
 
-    Two, because the parameters of one module, or a weight and its moving average, are often in two.
+    Two, because the parameters of one module, or a weight and its moving average, are often in two. Changed ones that
+    other ranks share are staged until the next micro-batch, step, or fetch of one of them.
 
     Duty: stages master weights and optimizer states for an access, and keeps memory that user code shares with
     parameters (`.data`) in agreement with the master weights: `pull` from that memory, `push` to it.
@@ -54,6 +58,8 @@ class StagedFlats:
         begin_change: called before weights change; raises RuntimeError if they may not.
         arrived: orders the compute stream after the prefetch of a flat parameter, if it is resident.
         release: evicts a flat parameter.
+        checkin: stores changed master weights, which belong to it.
+        on_ranks: whether other ranks share the values. All ranks change a copy of their own then.
     """
 
     def __init__(
@@ -64,6 +70,9 @@ class StagedFlats:
         begin_change: Callable[[FlatParameter], None],
         arrived: Callable[[FlatParameter], None],
         release: Callable[[FlatParameter], None],
+        checkin: Callable[[FlatParameter, Tensor], None],
+        *,
+        on_ranks: bool,
     ) -> None:
         self._stores = stores
         self._check_caller = check_caller
@@ -71,16 +80,24 @@ class StagedFlats:
         self._begin_change = begin_change
         self._arrived = arrived
         self._release = release
+        self._checkin = checkin
+        self._on_ranks = on_ranks
         self._staged: dict[FlatParameter, StagedFlat] = {}
         self._summoned: dict[FlatParameter, SummonedWeights] = {}
         """Master weights for `load_state_dict`, which `unstage` stores."""
         self._pulling = False
 
     def stage(self, flat: FlatParameter) -> StagedFlat:
-        """Returns the values of `flat`, which the next calls for two other flat parameters unstage."""
+        """Returns the values of `flat`, which later calls for other flat parameters may unstage."""
         self._check_caller()
         self.pull(flat)
         return self._stage(flat)
+
+    def change(self, flat: FlatParameter) -> StagedFlat:
+        """Returns the values of `flat` as `stage` does, to be changed; `unstage` stores them."""
+        self._check_caller()
+        self.pull(flat)
+        return self._change(flat)
 
     def summon(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
         """Makes the parameters of `flat` views of its master weights, which may be changed until `restore`.
@@ -128,8 +145,7 @@ class StagedFlats:
     def _adopt_changes(self, flat: FlatParameter, changed: Mapping[int, Tensor]) -> None:
         self._begin_change(flat)
         self._arrived(flat)  # a copy to the device reads the host memory that is written now
-        staged = self._stage(flat)
-        staged.changed = True
+        staged = self._change(flat)
         with _plain_operators():
             for index, tensor in changed.items():
                 masters = flat.param_views[index].of(staged.masters)
@@ -162,7 +178,7 @@ class StagedFlats:
     def _stage(self, flat: FlatParameter) -> StagedFlat:
         staged = self._staged.pop(flat, None)
         if staged is None:
-            self.unstage(keep=list(self._staged)[-1:])
+            self.unstage(keep={*list(self._staged)[-1:], *self._changed_on_ranks()} - {flat})
             self._drain(flat)
             with torch.inference_mode(False):  # user code may write to the values after an evaluation
                 values = wait_for(self._stores[flat].stage(apart=True), f"the values of {flat.name}")
@@ -170,20 +186,44 @@ class StagedFlats:
         self._staged[flat] = staged  # behind those of earlier accesses
         return staged
 
+    def _changed_on_ranks(self) -> list[FlatParameter]:
+        """Returns the changed flat parameters that other ranks share.
+
+        Other ranks change them in the same way, and may read other ones meanwhile: the changes are stored once for all
+        ranks, not when this rank happens to read.
+        """
+        changed = [flat for flat, staged in self._staged.items() if staged.changed]
+        return [*changed, *self._summoned] if self._on_ranks else []
+
+    def _change(self, flat: FlatParameter) -> StagedFlat:
+        staged = self._stage(flat)
+        if self._on_ranks and not staged.changed:
+            staged.masters = staged.masters.clone()
+        staged.changed = True
+        return staged
+
+    def unstage_for(self, flat: FlatParameter) -> None:
+        """Unstages values before weights of `flat` are fetched."""
+        if not self._on_ranks or flat in self._changed_on_ranks():
+            self.unstage()
+
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
         """Unstages all flat parameters but those in `keep`, and stores changed values."""
         if not (self._staged or self._summoned):  # most calls: one before each use of weights, and for each gradient
             return
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
-            if staged.changed:
-                staged.values.set_masters(staged.masters)
-            self._stores[flat].unstage(staged.values, changed=staged.changed)
+            writes = staged.loaded or (staged.changed and not self._on_ranks)
+            if writes:  # compute weights, too, which are not read from SSDs
+                staged.values.set_masters(staged.values.masters() if self._on_ranks else staged.masters)
+            self._stores[flat].unstage(staged.values, changed=writes, together=True)
+            if staged.changed and self._on_ranks:
+                self._checkin(flat, staged.masters)
         for flat in [flat for flat in self._summoned if flat not in keep]:
             weights = self._summoned.pop(flat)
             if flat.summoned:  # a `load_state_dict` that failed
                 weights.restore()
-            self._stores[flat].checkin(weights.masters)
+            self._checkin(flat, weights.masters)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, Sta
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.shared_changes import SharedChanges
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
-from lightning_ssd.model_states.units import Loaded, exact_value
+from lightning_ssd.model_states.units import Loaded, exact_value, same_bits
 from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
 from lightning_ssd.waits import wait_for
 
@@ -63,7 +63,8 @@ class StateStore:
 
     Threads: `prefetch_to` and `stage` may be called on any thread; their futures complete on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
-    second versions are added and dropped on that of the step's job (see `OptimizerStep`). The `DeviceStepper` uses
+    second versions are added and dropped on that of the step's job (see `OptimizerStep`). With several ranks, `checkin`
+    runs on the worker's thread, as an announced step. The `DeviceStepper` uses
     `stage`, `steps_in_place` and `lose` on its thread. All others run on the training thread, or on autograd's while
     that waits. No lock: the futures below determine the owner of the values.
 
@@ -94,7 +95,8 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
-        changes: how several ranks change values on SSDs; None: there is one rank, or all values are in host memory.
+        changes: how several ranks change optimizer states on SSDs; None: there is one rank, or all values are in host
+            memory.
     """
 
     def __init__(
@@ -211,12 +213,15 @@ class StateStore:
         """Returns the values, for an access within one method on the training thread."""
         return wait_for(self.stage(), f"the values of {self.flat.name}")
 
-    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
-        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
+    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False, together: bool = False) -> None:
+        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`.
+
+        With `together`, all ranks that share the values have made the same change, which is written once.
+        """
         if not changed or staged.memory is None:
             self._release(staged)
             return
-        if self.changes is not None and not step:
+        if together and self.changes is not None:
             written = self.changes.write(self.buffers, staged.memory)
         else:
             written = self.buffers.write(staged.memory, uncommitted=step)
@@ -259,6 +264,11 @@ class StateStore:
         if self.staging is not None:
             self.staging.store.adopt_hashes(self.buffers.committed_blobs(), hashes)
 
+    @property
+    def stepped(self) -> "Future[Any]":
+        """Done when the announced step is committed or skipped."""
+        return self._stepped
+
     def drain(self) -> None:
         """Returns when the announced step is made and its result is stored.
 
@@ -281,16 +291,16 @@ class StateStore:
             self.unstage(staged, changed=False)
         return masters
 
-    def checkin(self, masters: Tensor) -> None:
-        """Stores the master weights that `checkout` has returned."""
-        staged = self._staged_now()
+    def checkin(self, masters: Tensor, *, apart: bool = False) -> None:
+        """Stores the master weights that `checkout` has returned; `apart` as in `stage`."""
+        staged = wait_for(self.stage(apart=apart), f"the values of {self.flat.name}")
         staged.set_masters(masters)
         self.unstage(staged, changed=True)
 
     def is_unchanged(self, masters: Tensor) -> bool:
         """Whether the master weights that `checkout` has returned are still the stored ones."""
         staged = self._staged_now()
-        same = torch.equal(staged.masters(), masters)
+        same = same_bits(staged.masters(), masters)
         self.unstage(staged, changed=False)
         return same
 

@@ -1,7 +1,7 @@
 """Offloaded weights as whole tensors on the CPU, for user code in `whole_weights` and `load_state_dict`."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,11 +13,17 @@ from lightning_ssd.shutdown import Shutdown
 
 
 @contextlib.contextmanager
-def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: str | None) -> Iterator[None]:
+def summon(
+    stores: Mapping[FlatParameter, StateStore],
+    checkin: Callable[[FlatParameter, Tensor], None],
+    *,
+    read_only: str | None,
+) -> Iterator[None]:
     """Makes the parameters of all flat parameters whole fp32 tensors, their master weights; changes are stored on exit.
 
     Args:
         stores: store of each flat parameter; no step and no prefetch runs.
+        checkin: stores the master weights of a flat parameter.
         read_only: why a change raises an error, and the remedy, as the end of a message; None: it does not.
 
     Raises:
@@ -35,7 +41,7 @@ def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: str | None)
         shutdown.raise_failure()
         for flat, weights in summoned.items():
             if read_only is None:
-                stores[flat].checkin(weights.masters)
+                checkin(flat, weights.masters)
             elif not stores[flat].is_unchanged(weights.masters):
                 raise RuntimeError(f"a hook changed weights of {flat.name}, {read_only}")
 

@@ -42,7 +42,7 @@ class ParamPrefetcher:
         stores: store of each flat parameter.
         copies: copy engine of the device.
         budget: bytes of device memory for compute weights; units in use are resident even if they exceed it.
-        unstage: unstages values that are staged for user code; called before weights are prefetched.
+        unstage: unstages values that are staged for user code; called before those of a flat parameter are.
         pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
         overlap: argument of the strategy, for messages.
     """
@@ -53,7 +53,7 @@ class ParamPrefetcher:
         stores: Mapping[FlatParameter, StateStore],
         copies: CopyEngine,
         budget: int,
-        unstage: Callable[[], None],
+        unstage: Callable[[FlatParameter], None],
         pull: Callable[[FlatParameter], None],
         overlap: Overlap = "optimized",
     ) -> None:
@@ -358,7 +358,7 @@ class ParamPrefetcher:
 
     @uninterrupted  # which takes longer than all else that a use of a resident unit does
     def _prefetch_flat(self, flat: FlatParameter) -> None:
-        self._unstage()
+        self._unstage(flat)
         target = flat.allocate()
         # The memory belongs to the compute stream until it has passed the mark recorded here.
         urgency = Urgency()

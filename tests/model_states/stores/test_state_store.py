@@ -311,7 +311,7 @@ def test_a_prefetch_overtakes_others_once_its_unit_is_used(tmp_path: Path, monke
             store.assign(weights_of(layout))
             store.drain()
         units = [[layout.flat] for layout in layouts]
-        prefetcher = ParamPrefetcher(units, stores, copies, 2**20, unstage=lambda: None, pull=lambda flat: None)
+        prefetcher = ParamPrefetcher(units, stores, copies, 2**20, unstage=lambda flat: None, pull=lambda flat: None)
         prefetcher.begin("train")
         backend.hold()
         begun = Begun(monkeypatch)
