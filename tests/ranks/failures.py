@@ -134,8 +134,6 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
-    "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
-    "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
 }
 """Trainings whose error all ranks raise, and its text."""
 
