@@ -25,6 +25,8 @@ DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 class Net(pl.LightningModule):
     """Calls `act` in one place: "forward", "backward", or after a "step"."""
 
+    order = slice(None)
+
     def __init__(self, act: Callable[["Net", int], None] | None = None, where: str = "forward") -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -33,7 +35,7 @@ class Net(pl.LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.batch = index
         x = batch
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.layers[self.order]):
             x = layer(x)
             if number == 1 and self.where == "backward":
                 x.register_hook(lambda gradient: self._act("backward"))
@@ -91,6 +93,12 @@ def write_other_values(module: Net, index: int) -> None:
 def write_on_one_rank(module: Net, index: int) -> None:
     if dist.get_rank() == 1:
         module.layers[0].weight.data.zero_()
+
+
+class Reversed(Net):
+    """Uses its layers in another order than that of the model, in which owners sum gradients over hosts."""
+
+    order = slice(None, None, -1)
 
 
 class Wider(Net):
@@ -174,10 +182,16 @@ ENDS = {
 }
 """Trainings that end at another place on each rank, as their collectives would not match; and the error of a rank."""
 
+ENDS_ON_HOSTS = {
+    "kill": lambda: fit(Net(die, "backward")),
+    "raise between sums": lambda: fit(Reversed(fail, "backward")),
+}
+"""Trainings of two hosts, the second of which ends."""
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     if sys.argv[1:]:
-        ENDS[sys.argv[1]][0]()
+        (ENDS[sys.argv[1]][0] if DEVICES > 1 else ENDS_ON_HOSTS[sys.argv[1]])()
     for name, (run, _) in {} if sys.argv[1:] else CAUGHT.items():
         try:
             run()
