@@ -125,6 +125,23 @@ class LaterRate(Net):
             self.optimizers().param_groups[0]["lr"] = 0.5
 
 
+class Unshowable:
+    def __repr__(self) -> str:
+        raise ValueError("an option")
+
+
+class UnshowableOption(Net):
+    """The only gradient of rank 1 can't be passed to its owner, rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:1]
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 1 and dist.get_rank() == 1:
+            self.optimizers().param_groups[0]["other"] = Unshowable()
+
+
 class OwnBackward(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +173,7 @@ ENDS = {
         0,
         "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
     ),
+    "no gradients": (lambda: fit(UnshowableOption()), 0, "RankError: rank 1 has failed: ValueError: an option"),
     "fewer batches": (
         lambda: fit(Net(), 4 - dist.get_rank()),
         0,

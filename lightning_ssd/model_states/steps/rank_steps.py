@@ -144,6 +144,7 @@ class RankSteps:
             return finished(None)
 
         posted = then(all_of([on_host, read]), post)
+        posted.add_done_callback(self._fail)  # the owner waits for the gradient, and other ranks for its step
         if not self.owns(flat):
             summed = messages.collect(Topic.SUM, number, turn, [owner])
             gradient.summed = then(posted, lambda _: then(summed, note))
