@@ -142,6 +142,17 @@ class UnshowableOption(Net):
             self.optimizers().param_groups[0]["other"] = Unshowable()
 
 
+class NewGroup(Net):
+    """Adds a parameter group, as BackboneFinetuning does."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.layers[2].parameters())})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.layers[:2].parameters(), lr=1e-2)
+
+
 class OwnBackward(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -159,6 +170,7 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
+    "new parameter group": (lambda: fit(NewGroup()), "parameter groups of an optimizer were changed during training"),
     "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
     "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
 }
