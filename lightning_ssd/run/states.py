@@ -308,7 +308,7 @@ class RunStates(Uncopied, StatesOwner):
         """Regroups offloaded parameters if user code has changed the optimizers' parameter groups.
 
         Raises:
-            RuntimeError: the groups were changed with `recover=True`, or within an optimizer step.
+            RuntimeError: the groups were changed with `recover=True`, several devices, or within an optimizer step.
             ValueError: two optimizers step the same offloaded parameter.
         """
         if self.model_states is None or self.connection is None:  # evaluations offload no optimizer state
@@ -319,6 +319,11 @@ class RunStates(Uncopied, StatesOwner):
             raise RuntimeError(
                 "parameter groups of an optimizer were changed during training, which `recover=True` can't repeat "
                 "after a kill. Set `recover=False`."
+            )
+        if self._strategy.is_distributed:
+            raise RuntimeError(
+                "parameter groups of an optimizer were changed during training, which several devices with offloaded "
+                "model states can't follow. Give the optimizer all parameters when it is made, or set `devices=1`."
             )
         if self.model_states.running.optimizer is not None:
             raise RuntimeError(

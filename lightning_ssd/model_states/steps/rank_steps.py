@@ -145,6 +145,7 @@ class RankSteps:
             return finished(None)
 
         posted = then(all_of([on_host, read]), post)
+        posted.add_done_callback(self._fail)  # the owner waits for the gradient, and other ranks for its step
         if not self.owns(flat):
             summed = messages.collect(Topic.SUM, number, turn, [owner])
             gradient.summed = then(posted, lambda _: then(summed, note))
@@ -295,8 +296,13 @@ class RankSteps:
     def _note_finite(self, flat: FlatParameter, finite: bool) -> None:
         (self._not_finite.discard if finite else self._not_finite.add)(flat)
 
+    def end_failed_sums(self) -> None:
+        """After a failure, ends sums over hosts: they may wait for others, which are not submitted any more."""
+        if self._messages.failed.done():
+            self.close()
+
     def close(self) -> None:
-        """Ends sums over hosts."""
+        """Ends sums over hosts. Idempotent."""
         if self._hosts is not None:
             self._hosts.close()
 
