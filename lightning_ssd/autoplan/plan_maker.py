@@ -225,7 +225,8 @@ class PlanMaker:
         resident = {*runner.placement.weights, *runner.placement.states} == {"gpu"}
         if holistic and fits and not resident and not present.keeps_all:
             return None
-        plan = make_plan(runner.profile, runner.hardware, self.options.planner)
+        # The training will step as it does now, and the present plan is predicted so.
+        plan = runner.placement.clipped(make_plan(runner.profile, runner.hardware, self.options.planner))
         better = simulate(runner.profile, runner.hardware, plan)
         if better.excess_bytes(runner.hardware):
             return None

@@ -391,6 +391,12 @@ class ModelStates(Uncopied):
         return kept and not (self._changed or self._grad_dtype.summed_on_host)
 
     @property
+    def speculates(self) -> bool:
+        """Whether steps are made now before the norm of all gradients is known, in memory of a second version."""
+        two_versions = any(store.layout.versions == 2 for store in self.stores.values())
+        return two_versions and not self.decision.defers
+
+    @property
     def gradients_are_hooked(self) -> bool:
         """Whether user code has registered hooks of gradients of offloaded parameters, beside the one of this class."""
         with internals.without_torch_function():

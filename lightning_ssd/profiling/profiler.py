@@ -42,7 +42,7 @@ from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.replay import LifetimeProfile
-from lightning_ssd.types import Choice, Tier
+from lightning_ssd.types import Choice, ClipMode, Tier
 from lightning_ssd.uncopied import Uncopied, takes_hooks
 
 LAUNCH_QUEUE = 128
@@ -402,13 +402,16 @@ class Profiler(Uncopied):
         return unit.parts if self._states is None else self._states.parts_of(unit)
 
     def fixed_placement(self) -> FixedPlacement:
-        """Returns the tiers of model states."""
+        """Returns the tiers of model states, and how the training steps them."""
         tiers: list[tuple[Tier, Tier]] = []
         for unit_call in calls_of_units(self.units, self.graph):
             parts = self.parts_of(self.units[unit_call.unit])
             # A later call is one part, which has no bytes.
             tiers += [self._tiers(part) for part in (parts if unit_call.call_index == 0 else parts[:1])]
-        return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
+        clip: ClipMode | None = None
+        if self._states is not None:
+            clip = "speculative" if self._states.speculates else "deferred"
+        return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers), clip=clip)
 
     def profile(
         self, name: str, *, steps: int, micro_batches: int, samples: int, tokens: int, clip_norm: bool
