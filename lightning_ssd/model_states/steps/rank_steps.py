@@ -418,6 +418,10 @@ class RankSteps:
         """
         self._messages.exchange(b"load")
 
+    def _fail(self, future: "Future[None]") -> None:  # on the thread that completes it
+        if (error := future.exception()) is not None:
+            self._messages.fail(error)
+
     @staticmethod
     def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
         counts[flat] += 1
