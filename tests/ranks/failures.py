@@ -25,6 +25,8 @@ DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 class Net(pl.LightningModule):
     """Calls `act` in one place: "forward", "backward", or after a "step"."""
 
+    order = slice(None)
+
     def __init__(self, act: Callable[["Net", int], None] | None = None, where: str = "forward") -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -33,7 +35,7 @@ class Net(pl.LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.batch = index
         x = batch
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.layers[self.order]):
             x = layer(x)
             if number == 1 and self.where == "backward":
                 x.register_hook(lambda gradient: self._act("backward"))
@@ -93,6 +95,12 @@ def write_on_one_rank(module: Net, index: int) -> None:
         module.layers[0].weight.data.zero_()
 
 
+class Reversed(Net):
+    """Uses its layers in another order than that of the model, in which owners sum gradients over hosts."""
+
+    order = slice(None, None, -1)
+
+
 class Wider(Net):
     """Rank 1 has other shapes."""
 
@@ -117,6 +125,34 @@ class LaterRate(Net):
             self.optimizers().param_groups[0]["lr"] = 0.5
 
 
+class Unshowable:
+    def __repr__(self) -> str:
+        raise ValueError("an option")
+
+
+class UnshowableOption(Net):
+    """The only gradient of rank 1 can't be passed to its owner, rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:1]
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 1 and dist.get_rank() == 1:
+            self.optimizers().param_groups[0]["other"] = Unshowable()
+
+
+class NewGroup(Net):
+    """Adds a parameter group, as BackboneFinetuning does."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.layers[2].parameters())})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.layers[:2].parameters(), lr=1e-2)
+
+
 class OwnBackward(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +170,7 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
-    "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
-    "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
+    "new parameter group": (lambda: fit(NewGroup()), "parameter groups of an optimizer were changed during training"),
 }
 """Trainings whose error all ranks raise, and its text."""
 
@@ -148,6 +183,7 @@ ENDS = {
         0,
         "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
     ),
+    "no gradients": (lambda: fit(UnshowableOption()), 0, "RankError: rank 1 has failed: ValueError: an option"),
     "fewer batches": (
         lambda: fit(Net(), 4 - dist.get_rank()),
         0,
@@ -174,10 +210,16 @@ ENDS = {
 }
 """Trainings that end at another place on each rank, as their collectives would not match; and the error of a rank."""
 
+ENDS_ON_HOSTS = {
+    "kill": lambda: fit(Net(die, "backward")),
+    "raise between sums": lambda: fit(Reversed(fail, "backward")),
+}
+"""Trainings of two hosts, the second of which ends."""
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     if sys.argv[1:]:
-        ENDS[sys.argv[1]][0]()
+        (ENDS[sys.argv[1]][0] if DEVICES > 1 else ENDS_ON_HOSTS[sys.argv[1]])()
     for name, (run, _) in {} if sys.argv[1:] else CAUGHT.items():
         try:
             run()

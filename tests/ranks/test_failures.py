@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.ranks.failures import CAUGHT, ENDS
+from tests.ranks.failures import CAUGHT, ENDS, ENDS_ON_HOSTS
 from tests.ranks.processes import launch
 
 
@@ -32,7 +32,8 @@ def test_the_end_of_a_rank_ends_the_other_with_its_cause(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_end_of_a_process_ends_those_of_other_hosts() -> None:
-    (status, output), _ = launch("failures.py", arguments=["kill"], hosts=2)
+@pytest.mark.parametrize("name", ENDS_ON_HOSTS)
+def test_the_end_of_a_process_ends_those_of_other_hosts(name: str) -> None:
+    (status, output), _ = launch("failures.py", arguments=[name], hosts=2)
     assert status != 0
     assert "RankError: a process of another host has ended" in output, output

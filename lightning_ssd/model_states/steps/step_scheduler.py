@@ -505,6 +505,8 @@ class StepScheduler:
     def close(self) -> None:
         """Ends the worker's thread after the submitted jobs."""
         try:
+            if self._ranks is not None:
+                self._ranks.end_failed_sums()
             wait_for_all(self._gradients.consumed(), "the last steps")
         finally:
             self._worker.close()
