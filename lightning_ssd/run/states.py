@@ -322,8 +322,8 @@ class RunStates(Uncopied, StatesOwner):
             )
         if self._strategy.is_distributed:
             raise RuntimeError(
-                "parameter groups of an optimizer were changed during training, which several devices can't follow with "
-                "offloaded model states. Give the optimizer all parameters when it is made, or set `devices=1`."
+                "parameter groups of an optimizer were changed during training, which several devices with offloaded "
+                "model states can't follow. Give the optimizer all parameters when it is made, or set `devices=1`."
             )
         if self.model_states.running.optimizer is not None:
             raise RuntimeError(
