@@ -87,8 +87,8 @@ class SSDOffloadStrategy(DataParallelStrategy):
 
     With several devices (`devices=n`, `num_nodes=n`), one process trains on each and offloads its own activations;
     results are those of Lightning's `ddp`. Model states that fit on each device are trained by torch's DDP. Others, and
-    those with `states="host"`, are in host memory, where the processes of a host share one copy, and each steps its
-    part.
+    those with `states="host"` or `"ssd"`, are in host memory or on SSDs, where the processes of a host share one copy,
+    and each steps its part.
 
     When a training starts, log lines say which tensors are offloaded to which tier, and why others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has

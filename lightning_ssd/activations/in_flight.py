@@ -2,7 +2,6 @@
 
 import weakref
 from collections import deque
-from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +9,7 @@ from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, UnpackOrder
 from lightning_ssd.activations.tier import StoredCopy
-from lightning_ssd.device import CopyEngine, Mark, Stopwatch
+from lightning_ssd.device import CopyEngine
 from lightning_ssd.types import EVICT_MARGIN
 
 OUT, IN = 0, 1
@@ -116,7 +115,7 @@ class InFlight:
         self._nbytes -= oldest.nbytes
         stall = self._batch.stalls[oldest.tier][OUT]
         start = stall.now()
-        add_stall(self.policy, stall, start, oldest.copy.wait_copied())
+        stall.add(start, oldest.copy.wait_copied())
         record = oldest.record()
         if record is not None:
             record.evict()
@@ -161,10 +160,3 @@ class _Storage:
         self.copy = copy
         self.tier = record.tier
         self.due_at = due_at
-
-
-def add_stall(policy: OffloadPolicy, stall: Stopwatch, start: Any, awaited: Mark) -> None:
-    """Adds the time that the compute stream has waited since `start` for the mark `awaited`, or until now."""
-    end = stall.add(start, awaited)
-    if policy.on_stall is not None:
-        policy.on_stall(start, end)

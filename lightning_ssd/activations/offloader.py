@@ -42,7 +42,7 @@ from lightning_ssd import forks
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.decide import PLAIN, ChoicesOfCall, Decision, Rules, Tiers, decide, is_unwrapped
 from lightning_ssd.activations.dropped_tensors import counts_if_dropped, is_dropped
-from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
+from lightning_ssd.activations.in_flight import IN, OUT, InFlight
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.pipeline import PipelineOrder, StagePass
 from lightning_ssd.activations.policy import OffloadPolicy
@@ -551,7 +551,7 @@ class ActivationOffloader(Uncopied):
             start = stall.now()
             with span(WAIT + "room to offload"):
                 copy = self.tiers[tier].store(data, may_wait=True)
-            add_stall(self.policy, stall, start, None)
+            stall.add(start)
         return copy
 
     # ---- a saved tensor in backward ----
@@ -619,7 +619,7 @@ class ActivationOffloader(Uncopied):
             assert record.tier is not None and self._batch is not None
             stall = self._batch.stalls[record.tier][IN]
             start = stall.now()
-            add_stall(self.policy, stall, start, record.wait())
+            stall.add(start, record.wait())
             self._stats.loaded += record.nbytes
             # The record has left the window. The next call may be for the next compiled region, and all its storages.
             self._prefetch(record.batch)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,9 +27,8 @@ class OffloadPolicy:
         hooks_enabled: whether saved-tensor hooks are active in forwards. Without them all saved tensors are kept.
         on_saved: called with each storage that is saved and may be offloaded, once per micro-batch, on the thread of
             `pack`.
-        on_unpacked: called with each storage before backward unpacks a tensor of it, on the thread of `unpack`.
-        on_stall: called with the begin and the end of each span in which the compute stream may wait for a transfer:
-            a point of the device's clock, and a point or a mark.
+        on_unpacked: called with each storage before backward unpacks a tensor of it, once the compute stream is ordered
+            after its load, on the thread of `unpack`.
     """
 
     placement: PlacementPolicy
@@ -40,4 +38,3 @@ class OffloadPolicy:
     hooks_enabled: bool = True
     on_saved: Callable[[torch.UntypedStorage, SavedStorage], None] | None = None
     on_unpacked: Callable[[SavedStorage], None] | None = None
-    on_stall: Callable[[Any, Any], None] | None = None

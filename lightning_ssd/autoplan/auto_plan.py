@@ -52,7 +52,8 @@ FIRST_STEPS = 2
 enough if its saved tensors do not fit beside the memory that stays allocated after it."""
 
 MAX_FAILED_PROFILES = 3
-"""Profiles that micro-batches without enough memory have ended, after which the training is not planned any more."""
+"""Profiles that ran out of memory, after which the training is profiled no more: all units that may be are
+checkpointed."""
 
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rule."""
@@ -449,6 +450,11 @@ class AutoPlan(Uncopied):
         """Has steps after one that ran out of memory need less."""
         if self._failed_profiles < MAX_FAILED_PROFILES:
             cycle.plan_smaller()
+            return
+        if cycle.measuring and cycle.checkpoint_all():
+            self._training.inform(
+                "offload='auto': checkpoints all units that may be, as profiling needs more memory than there is."
+            )
             return
         self._close_plan()
         self._obstacle = "profiling needs more memory than there is"

@@ -34,7 +34,7 @@ from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanR
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import StatesOwner, Training
 from lightning_ssd.autoplan.recompilation import Recompilation
-from lightning_ssd.planning import ModelProfile, Plan, Prediction, render_summary
+from lightning_ssd.planning import ModelProfile, Plan, Prediction, checkpoint_all, render_summary
 from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
@@ -195,6 +195,8 @@ class PlanCycle(ProfiledSteps):
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
         self.keeps_excess = False
+        if self.phase == "recording" and self._had_backward:
+            self.profiler.end_recording()  # by the graph of the forward, units can be checkpointed
         if self.calibrating and self.runner is not None:
             self.runner.stop()
             self.runner.close()
@@ -352,7 +354,7 @@ class PlanCycle(ProfiledSteps):
         self.comparison = comparison
         if self._logs_metrics:
             log_metrics(self.training, runner, comparison)
-        if first:
+        if first and self.planned:
             report_comparison(self.training, comparison)
         if self.stage == "correct":
             self._correct(runner, comparison)
@@ -392,6 +394,28 @@ class PlanCycle(ProfiledSteps):
         self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
         self.stage = "final"
         self._apply(runner, self._maker.make(runner))
+
+    def checkpoint_all(self) -> bool:
+        """Ends the profile, as there is no memory for it, and checkpoints all units that may be from the next step on.
+
+        Units that may be are known from the last forward that was recorded, but no time is. All other saved tensors are
+        kept if that is predicted to fit and no timed step has run out of memory with them; else they are offloaded.
+
+        Returns:
+            False if no unit may be checkpointed. Then nothing was changed.
+        """
+        if not self.profiler.graph.operations:
+            return False
+        profile = self._profile(0)
+        runner = self._make_runner(profile)
+        plan = self._maker.make_calibration(runner) if self._calibration_fits else None
+        plan = plan or checkpoint_all(profile, offloading_plan(profile, runner.placement, self.training.offloader))
+        if plan is None:
+            self.runner = None
+            return False
+        self.phase, self.stage = "idle", "final"
+        runner.apply(plan)
+        return True
 
     # ---- the size of a micro-batch ----
 

@@ -58,17 +58,15 @@ class Stopwatch:
         self.now = clock.now
         """Returns the present end of the compute stream, the `start` of a span for `add`."""
 
-    def add(self, start: Any, awaited: Mark = None) -> Any:
-        """Adds the time that the compute stream has waited since `start`, and returns the end of that span.
+    def add(self, start: Any, awaited: Mark = None) -> None:
+        """Adds the time that the compute stream has waited since `start`.
 
         Args:
             start: result of `now` before the wait.
             awaited: mark of the copy that the stream waits for; None: the wait is over at the stream's present end. A
                 mark that is reached before `start` adds nothing.
         """
-        end = self.now() if awaited is None else awaited
-        self._open.append((start, end))
-        return end
+        self._open.append((start, self.now() if awaited is None else awaited))
 
     @property
     def seconds(self) -> float:

@@ -43,7 +43,7 @@ from lightning_ssd.model_states.placement import (
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
+from lightning_ssd.model_states.stores import SharedChanges, SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -58,7 +58,7 @@ from lightning_ssd.model_states.units import (
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, RankValues
 from lightning_ssd.ranks import Ranks, check_agreement
-from lightning_ssd.storage import StorageFullError
+from lightning_ssd.storage import Blob, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -122,9 +122,9 @@ def make_model_states(
                 "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision="
                 "'bf16-true' or 'bf16-mixed', or leave it out"
             )
-        two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
-        two_versions &= connected is None or setup.config.clip == "speculative"
+        speculates = setup.config.clip == "speculative" or (connected is None and setup.config.clip == "auto")
+        two_versions = recover or (setup.needs_norm and speculates)
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
@@ -138,7 +138,7 @@ def make_model_states(
         versions = {} if recovered is None else dict(zip(stores, recovered.versions, strict=True))
         if ranks is not None:
             ranks.ranks.end_allocation()
-            if ranks.ranks.rank > 0:
+            if ranks.ranks.rank > 0 and recovered is None:
                 versions = dict.fromkeys(stores, 0)  # rank 0 writes them
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
         if ranks is None:
@@ -146,7 +146,7 @@ def make_model_states(
             commit_memory(stores.values(), pin=device.type == "cuda")
         else:
             ranks.send_values()
-            ranks.ranks.messages.exchange(b"written")  # rank 0 has written the values of the stores
+            _share_values(ranks, stores, space.staging)
             RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
@@ -154,7 +154,8 @@ def make_model_states(
                 flat_optimizer.set_extra_state(kept)
         journal: Journal | None = None
         if recover and space.staging is not None:
-            journal = Journal(stores, flat_optimizers, space.staging.store, setup.settings)
+            messages = None if ranks is None else ranks.ranks.messages
+            journal = Journal(stores, flat_optimizers, space.staging.store, setup.settings, messages)
             undo.callback(journal.close)
         # Parameters that are resident for other reasons have no masters: the user's optimizer steps them as they are.
         exact = {parameter: exact_value(parameter, loaded) for parameter in needs_master(resident, groups)}
@@ -193,6 +194,26 @@ def _share(
     """
     check_agreement(ranks, describe_training(module, optimizers, [item.flat for item in specs], setup))
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
+
+
+def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:
+    """Returns when rank 0 has written the values of all stores: from now on, owners write them, and all ranks read."""
+    blobs = [blob for store in stores.values() for blob in store.buffers.committed_blobs()]
+    hashes = b""
+    if ranks.ranks.rank == 0 and staging is not None:
+        for store in stores.values():
+            store.drain()
+        hashes = staging.store.hashes_of(blobs)
+    hashes = ranks.ranks.messages.broadcast(hashes)
+    if staging is None:
+        return
+    if ranks.ranks.rank > 0:
+        staging.store.adopt_hashes(blobs, hashes)
+    for flat, store in stores.items():
+        if not store.buffers.in_memory:
+            store.changes = SharedChanges(
+                ranks.ranks.messages, ranks.numbers[flat], ranks.owner_of(flat), staging.store
+            )
 
 
 def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:
@@ -314,6 +335,7 @@ class _Space:
         specs: the flat parameters.
         memory_plan: tiers of the flat parameters.
         staging: scratch space of the flat parameters on SSDs.
+        blobs: blobs of the flat parameters, in order; None: the stores allocate them.
         spare: host memory for second versions that `memory_plan` does not count.
         recovered: record of the killed run whose files the scratch space has adopted.
     """
@@ -322,6 +344,7 @@ class _Space:
     memory_plan: MemoryPlan
     spare: SpareMemory
     staging: StateStaging | None
+    blobs: Sequence[Blob] | None
     recovered: CommitRecord | None
 
 
@@ -340,7 +363,8 @@ def _reserve(
     """
     killed = None
     if recover:
-        killed = KilledRun([item.layout for item in specs], setup.settings, start_over=setup.start_over)
+        layouts = [item.layout for item in specs]
+        killed = KilledRun(layouts, setup.settings, start_over=setup.start_over, size=setup.world_size)
 
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()
@@ -356,10 +380,14 @@ def _reserve(
             lazy_seconds=setup.lazy_seconds,
             ranks=1 if ranks is None else ranks.ranks.size,
             means=setup.num_nodes > 1,
+            weights_in_memory=ranks is not None and not recover,
         )
         spare = setup.spare_memory(memory_plan, budget)
-        staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=killed)
-        return _Space(specs, memory_plan, spare, staging, None if killed is None else killed.record)
+        layouts = [item.layout for item in specs]
+        staging, blobs = make_staging(
+            memory_plan, setup.storage, setup.default_path, device, killed=killed, layouts=layouts, ranks=ranks
+        )
+        return _Space(specs, memory_plan, spare, staging, blobs, None if killed is None else killed.record)
 
     try:
         return attempt(specs)
@@ -373,7 +401,7 @@ def _make_stores(
     space: _Space, copies: CopyEngine, undo: contextlib.ExitStack, ranks: RankStates | None
 ) -> dict[FlatParameter, StateStore]:
     """Returns the empty stores; `undo` restores parameters from stores that were filled, and frees all stores."""
-    blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
+    blobs = None if space.blobs is None else iter(space.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
         space.specs, space.memory_plan.weights, space.memory_plan.opt_state, strict=True

@@ -303,6 +303,7 @@ class ModelStates(Uncopied):
             masters,
             stepped_flat,
             changing=self.records.drop,
+            loading=None if self._reduction is None else self._reduction.steps.begin_load,
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
@@ -388,6 +389,12 @@ class ModelStates(Uncopied):
         backward = self.gradients.backward
         kept = backward.droppable or not backward.arriving
         return kept and not (self._changed or self._grad_dtype.summed_on_host)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether steps are made now before the norm of all gradients is known, in memory of a second version."""
+        two_versions = any(store.layout.versions == 2 for store in self.stores.values())
+        return two_versions and not self.decision.defers
 
     @property
     def gradients_are_hooked(self) -> bool:

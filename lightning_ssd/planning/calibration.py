@@ -13,7 +13,8 @@ MAX_ITERATIONS = 8
 """Iterations in which the resource that bounds the step is corrected."""
 
 MAX_CORRECTION = 1.5
-"""Largest ratio of measured and predicted step time (or its inverse) that is corrected."""
+"""Largest ratio of measured and predicted step time that is corrected: a step may take long for reasons that do not
+last. Each ratio below 1 is corrected, because no step takes less time than it needs."""
 
 MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
 """Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
@@ -46,7 +47,7 @@ def calibrate(
     """
     predicted = simulate(model, hardware, plan)
     off = step_seconds / predicted.step_seconds
-    if not 1 / MAX_CORRECTION < off < MAX_CORRECTION:
+    if off >= MAX_CORRECTION:
         return None
     corrected = model, hardware
     # If the host bounds the step, all its work is slow, not only the overhead of the plan.

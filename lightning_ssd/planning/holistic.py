@@ -548,7 +548,7 @@ class _Search:
                 yield moved
         for window_bytes in (2 * point.window_bytes, point.window_bytes // 2):
             yield replace(point, window_bytes=window_bytes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-        if point.clip == "deferred":
+        if point.clip == "deferred" and (self.fixed is None or self.fixed.clip is None):
             yield replace(point, clip="speculative")
         for count in (point.checkpointed - amount, point.checkpointed + amount):
             checkpointed = min(max(count, 0), len(self._checkpointable))

@@ -112,12 +112,14 @@ class FixedPlacement:
         states: tier of the master weights and optimizer states of each part.
         staging_bytes: staging memory of the plan; None: the planner chooses it.
         host_limit: bytes of host memory for activations; None: all host memory that model states do not occupy.
+        clip: clip mode in which the training steps now, if it clips or scales gradients; None: the planner chooses it.
     """
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
     staging_bytes: int | None = None
     host_limit: int | None = None
+    clip: ClipMode | None = None
 
     @classmethod
     def of(cls, model: ModelProfile, plan: Plan) -> "FixedPlacement":
@@ -126,13 +128,17 @@ class FixedPlacement:
         return cls(tuple(part.weights for part in parts), tuple(part.states for part in parts))
 
     def apply(self, model: ModelProfile, plan: Plan) -> Plan:
-        """Returns the plan with this placement of model states in place of its own."""
+        """Returns the plan with this placement of model states, and clip mode, in place of its own."""
         parts = []
         for part, weights, states in zip(plan.parts(model), self.weights, self.states, strict=True):
             placed = replace(part, weights=weights, states=states)
             parts.append(placed if placed.offloaded else PartPlan(weights, states))
         staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
-        return replace(plan.placed(model, parts), staging_bytes=staging)
+        return replace(self.clipped(plan).placed(model, parts), staging_bytes=staging)
+
+    def clipped(self, plan: Plan) -> Plan:
+        """Returns the plan with the clip mode of the training in place of its own."""
+        return plan if self.clip is None or plan.clip == "off" else replace(plan, clip=self.clip)
 
 
 def offloaded_parts(model: ModelProfile, plan: Plan, *, in_host: bool) -> list[int]:

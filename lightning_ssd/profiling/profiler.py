@@ -42,7 +42,7 @@ from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.replay import LifetimeProfile
-from lightning_ssd.types import Choice, Tier
+from lightning_ssd.types import Choice, ClipMode, Tier
 from lightning_ssd.uncopied import Uncopied, takes_hooks
 
 LAUNCH_QUEUE = 128
@@ -159,7 +159,7 @@ class Profiler(Uncopied):
         mode = TraceMode([unit.modules for unit in self.units], self._offloader.device, self._lifetimes)
         self._trace_mode = mode
         placement = self._offloader.policy.placement if self._lifetimes is None else KeepAll()
-        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement, mode.on_stall)
+        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement)
 
     def _step_bytes(self) -> int:
         """Returns the bytes of gradients and optimizer states on the device, which the first step allocates."""
@@ -243,7 +243,6 @@ class Profiler(Uncopied):
         on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
         on_unpacked: Callable[[SavedStorage], None],
         placement: PlacementPolicy | None = None,
-        on_stall: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """Runs the next forward inside `mode` and active hooks, with callbacks for saved and unpacked storages.
 
@@ -252,7 +251,6 @@ class Profiler(Uncopied):
             on_saved: as in `OffloadPolicy`.
             on_unpacked: as in `OffloadPolicy`.
             placement: as in `OffloadPolicy`; None: it does not change.
-            on_stall: as in `OffloadPolicy`.
         """
         policy = self._policy_before = self._offloader.policy
         changes: dict[str, Any] = {} if placement is None else {"placement": placement}
@@ -262,7 +260,6 @@ class Profiler(Uncopied):
                 mode=mode,
                 on_saved=on_saved,
                 on_unpacked=on_unpacked,
-                on_stall=on_stall,
                 hooks_enabled=True,
                 **changes,
             )
@@ -279,7 +276,6 @@ class Profiler(Uncopied):
                 placement=placement,
                 on_saved=None,
                 on_unpacked=None,
-                on_stall=None,
                 hooks_enabled=enabled,
             )
         )
@@ -406,13 +402,16 @@ class Profiler(Uncopied):
         return unit.parts if self._states is None else self._states.parts_of(unit)
 
     def fixed_placement(self) -> FixedPlacement:
-        """Returns the tiers of model states."""
+        """Returns the tiers of model states, and how the training steps them."""
         tiers: list[tuple[Tier, Tier]] = []
         for unit_call in calls_of_units(self.units, self.graph):
             parts = self.parts_of(self.units[unit_call.unit])
             # A later call is one part, which has no bytes.
             tiers += [self._tiers(part) for part in (parts if unit_call.call_index == 0 else parts[:1])]
-        return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
+        clip: ClipMode | None = None
+        if self._states is not None:
+            clip = "speculative" if self._states.speculates else "deferred"
+        return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers), clip=clip)
 
     def profile(
         self, name: str, *, steps: int, micro_batches: int, samples: int, tokens: int, clip_norm: bool

@@ -79,7 +79,8 @@ class TraceMode(UnitDispatchMode):
     """Records the graph of a forward, and the seconds of its operations and of those of the following backward.
 
     Operations are timed one by one: waits of the device between them do not count. A compiled unit is one operation,
-    and each of its nodes in backward: the modes are removed meanwhile, and waits for transfers are subtracted.
+    and each of its nodes in backward: the modes are removed meanwhile. Autograd saves tensors at the end of the one and
+    unpacks them at the begin of the other, and neither is timed: the host may wait for transfers in them.
 
     Args:
         units: as in `UnitDispatchMode`.
@@ -121,14 +122,13 @@ class TraceMode(UnitDispatchMode):
         """Casts of weights by autocast: the call that has made them, and their bytes. Autograd alone keeps them alive,
         if it has saved them."""
         self._module_names: list[str] = []
-        self._stalls: list[tuple[Any, Any]] | None = None
-        """Spans in which the compute stream may wait, in the running compiled operation; `None`: none runs."""
-        self._compiled_stalls: dict[int, list[tuple[Any, Any]]] = {}
-        """Those of each compiled operation, by the index in the graph."""
-        self._backward_stalls: list[tuple[UnitCall, Any, Any]] = []
-        """Those of compiled nodes in backward."""
         self._call: _CompiledCall | None = None
         """The running compiled operation of the forward."""
+        self._call_ended: Any = None
+        """Point of the device's clock at which autograd began to save tensors of it; `None`: it has saved none."""
+        self._node_begun: Any = None
+        """Point at which autograd last unpacked a tensor for the running compiled node of backward, or at which the
+        node began; `None`: none runs."""
         self._compiled_nodes: set[Node] = set()
         """Nodes of compiled operations in the autograd graph of the forward."""
         self._in_rerun = False
@@ -153,15 +153,15 @@ class TraceMode(UnitDispatchMode):
         self._readers.clear()
         self._casts.clear()
         self._module_names.clear()
-        self._compiled_stalls.clear()
-        self._backward_stalls.clear()
         self._compiled_nodes.clear()
         self._queue_work(HEAD_START_SECONDS)
         self._refills_left = MAX_REFILLS
         return super().__enter__()
 
     def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
-        """Called when autograd saves `storage` for the first time in this forward."""
+        """Called when autograd saves `storage` for the first time in this forward, before it is offloaded."""
+        if self._call is not None and self._call_ended is None:
+            self._call_ended = self._clock.now()
         number = self._numbers[record] = self._number(storage)
         buffer = self.graph.buffers[number]
         if buffer.unit_call is None:
@@ -170,27 +170,21 @@ class TraceMode(UnitDispatchMode):
             self.graph.transients.mark_saved(self.unit_call, number)
 
     def on_unpacked(self, record: SavedStorage) -> None:
-        """Called when backward unpacks a tensor of `record`."""
+        """Called when backward unpacks a tensor of `record`, once the compute stream is ordered after its load."""
+        if self._node_begun is not None:
+            self._node_begun = self._clock.now()
         number = self._numbers.get(record)
         if number is not None and (unit_call := self.graph.buffers[number].unit_call) is not None:
             self.graph.transients.first_use(unit_call, number)
 
-    def on_stall(self, begun: Any, ended: Any) -> None:
-        """Called with each span in which the compute stream may have waited for a transfer."""
-        if self._stalls is not None:
-            self._stalls.append((begun, ended))
-
     def finish(self) -> None:
         """Records the seconds of the operations in the graph. The device must have executed all of them."""
-        for index, (operation, span) in enumerate(zip(self.graph.operations, self._spans, strict=True)):
+        for operation, span in zip(self.graph.operations, self._spans, strict=True):
             if span is not None:
-                stalled = sum(self._seconds(*stall) for stall in self._compiled_stalls.get(index, ()))
-                operation.seconds = max(0.0, self._seconds(*span) - stalled)
+                operation.seconds = self._seconds(*span)
         of_backward = self.graph.backward_seconds
         for unit_call, start, end in self._backward_spans:
             of_backward[unit_call] = of_backward.get(unit_call, 0.0) + self._seconds(start, end)
-        for unit_call, start, end in self._backward_stalls:
-            of_backward[unit_call] = max(0.0, of_backward[unit_call] - self._seconds(start, end))
         self._spans.clear()
         self._backward_spans.clear()
         self._compiled_nodes.clear()
@@ -278,7 +272,7 @@ class TraceMode(UnitDispatchMode):
                 self._readers.setdefault(storage_of(weight), set()).update(self._open)
         self.graph.transients.enter(unit_call, backward=False)
         self._refill_queue()
-        self._stalls = []
+        self._call_ended = None
         self._call = _CompiledCall(given, read, inputs, versions, len(self.graph.buffers), self._clock.now())
 
     def compiled_returned(self, unit_call: UnitCall, module: nn.Module, output: object) -> None:
@@ -296,15 +290,15 @@ class TraceMode(UnitDispatchMode):
                     self.graph.transients.alloc(storage, number)
         if self._num_graphs != 1 or _versions(module, call.given) != call.versions:
             self._must_run_once([unit_call])  # Python has run code in between, or a tensor was changed in place
-        self._compiled_stalls[index] = self._stalls or []
-        self._spans.append((call.begun, self._last_end))
+        ended = self._last_end if self._call_ended is None or self._num_graphs != 1 else self._call_ended
+        self._spans.append((call.begun, ended))
         self.graph.operations.append(
             Operation(None, self._segment, unit_call, "", call.inputs, 0.0, deterministic=False)
         )
         self._follow_backward(unit_call, call.given, output)
 
     def compiled_ended(self) -> None:
-        self._stalls = self._call = None
+        self._call = None
 
     def _begin_rerun(self, args: object, kwargs: object) -> None:
         if in_backward() and internals.innermost_dispatch_mode() is self._backward:
@@ -330,24 +324,19 @@ class TraceMode(UnitDispatchMode):
                     self._follow_node(unit_call, node)
 
     def _follow_node(self, unit_call: UnitCall, node: Node) -> None:
-        removed: list[Any] = []
-        """Time of the begin, if the mode was in force."""
-
         def begin(_: object) -> None:
             self._backward_of = unit_call
             if internals.innermost_dispatch_mode() is self._backward:
                 self.graph.transients.enter(unit_call, backward=True)
                 internals.pop_dispatch_mode()
                 self._refill_queue()
-                self._stalls = []
-                removed.append(self._clock.now())
+                self._node_begun = self._clock.now()
 
         def end(results: object, _: object) -> None:
-            if removed:
+            if self._node_begun is not None:
                 self._last_end = self._clock.now()
-                self._backward_spans.append((unit_call, removed.pop(), self._last_end))
-                self._backward_stalls += [(unit_call, *stall) for stall in self._stalls or ()]
-                self._stalls = None
+                self._backward_spans.append((unit_call, self._node_begun, self._last_end))
+                self._node_begun = None
                 internals.push_dispatch_mode(self._backward)
                 for storage in _read(results):
                     self._alloc(storage)

@@ -38,6 +38,14 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
     WRITTEN = auto()
     """The sender, a flat parameter's owner, has written weights that user code of all ranks has changed alike."""
+    CHANGE = auto()
+    """The receiver, a flat parameter's owner, may write loaded states to SSDs: the sender has read those before."""
+    CHANGED = auto()
+    """The sender, a flat parameter's owner, has written loaded states to SSDs."""
+    TRAINING = auto()
+    """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
+    RECORDED = auto()
+    """Rank 0, the sender, has written the record."""
     RESIDENTS = auto()
     """The sender's gradients of parameters that are not offloaded are in shared memory."""
     VALUES = auto()
@@ -51,6 +59,12 @@ _HEADER = struct.Struct("<BxxxIQ")
 
 _MAX_BYTES = 2**17
 """Largest message. The kernel's default for the memory of sent messages has room for it."""
+
+_LARGEST = _MAX_BYTES - _HEADER.size
+"""Bytes of the content of the largest message."""
+
+_MAX_PARTS = 2**20
+"""More messages than one `send` takes; they are numbered."""
 
 _Key = tuple[int, int, int]
 
@@ -166,6 +180,44 @@ class RankMessages(Uncopied):
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
 
+    def broadcast(self, content: bytes = b"") -> bytes:
+        """Returns the content that rank 0 has given, on all ranks, which call this together.
+
+        Raises:
+            RankError: another rank has failed or ended.
+        """
+        nbytes = int(self.exchange(str(len(content)).encode())[0])
+        own = content if self.rank == 0 else b""
+        return b"".join(self.exchange(own[start : start + _LARGEST])[0] for start in range(0, nbytes, _LARGEST))
+
+    def send(self, topic: Topic, turn: int, content: bytes, to: int) -> None:
+        """Sends content of any length, in several messages, for `receive`.
+
+        Args:
+            topic: subject of the messages.
+            turn: which content about it.
+            content: the content.
+            to: its receiver.
+        """
+        first = self.rank * _MAX_PARTS
+        self.post(topic, first, turn, str(len(content)).encode(), [to])
+        for number, start in enumerate(range(0, len(content), _LARGEST), first + 1):
+            self.post(topic, number, turn, content[start : start + _LARGEST], [to])
+
+    def receive(self, topic: Topic, turn: int, rank: int) -> bytes:
+        """Returns the content that `rank` has sent to this rank by `send`, and waits for it.
+
+        Raises:
+            RankError: a rank has failed, or this one has ended.
+        """
+
+        def part(number: int) -> bytes:
+            collected = self.collect(topic, rank * _MAX_PARTS + number, turn, [rank])
+            return wait_for(collected, f"messages of rank {rank}")[rank]
+
+        num_parts = -(-int(part(0)) // _LARGEST)
+        return b"".join(part(number) for number in range(1, num_parts + 1))
+
     # ---- the end ----
 
     def fail(self, error: BaseException) -> None:
@@ -178,7 +230,7 @@ class RankMessages(Uncopied):
         with self._lock:
             first = self._failure is None
         if first:
-            content = text.encode()[: _MAX_BYTES - _HEADER.size]
+            content = text.encode()[:_LARGEST]
             self.post(Topic.FAILURE, 0, 0, content, self.others)
             self._fail_all(own)
 

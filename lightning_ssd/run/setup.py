@@ -86,29 +86,28 @@ def make_setup(
     )
 
 
-def check_several_devices(trainer: pl.Trainer, config: StatesConfig, plan: Plan | None) -> None:
-    """Raises ValueError, with the remedy, if several devices don't support the settings of offloaded states yet.
+def check_several_hosts(trainer: pl.Trainer, config: StatesConfig, plan: Plan | None) -> None:
+    """Raises ValueError, with the remedy, if several hosts don't support the settings of offloaded states.
 
     Args:
         trainer: the Trainer.
         config: the user's arguments.
         plan: the user's plan, if it determines the tiers of states.
     """
+    if trainer.num_nodes == 1:
+        return
     on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])
-    several = trainer.num_nodes > 1
-    speculates = config.clip == "speculative" or (plan is not None and plan.clip == "speculative")
     unsupported = {
         "`recover=True`": ("`recover=False`", config.recover),
         "`states='ssd'`": ("`states='host'`", config.states == "ssd"),
-        "SwapPlanner's `plan` that places some on `ssd`": ("another tier in it", on_ssd),
-        "`clip='speculative'` on several hosts": ("`clip='auto'`", several and speculates),
-        "`overlap='naive'` on several hosts": ("`overlap='optimized'`", several and config.overlap == "naive"),
+        "a `plan` of SwapPlanner that places some on `ssd`": ("another tier in it", on_ssd),
+        "`overlap='naive'`": ("`overlap='optimized'`", config.overlap == "naive"),
     }
     for what, (remedy, found) in unsupported.items():
         if found:
             raise ValueError(
-                f"several devices don't offload model states with {what}. Set {remedy}, or `devices=1`; or, if all "
-                "states fit on each device, `states='gpu'`."
+                f"several hosts don't offload model states with {what}. Set {remedy}; or, if all states fit on each "
+                "device, `states='gpu'`."
             )
 
 

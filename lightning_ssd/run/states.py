@@ -52,7 +52,7 @@ from lightning_ssd.run.averaging import averaging_callbacks, summon_full_params
 from lightning_ssd.run.connection import Connection
 from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import autocast_dtype
-from lightning_ssd.run.setup import check_several_devices, is_fitting, make_setup, planned_tiers
+from lightning_ssd.run.setup import check_several_hosts, is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals, join_lines
@@ -151,7 +151,7 @@ class RunStates(Uncopied, StatesOwner):
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
         if self._strategy.is_distributed:
-            check_several_devices(trainer, self._states_config, self._placing_plan() if self._fitting else None)
+            check_several_hosts(trainer, self._states_config, self._placing_plan() if self._fitting else None)
             self._states_config = self._agree_on_gpu_memory()
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
@@ -254,9 +254,9 @@ class RunStates(Uncopied, StatesOwner):
         check_state_format(self._states_config, self._strategy.optimizers)
         mark_weights(self._model)
         config, states = self._storage, self.model_states
-        # `host_memory` is that of one process, and the processes of a host share its model states.
-        used = (0, 0) if states is None else (states.nbytes.host_limit // self._processes, states.nbytes.ssd)
-        config = config.without(*used)
+        # Budgets are those of one process, and the processes of a host share its model states.
+        used = (0, 0) if states is None else (states.nbytes.host_limit, states.nbytes.ssd)
+        config = config.without(*[nbytes // self._processes for nbytes in used])
         self.offloader = make_offloader(
             config,
             self._strategy.root_device,

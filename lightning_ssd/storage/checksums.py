@@ -51,6 +51,14 @@ class Checksums:
                 "The drive or its connection corrupts data: look at `dmesg`, and use another drive."
             )
 
+    def of(self, piece: Piece) -> int:
+        """Returns the hash of a piece that was written."""
+        return self._hashes[piece.volume, piece.offset]
+
+    def adopt(self, piece: Piece, digest: int) -> None:
+        """Records the hash of a piece that another process has written."""
+        self._hashes[piece.volume, piece.offset] = digest
+
     def discard(self, piece: Piece) -> None:
         """Drops the hash of a freed piece."""
         self._hashes.pop((piece.volume, piece.offset), None)

@@ -21,13 +21,14 @@ class DetachedBlobs:
     Args:
         files: (former path, descriptor) of each volume's file. This object owns the descriptors.
         checksums: hashes of the written pieces; None: the store had none.
+        shared: whether other processes read the files, too.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, int]], checksums: Checksums | None) -> None:
+    def __init__(self, files: Sequence[tuple[Path, int]], checksums: Checksums | None, *, shared: bool) -> None:
         self._files = files
         self._checksums = checksums
         # Only system calls: a finaliser may run on any thread, also while that thread holds a lock.
-        weakref.finalize(self, _remove, files, os.getpid())
+        weakref.finalize(self, _remove, files, None if shared else os.getpid())
 
     def read(self, blob: Blob, start: int, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` bytes of a blob from offset `start`, on the CPU.
@@ -61,7 +62,8 @@ class DetachedBlobs:
         return buffer
 
 
-def _remove(files: Sequence[tuple[Path, int]], owner: int) -> None:
+def _remove(files: Sequence[tuple[Path, int]], owner: int | None) -> None:
+    """Closes the files, and in the process `owner` frees their blocks."""
     for path, fd in files:
         if os.getpid() == owner:  # a forked DataLoader worker has the file open, too: its blocks are freed now
             with clean_up("truncate", path):

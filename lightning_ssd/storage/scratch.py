@@ -21,6 +21,8 @@ from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 
 _log = logging.getLogger(__name__)
+_JOINED = "joined"
+"""File that processes which have joined a directory lock, each for itself alone."""
 _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
 
 
@@ -110,7 +112,7 @@ class ScratchDirectory:
     @property
     def empty(self) -> bool:
         """True if the directory has no file but its lock."""
-        return self.files.names() <= {_lock_name(self.path)}
+        return self.files.names() <= {_lock_name(self.path), _JOINED}
 
     def clear(self) -> None:
         """Removes all files but the lock.
@@ -139,6 +141,40 @@ class ScratchDirectory:
             close_fd(self._lock, self.path)
             self.files.close()
         close_fd(self._parent, self.path.parent)
+
+
+class JoinedDirectory(ScratchDirectory):
+    """The scratch directory of another process of this run, which holds its lock and removes it.
+
+    If that process is killed, no later run uses a kept directory while this process may still write to its files.
+
+    Args:
+        path: path of the scratch directory.
+
+    Raises:
+        StorageError: it can't be opened; or another user may have made it (`NotPrivateError`).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with ExitStack() as undo:
+            try:
+                self.files = undo.enter_context(PrivateDirectory.open(self.path))
+                self._lock = self.files.open_file(_JOINED, os.O_RDWR | os.O_CREAT)
+                undo.callback(close_fd, self._lock, self.path)
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                raise from_os_error(error, "open the scratch directory of another process", self.path) from error
+            undo.pop_all()
+        _kept_locks.add(self._lock)
+        self._open = True
+
+    def close(self, *, remove: bool = True) -> None:
+        if self._open and self._lock in _kept_locks:  # a forked child has closed its copy
+            self._open = False
+            _kept_locks.discard(self._lock)
+            close_fd(self._lock, self.path)
+            self.files.close()
 
 
 _kept_locks: set[int] = set()
@@ -197,6 +233,7 @@ def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirecto
                 if not _is_lock_of(files, lock):
                     return None
                 if keep:
+                    _check_left(files)
                     files.sync()
                     os.fsync(parent)
             except (FileNotFoundError, BlockingIOError):  # another process has it, or had
@@ -216,6 +253,23 @@ def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirecto
             ) from error
         undo.pop_all()
         return files, lock
+
+
+def _check_left(files: PrivateDirectory) -> None:
+    """Raises StorageError if a process has joined the directory, and has not ended since its run was killed."""
+    try:
+        joined = files.open_file(_JOINED, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(joined, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StorageError(
+            f"other processes of the run that was killed, which has left {files.path}, are still alive. Wait until "
+            "they have ended, which takes some seconds, or end them"
+        ) from error
+    finally:
+        close_fd(joined, files.path)
 
 
 def _is_lock_of(files: PrivateDirectory, lock: int) -> bool:

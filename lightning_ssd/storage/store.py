@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from lightning_ssd.storage.engine import Engine
 from lightning_ssd.storage.errors import StorageError, StorageFullError
 from lightning_ssd.storage.manifest import Manifest, read_manifest, write_manifest
 from lightning_ssd.storage.private import PrivateDirectory
-from lightning_ssd.storage.scratch import ScratchDirectory
+from lightning_ssd.storage.scratch import JoinedDirectory, ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.timed_transfers import Calibration, calibrate
@@ -75,6 +76,19 @@ class StoreManifest:
     run: str
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFiles:
+    """The files of a store, for stores of other processes that use them, too.
+
+    Attributes:
+        directories: paths of the scratch directories.
+        manifest: all blobs that the processes use.
+    """
+
+    directories: Sequence[str]
+    manifest: StoreManifest
+
+
 class BlobStore:
     """Blobs on one or several SSDs, striped over them by their measured bandwidth.
 
@@ -97,6 +111,9 @@ class BlobStore:
             can use those of a path.
         find_manifest: with `keep`, called with the scratch directory on each path once all are locked. Returns the
             state of the killed run to resume from, or None to begin with new files.
+        shared: whether other processes use the files, too, which exist until the last of them has closed them. The
+            processes agree on who writes a blob when, and pass on the hashes (`hashes_of`).
+        join: files of another process's shared store to use, which that process removes; None: files of this one.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
@@ -124,6 +141,8 @@ class BlobStore:
         rank: int = 0,
         keep: bool = False,
         find_manifest: Callable[[Sequence[PrivateDirectory]], StoreManifest | None] | None = None,
+        shared: bool = False,
+        join: SharedFiles | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -140,30 +159,34 @@ class BlobStore:
         self.device_buffers = chosen.device_buffers and not checksum
         self.backend_name = chosen.name
         self._capacity = capacity
+        self._shared = shared or join is not None
         self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
         self._owner = os.getpid()
         self._paths = [str(Path(path).absolute()) for path in paths]
         self._volumes: list[Volume] = []
         with ExitStack() as undo:
             directories: list[ScratchDirectory] = []
-            resumed: StoreManifest | None = None
+            resumed = None if join is None else join.manifest
             is_new = not keep
             undo.callback(lambda: self._close_opened(directories, remove=is_new))
-            for path in paths:
+            for path in paths if join is None else ():
                 directories.append(ScratchDirectory(path, rank, keep=keep))
+            for joined in () if join is None else join.directories:
+                directories.append(JoinedDirectory(joined))
             if keep and find_manifest is not None:
                 resumed = find_manifest([directory.files for directory in directories])
             is_new = resumed is None
             self._run = secrets.token_hex(8) if resumed is None else resumed.run
             self._checksums = Checksums({} if resumed is None else resumed.hashes) if checksum else None
-            if resumed is not None:
+            if resumed is not None and join is None:
                 self._check_manifest(resumed, directories)
             elif keep:
                 self._write_manifests(directories)
             pieces = [piece for blob in (resumed.blobs if resumed else ()) for piece in blob.pieces]
             for index, directory in enumerate(directories):
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
-                self._volumes.append(Volume(directory, chosen, None if resumed is None else slots))
+                taken = None if resumed is None else slots
+                self._volumes.append(Volume(directory, chosen, taken, shared=self._shared))
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
             self._calibration = self._calibrate(threads) if resumed is None else resumed.calibration
             self.write_bandwidth = self._calibration.write_bandwidth
@@ -213,8 +236,12 @@ class BlobStore:
             if left > 0:  # another process used the space since the check
                 raise self._full("reserve", left, self._growth())
 
-    def allocate(self, nbytes: int) -> Blob:
+    def allocate(self, nbytes: int, prefer: Collection[int] = ()) -> Blob:
         """Allocates a blob of `nbytes`. Its contents are undefined until written.
+
+        Args:
+            nbytes: bytes of the blob.
+            prefer: indices of the paths that it is striped over while they have room; empty: all paths.
 
         Raises:
             ValueError: `nbytes` is negative.
@@ -234,7 +261,7 @@ class BlobStore:
                 raise self._full("allocate", nbytes, available)
             try:
                 while start < nbytes:
-                    piece = self._allocate_piece(start, min(self.piece_bytes, nbytes - start), refusals)
+                    piece = self._allocate_piece(start, min(self.piece_bytes, nbytes - start), prefer, refusals)
                     if piece is None:  # another process used the space since the check, or a limit forbids more
                         raise self._full("allocate", nbytes, start) from (refusals[-1] if refusals else None)
                     pieces.append(piece)
@@ -317,6 +344,24 @@ class BlobStore:
         hashes = {} if self._checksums is None else self._checksums.all()
         return StoreManifest(blobs, hashes, self._calibration, self._run)
 
+    def share(self, blobs: Sequence[Blob]) -> SharedFiles:
+        """Returns the files and `blobs` for shared stores of other processes."""
+        return SharedFiles([str(volume.directory.path) for volume in self._volumes], self.manifest(blobs))
+
+    def hashes_of(self, blobs: Iterable[Blob]) -> bytes:
+        """Returns the hashes of blobs that were written, for `adopt_hashes`."""
+        if self._checksums is None:
+            return b""
+        hashes = [self._checksums.of(piece) for blob in blobs for piece in blob.pieces]
+        return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+    def adopt_hashes(self, blobs: Iterable[Blob], hashes: bytes) -> None:
+        """Adopts the hashes of blobs that another process has written, from `hashes_of` in it."""
+        if self._checksums is not None:
+            pieces = [piece for blob in blobs for piece in blob.pieces]
+            for piece, (digest,) in zip(pieces, struct.iter_unpack("<Q", hashes), strict=True):
+                self._checksums.adopt(piece, digest)
+
     def sync(self) -> None:
         """Makes completed writes durable.
 
@@ -351,7 +396,7 @@ class BlobStore:
         atexit.unregister(self._at_exit)
         self._engine.close()
         files = [(volume.path, volume.detach()) for volume in reversed(self._volumes)]  # as in `close`
-        return DetachedBlobs(files[::-1], self._checksums)
+        return DetachedBlobs(files[::-1], self._checksums, shared=self._shared)
 
     def _close_opened(self, directories: Sequence[ScratchDirectory], *, remove: bool) -> None:
         """Closes the volumes and directories of a store that could not be made, the last ones first.
@@ -413,10 +458,12 @@ class BlobStore:
                 f"not {buffer.device}"
             )
 
-    def _allocate_piece(self, start: int, nbytes: int, refusals: list[StorageFullError]) -> Piece | None:
+    def _allocate_piece(
+        self, start: int, nbytes: int, prefer: Collection[int], refusals: list[StorageFullError]
+    ) -> Piece | None:
         """Allocates a piece, or returns None if there is no room. Errors of files that can't grow are appended to
         `refusals`."""
-        for index in self._stripes.order(nbytes):
+        for index in sorted(self._stripes.order(nbytes), key=lambda index: index not in prefer):  # which is stable
             volume = self._volumes[index]
             offset = volume.slots.allocate(nbytes)
             try:

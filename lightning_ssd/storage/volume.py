@@ -29,6 +29,7 @@ class Volume:
         directory: a scratch directory on the SSD. The volume closes it, unless this constructor fails.
         backend: I/O backend.
         taken: (offset, bytes) of each allocated slot of an existing file; None: the file is made.
+        shared: whether other processes use the file, too: its bytes exist until the last of them closes it.
 
     Attributes:
         path: path of the scratch file.
@@ -41,9 +42,15 @@ class Volume:
     """
 
     def __init__(
-        self, directory: ScratchDirectory, backend: Backend, taken: Sequence[tuple[int, int]] | None = None
+        self,
+        directory: ScratchDirectory,
+        backend: Backend,
+        taken: Sequence[tuple[int, int]] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         self._directory = directory
+        self._shared = shared
         with ExitStack() as undo:
             self.path = self._directory.path / _FILE
             try:
@@ -148,7 +155,7 @@ class Volume:
         """
         if self._open:
             self._open = False
-            if remove:
+            if remove and not self._shared:
                 # A forked DataLoader worker has the file open, too: its blocks are freed now, not when the worker ends.
                 with clean_up("truncate", self.path):
                     os.ftruncate(self._fd, 0)

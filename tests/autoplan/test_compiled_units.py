@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations import HostTier, SavedStorage
 from lightning_ssd.autoplan import auto_plan
+from lightning_ssd.profiling import trace_mode
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.compiled_blocks import (
@@ -97,6 +99,45 @@ def test_checkpointed_units_run_their_code_again_and_nothing_is_compiled_again(
     assert_same(numbers, plain)
     checkpointed = [name for name, unit in see.planner.plan.units.items() if unit.checkpoint]
     assert checkpointed and see.stored[-1] == see.stored[-2]
+
+
+class Ticks:
+    """A clock that passes a millisecond each time that it is read, and a second in each transfer."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1e-3
+        return self.seconds
+
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
+
+    def transfers(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+        """Has each call of a method take a second."""
+        transfer = getattr(kind, name)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.seconds += 1
+            return transfer(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, slow)
+
+
+def test_times_of_compiled_units_are_without_the_transfers_of_their_saved_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, see = Ticks(), See()
+    monkeypatch.setattr(trace_mode, "make_clock", lambda device: clock)
+    clock.transfers(monkeypatch, HostTier, "store")
+    clock.transfers(monkeypatch, SavedStorage, "prefetch")
+    limit(SHORT, monkeypatch)
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see])
+    units = see.planner.runner.profile.units
+    assert clock.seconds > len(units)
+    assert all(0 < unit.forward_seconds < 1 for unit in units)
+    assert all(0 < sum(one.backward_seconds for one in unit.operators) < 1 for unit in units)
 
 
 class Draw(pl.Callback):

@@ -44,7 +44,7 @@ from lightning_ssd.profiling import profiler
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, train
-from tests.support.plans import BOTH, Watch, draw, pinned, planner, quiet_trainer
+from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 from tests.support.products import combinations, thorough
 from tests.support.states import train as train_states
 
@@ -97,6 +97,32 @@ def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path
         model = train_states(tmp_path, strategy(), Model(), callbacks=callbacks, **how)
         assert model.losses == plain.losses
         assert_same(list(model.parameters()), list(plain.parameters()))
+
+
+class HostBytes(pl.Callback):
+    """Records after each step the host memory that model states take."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        assert isinstance(trainer.strategy, SSDOffloadStrategy) and trainer.strategy.model_states is not None
+        self.seen.append(trainer.strategy.model_states.nbytes.host)
+
+
+@pytest.mark.parametrize(("clip", "planned"), [("auto", "deferred"), ("speculative", "speculative")])
+def test_plans_expect_steps_and_host_memory_of_the_clip_mode_in_force(clip: Any, planned: str, tmp_path: Path) -> None:
+    """All steps are clipped, so that "auto" defers, although a CPU so slow would gain by speculation."""
+    slow = tmp_path / "machine.json"
+    replace(HardwareProfile.from_json(MACHINE), cpu_step_rate=1e5).to_json(slow)
+    first, states = planner(machine=slow, gpu_memory="1GiB"), HostBytes()
+    strategy = SSDOffloadStrategy(states="host", clip=clip, min_bytes=1, host_memory="64MiB", gpu_memory="1B")
+    callbacks = [first, states]
+    train_states(tmp_path, strategy, Model(), callbacks=callbacks, limit_val_batches=0, gradient_clip_val=1e-3)
+    plan, prediction = first.cycle.plan, first.cycle.prediction
+    assert plan is not None and prediction is not None and plan.clip == planned
+    assert swap_coefficient(first.cycle.runner.profile, plan) == 0
+    assert prediction.host_peak_bytes == pytest.approx(states.seen[-1], rel=0.1)  # without padding of each buffer
 
 
 class SavedByUser(Model):
@@ -572,7 +598,7 @@ def test_a_recorded_batch_that_a_hook_skips_is_recorded_again() -> None:
 
 
 class Slower(TinyGPT):
-    """Steps under a plan last 1.1 times their prediction."""
+    """Steps under a plan last 1.1 times their prediction, and those of the calibration plan as long as predicted."""
 
     def __init__(self, planner: SwapPlanner, time: Clock) -> None:
         super().__init__("none")
@@ -580,8 +606,8 @@ class Slower(TinyGPT):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         cycle = self.planner.cycle
-        if cycle.plan is not None and not cycle.calibrating:
-            self.time.now += 1.1 * cycle.prediction.step_seconds
+        if cycle.plan is not None:
+            self.time.now += (1.0 if cycle.calibrating else 1.1) * cycle.prediction.step_seconds
         return super().training_step(batch, batch_idx)
 
 

@@ -91,11 +91,8 @@ def test_a_training_converges_as_with_exact_states(
         train(tmp_path, host(state_format=kind), Model(slow), precision="bf16-mixed", max_epochs=12)
         for kind in ("fp32", state_format)
     )
-    assert (
-        caplog.text.count(" rounded to ")
-        == caplog.text.count(f"; exp_avg, exp_avg_sq rounded to {state_format}\n")
-        == 1
-    )
+    lines = " ".join(caplog.text.replace("ssd_offload: ", "").split())
+    assert lines.count(" rounded to ") == lines.count(f"; exp_avg, exp_avg_sq rounded to {state_format} ") == 1
     assert rounded.losses != exact.losses
     assert rounded.losses[-1] < 0.7 * rounded.losses[0]
     assert rounded.losses[-1] == pytest.approx(exact.losses[-1], rel=0.05)

@@ -99,14 +99,15 @@ def main(root: Path) -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     trained = {}
-    for name in ("file", "sharded"):
-        strategy = ours(checkpoints=name)
+    for name, states in (("file", "host"), ("sharded", "ssd")):
+        strategy = ours(checkpoints=name, states=states)
         if size == 2:
             trained[name] = train(root / name, strategy, size)
-        trained[f"{name}-resumed"] = train(root / f"{size}-{name}", ours(), size, root / name / CHECKPOINT)
+        resumed = ours(states=states)
+        trained[f"{name}-resumed"] = train(root / f"{size}-{name}", resumed, size, root / name / CHECKPOINT)
     if size == 2:
         trained["plain"] = train(root / "from-plain", ours(), size, root / "plain" / CHECKPOINT)
-        trained["twice"], evaluations = twice(ours(), size)
+        trained["twice"], evaluations = twice(ours(states="ssd"), size)
         torch.save(evaluations, root / f"evaluations.{dist.get_rank()}")
     for name, module in trained.items():
         torch.save(module.state_dict(), root / f"{name}.{size}.{dist.get_rank()}")

@@ -178,8 +178,6 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
     "new parameter group": (lambda: fit(NewGroup()), "parameter groups of an optimizer were changed during training"),
-    "SSD": (lambda: fit(Net(), states="ssd"), "Set `states='host'`"),
-    "recover": (lambda: fit(Net(), states="auto", recover=True), "several devices"),
 }
 """Trainings whose error all ranks raise, and its text."""
 

@@ -75,7 +75,8 @@ def test_launchers(tmp_path: Path, launcher: str) -> None:
     """Processes that other programs have launched; the last case has one on each of two hosts."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
     devices, num_nodes = ("1", "2") if launcher == "hosts" else ("2", "1")
-    program = [*PROGRAM, str(tmp_path), devices, num_nodes, "evaluation", "clipping_by_norm", "offloaded"]
+    names = ["evaluation", "clipping_by_norm", "offloaded"] + ["refusals"] * (launcher == "hosts")
+    program = [*PROGRAM, str(tmp_path), devices, num_nodes, *names]
     if launcher == "torchrun":
         launch(tmp_path, ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *program], address))
     else:
@@ -87,5 +88,5 @@ def test_launchers(tmp_path: Path, launcher: str) -> None:
             for rank in ("0", "1")
         ]  # fmt: skip
         launch(tmp_path, *(([sys.executable, *program], address | one) for one in variables))
-    for name in ("evaluation", "clipping_by_norm", "offloaded"):
+    for name in names:
         check(tmp_path, name)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,6 @@ from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
 WIDTH, STEPS = 32, 4
-
 DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 """Processes of a host."""
 
@@ -149,6 +149,18 @@ class Validates(Net):
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.seen.append(self.loss(batch, index))
+
+
+class Reloads(Looks):
+    """All ranks load changed weights and optimizer states after a step."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        state = optimizer.state_dict()
+        for values in state["state"].values():
+            values["exp_avg"] = values["exp_avg"] * 0.5
+        self.load_state_dict({name: value * 0.5 for name, value in self.state_dict().items()})
+        optimizer.load_state_dict(state)
+        super().after_step(optimizer)
 
 
 class Overflows(Net):
@@ -297,6 +309,16 @@ CASES = {
     "manual": Case(module=Manual),
     "manual, gradients are kept": Case(sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=Keeps),
     "steps after backward": Case(strategy={"overlap": "none"}),
+    "values are loaded": Case(module=Reloads),
+    "SSD": Case(strategy={"states": "ssd"}),
+    "SSD, clipped by norm": Case(strategy={"states": "ssd"}, trainer={"gradient_clip_val": 0.05}),
+    "SSD, branches": Case(strategy={"states": "ssd"}, route=lambda rank, index: [0, 1 + (rank + index) % 2]),
+    "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
+    "SSD, values are loaded": Case(strategy={"states": "ssd", "path": ["a", "b"]}, module=Reloads),
+    "SSD, steps are recorded": Case(strategy={"states": "ssd", "recover": True}, module=Looks),
+    "SSD, values are written": Case(strategy={"states": "ssd"}, module=Writes),
+    "SSD, gradients are read": Case(strategy={"states": "ssd"}, module=ReadsGradients),
+    "SSD, 16-mixed": Case(strategy={"states": "ssd"}, module=Overflows, scaled=True),
     "serial steps": Case(strategy={"overlap": "naive"}),
 }
 
@@ -311,7 +333,9 @@ def make_scaler(case: Case) -> torch.amp.GradScaler:
 
 
 def train_offloaded(case: Case) -> tuple[Net, dict[str, Any]]:
-    return train_by(SSDOffloadStrategy(states="host", min_bytes=1024, **case.strategy), case)
+    for path in case.strategy.get("path", ()):
+        Path(path).mkdir(exist_ok=True)
+    return train_by(SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | case.strategy), case)
 
 
 def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[str, Any]]:

@@ -86,7 +86,7 @@ def opened(
     paths: Sequence[Path], *, start_over: bool = False, remove: bool = False
 ) -> Iterator[tuple[BlobStore, bool]]:
     """A run's store, and whether it resumes from a record."""
-    taken = KilledRun([], RunFingerprint.none(), start_over=start_over)
+    taken = KilledRun([], RunFingerprint.none(), start_over=start_over, size=1)
     store = BlobStore(paths, device=torch.device("cpu"), capacity=2**16 * len(paths), keep=True, find_manifest=taken)
     try:
         yield store, taken.record is not None

@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.autoplan import auto_plan, plan_maker
+from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.model_states.optimizers import user_optimizers
 from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
 from lightning_ssd.retry.step_state import COPIED, UNRECORDED
@@ -588,12 +590,56 @@ def test_a_plan_that_ran_out_of_memory_is_replaced_by_a_smaller_one(caplog: pyte
     assert "SwapPlanner: a step has run out of memory: planning again with 937.50 KiB of the GPU." in caplog.messages
 
 
-@pytest.mark.thorough
-def test_a_training_whose_profiles_run_out_of_memory_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
+class Layer(GradientCheckpointingLayer):
+    """A layer whose author allows that it is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Layers(Stateful):
+    """Its units `hidden.0` to `hidden.2` may be checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.ModuleList(Layer() for _ in range(3))
+
+    def block(self, x: Tensor) -> Tensor:
+        for layer in self.hidden:
+            x = layer(x)
+        return super().block(x)
+
+
+class Checkpointed(pl.Callback):
+    """Records for each micro-batch the units that are checkpointed in its second call; `None`: there is no plan."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str] | None] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        cycle = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner)).planner
+        plan = None if cycle is None else cycle.plan
+        self.seen.append(None if plan is None else {name for name, unit in plan.units.items() if unit.checkpoint})
+
+
+@pytest.mark.parametrize(("failures", "enough"), [((4, 5, 6), True), ((5, 6, 7, 9), False)])
+def test_a_training_whose_profiles_run_out_of_memory_checkpoints_all_units_that_may_be(
+    failures: tuple[int, ...], enough: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first profiles fail in the recorded micro-batch, or one in the checked one before."""
+    units, how = Checkpointed(), {"batches": 6, "module": Layers}
+    memory = LimitedMemory(fails_at=[(number, 60) for number in failures])
     with caplog.at_level("INFO"):
-        train_by_default(SHORT, LimitedMemory(fails_at=[(number, 30) for number in range(5, 19)]), batches=9)
-    lines = [line for line in caplog.messages if line.startswith("offload='auto': offloads")]
-    assert len(lines) == 1 and "profiling needs more memory than there is" in lines[0]
+        run = train_by_default(Meter(1e6, 999_990), memory, callbacks=[units], **how)
+    assert_equal(train("auto", **how), run)
+    resort = {f"hidden.{number}{call}" for number in range(3) for call in ("", " (2)")}
+    assert units.seen[-1] == (resort if enough else None) and resort in units.seen
+    lines = [line for line in caplog.messages if "profiling needs more memory than there is" in line]
+    assert [line.split()[1] for line in lines] == ["checkpoints"] if enough else ["checkpoints", "offloads"]
 
 
 class Offloaded(pl.Callback):

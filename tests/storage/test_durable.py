@@ -11,7 +11,7 @@ import pytest
 
 from lightning_ssd.model_states.journal.journal import remove_record
 from lightning_ssd.storage import BlobStore, PosixBackend, ScratchDirectory, StorageError
-from lightning_ssd.storage.scratch import kept_directory
+from lightning_ssd.storage.scratch import JoinedDirectory, kept_directory
 from tests.support.faults import GatedBackend
 from tests.support.storage import CPU, KIB, noise, open_store, write
 
@@ -145,3 +145,14 @@ def test_bytes_in_the_page_cache_are_flushed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     file.close()
     assert flags and all(how & (os.O_DSYNC | os.O_DIRECT) for how in flags)
+
+
+def test_a_killed_runs_directory_is_not_used_while_a_process_that_has_joined_it_is_alive(tmp_path: Path) -> None:
+    first = ScratchDirectory(tmp_path, keep=True)
+    joined = JoinedDirectory(first.path)
+    first.close(remove=False)  # as a kill does
+    with pytest.raises(StorageError, match="other processes of the run that was killed.* are still alive"):
+        ScratchDirectory(tmp_path, keep=True)
+    joined.close()
+    ScratchDirectory(tmp_path, keep=True).close()
+    assert not list(tmp_path.iterdir())

@@ -292,3 +292,33 @@ def test_kept_files_without_a_record_are_replaced(tmp_path: Path) -> None:
     assert second.stats().allocated_bytes == 0 and file.stat().st_size <= size
     second.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_stores_of_several_processes_share_files(tmp_path: Path) -> None:
+    """One store writes, the other reads what it has hashes of, also when the first one has removed the files."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    first = BlobStore(paths, device=CPU, shared=True)
+    blob = first.allocate(100 * KIB)
+    second = BlobStore(paths, device=CPU, join=first.share([blob]))
+    write(first, blob, noise(blob.nbytes))
+    with pytest.raises(StorageError, match="never written"):
+        read(second, blob)
+    second.adopt_hashes([blob], first.hashes_of([blob]))
+    assert torch.equal(read(second, blob), noise(blob.nbytes))
+    first.close()
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+    assert torch.equal(read(second, blob), noise(blob.nbytes))
+    assert torch.equal(second.detach().read(blob, 0, blob.nbytes), noise(blob.nbytes))
+
+
+def test_preferred_paths_are_used_while_they_have_room(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    for path in paths:
+        path.mkdir()
+    with open_store(paths, piece_bytes=4 * KIB, capacity=3 * 2**20) as store:
+        for own in (0, 1, 2):
+            assert {piece.volume for piece in store.allocate(64 * KIB, [own]).pieces} == {own}
+        most = store.allocate(store.room - 64 * KIB, [1])
+        assert {piece.volume for piece in most.pieces} == {0, 1, 2}

@@ -41,6 +41,7 @@ class StateDicts:
         masters: master weights of parameters on the device.
         optimizers: optimizers that step flat parameters.
         changing: called before values are loaded.
+        loading: called before states of an optimizer are loaded; None: nothing is.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StateDicts:
         optimizers: list[Optimizer],
         *,
         changing: Callable[[], None],
+        loading: Callable[[], None] | None,
     ) -> None:
         self._staged = staged
         self._flat_optimizers = flat_optimizers
@@ -61,6 +63,7 @@ class StateDicts:
         self._summoned_masters = contextlib.ExitStack()
         """Open while a checkpoint is loaded into master weights on the device."""
         self._changing = changing
+        self._loading_states = loading
         self.lazy = LazyTensors()
         self._without = False
         self.protected = False
@@ -158,7 +161,8 @@ class StateDicts:
             )
         if self._mastered(owner):
             self._summoned_masters.enter_context(self._masters.summon())
-        flat_params = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
+        # In one order on all ranks, which change them together.
+        flat_params = dict.fromkeys(self._where[parameter][0] for _, parameter in self._offloaded(owner))
         self._changing()
         for flat in flat_params:
             if flat.summoned:
@@ -235,6 +239,8 @@ class StateDicts:
                 "`register_load_state_dict_pre_hook` was called while states of the optimizer were offloaded: the hook "
                 "would find no states of these. Register it in `configure_optimizers`, or with `prepend=True`."
             )
+        if self._loading_states is not None:
+            self._loading_states()
         self._changing()
         # As in torch, loading discards the states of parameters that are in no group any more.
         for parameter in self._stepped[optimizer].difference(parameters_of(optimizer)):
@@ -273,7 +279,7 @@ class StateDicts:
 
     def _load_state(self, flat: FlatParameter, index: int, state: Mapping[str, Any]) -> None:
         staged = self._staged.stage(flat)
-        staged.changed = True
+        staged.loaded = True
         self._flat_optimizers[flat].load_state(index, state, staged.values)
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, FlatParameter, int]]:

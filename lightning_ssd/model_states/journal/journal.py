@@ -4,26 +4,33 @@ Every flat parameter is on SSDs in two versions. A step writes the uncommitted o
 durable, a record that names the newly committed versions replaces the record before; until then no other step may begin
 to write. So whenever the process is killed, there is a record of a whole step, and all of its bytes.
 
+Several ranks share the files, and rank 0 writes the record for all of them, in two phases: when it has the training
+state of each other rank, and messages that all steps of their flat parameters are stored, it writes the record. No rank
+begins its next step before the message that the record is written.
+
 A record is plain data with a checksum (`plain_data`): it contains no code, and a changed bit is detected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_ssd.device import Worker
-from lightning_ssd.futures import Future
+from lightning_ssd.futures import Future, finished, then
 from lightning_ssd.model_states.journal.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, describe, differences
 from lightning_ssd.model_states.optimizers import FlatOptimizer
 from lightning_ssd.model_states.stores import Layout, StateStore
 from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.ranks import RankMessages, Topic
 from lightning_ssd.storage import (
     Blob,
     BlobStore,
     Calibration,
     Piece,
     PrivateDirectory,
+    SharedFiles,
     StorageError,
     StoreManifest,
     from_os_error,
@@ -45,6 +52,7 @@ class CommitRecord:
         settings: settings of the training, which the next run must share.
         training_state: all other state of the training, with tensors on the CPU.
         file: path of the record's file, for messages.
+        content: bytes of the record's file.
     """
 
     identity: object
@@ -54,6 +62,7 @@ class CommitRecord:
     settings: RunFingerprint
     training_state: Mapping[str, Any]
     file: str
+    content: bytes
 
     @property
     def remedy(self) -> str:
@@ -62,7 +71,7 @@ class CommitRecord:
 
 
 def read_commit_record(
-    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: RunFingerprint
+    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: RunFingerprint, size: int
 ) -> CommitRecord | None:
     """Returns the last record of a killed run, or None if there is none.
 
@@ -70,6 +79,7 @@ def read_commit_record(
         directories: locked kept directories of all paths; the record is in the first one.
         layouts: layouts of this run's flat parameters.
         settings: settings of this run. A record of the same flat parameters is returned even if its settings differ.
+        size: number of ranks, of which this is the first.
 
     Raises:
         StorageError: the record has other flat parameters, or can't be read, or a directory belongs to a run with
@@ -78,9 +88,27 @@ def read_commit_record(
     _check_paths(directories)
     directory = directories[0]
     file = directory.path / _FILE
+    try:
+        content = directory.read_file(_FILE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, "read the journal of `recover=True`", file) from error
+    return parse_commit_record(content, file, layouts, settings, 0, size)
+
+
+def parse_commit_record(
+    content: bytes, file: Path, layouts: Sequence[Layout], settings: RunFingerprint, rank: int, size: int
+) -> CommitRecord:
+    """Returns the record with this content, for one of the ranks; arguments and errors as of `read_commit_record`."""
     give_up = f"remove {file.parent} and what it holds, to begin anew"
     try:
-        parts = from_bytes(directory.read_file(_FILE))
+        parts = from_bytes(content)
+        if size != len(parts) - 1:
+            raise StorageError(
+                f"{file} is of a run that was killed and had `devices={len(parts) - 1}`; this one has {size}. Give the "
+                f"same number, or {give_up}."
+            )
         own = decode(parts["journal"])
         record = CommitRecord(
             own["identity"],
@@ -88,13 +116,10 @@ def read_commit_record(
             own["slots"],
             own["rules"],
             RunFingerprint(**own["settings"]),
-            decode(parts["training"]),
+            decode(parts[_training_of(rank)]),
             str(file),
+            content,
         )
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise from_os_error(error, "read the journal of `recover=True`", file) from error
     except DamagedError as error:
         raise StorageError(
             f"{file}, which a run that was killed left, can't be read: {error}. Its states can't be told from others: "
@@ -107,6 +132,11 @@ def read_commit_record(
             f"Put them back, or {give_up}."
         )
     return record
+
+
+def _training_of(rank: int) -> str:
+    """Returns the name of a rank's training state in a record."""
+    return f"training of rank {rank}" if rank else "training"
 
 
 def has_commit_record(directory: PrivateDirectory) -> bool:
@@ -179,10 +209,22 @@ def identity_of(layouts: Sequence[Layout]) -> object:
     ]
 
 
+def pack_files(files: SharedFiles) -> bytes:
+    """Returns the content of `unpack_files` on another rank."""
+    return to_bytes({"files": encode([list(files.directories), _kept_as_data(files.manifest)], "the scratch files")})
+
+
+def unpack_files(content: bytes) -> SharedFiles:
+    """Returns the files whose description `pack_files` has made."""
+    directories, kept = decode(from_bytes(content)["files"])
+    return SharedFiles(directories, _kept_from(kept))
+
+
 class Journal:
     """Writes records.
 
-    Threads: `write` and `forget` are called on the training thread; records are written on the thread `journal`.
+    Threads: `write` and `forget` are called on the training thread; records are written on the thread `journal`, which
+    waits for the training states of other ranks.
 
     Ownership: the versions that a record names must not be overwritten before the next record is written; the step
     scheduler sees to that.
@@ -192,6 +234,7 @@ class Journal:
         flat_optimizers: optimizers of the flat parameters that are stepped.
         blob_store: scratch space of the stores.
         settings: settings of the training.
+        messages: messages of this rank; None: there is one rank.
     """
 
     def __init__(
@@ -200,11 +243,15 @@ class Journal:
         flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         blob_store: BlobStore,
         settings: RunFingerprint,
+        messages: RankMessages | None = None,
     ) -> None:
         self._stores = stores
         self._flat_optimizers = flat_optimizers
         self._blob_store = blob_store
         self._settings = settings
+        self._messages = messages
+        self._records = 0
+        """Submitted records."""
         self._worker = Worker("journal")
 
     def write(self, after: Sequence["Future[Any]"], training_state: Callable[[], PlainData]) -> "Future[None]":
@@ -215,11 +262,21 @@ class Journal:
             training_state: returns the record's `training_state`; called on the journal's thread.
 
         Returns:
-            A future that is done when the record has replaced the one before. Its error is a StorageError.
+            A future that is done when the record has replaced the one before. Its error is a StorageError, or a
+            RankError.
         """
+        messages = self._messages
+        self._records += 1
+        turn = self._records
+
+        def send() -> None:  # on the journal's thread of other ranks than rank 0
+            assert messages is not None
+            messages.send(Topic.TRAINING, turn, to_bytes({"training": training_state()}), 0)
 
         def run() -> None:
-            self._blob_store.sync()
+            others = () if messages is None else messages.others
+            states = {rank: messages.receive(Topic.TRAINING, turn, rank) for rank in others if messages is not None}
+            self._blob_store.sync()  # what other ranks have written, too
             stores = list(self._stores.values())
             own = {
                 "identity": identity_of([store.layout for store in stores]),
@@ -230,17 +287,30 @@ class Journal:
                 "rules": [flat_optimizer.get_extra_state() for flat_optimizer in self._flat_optimizers.values()],
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
-            self._replace(to_bytes({"journal": encode(own, "the journal"), "training": training_state()}))
+            parts = {"journal": encode(own, "the journal"), _training_of(0): training_state()}
+            parts |= {_training_of(rank): from_bytes(state)["training"] for rank, state in states.items()}
+            self._replace(to_bytes(parts))
+            if messages is not None:
+                messages.post(Topic.RECORDED, 0, turn, b"", others)
 
-        return self._worker.submit(run, after)
+        if messages is None or messages.rank == 0:
+            return self._worker.submit(run, after)
+        recorded = messages.collect(Topic.RECORDED, 0, turn, [0])
+        return then(self._worker.submit(send, after), lambda _: then(recorded, lambda _: finished(None)))
 
     def forget(self) -> None:
-        """Removes the record, because recorded values are about to change, or training has ended.
+        """Removes the record, because recorded values are about to change, or training has ended, on all ranks.
 
         Raises:
             StorageError: the record may still exist.
+            RankError: another rank has failed; the record exists, unless it did so within this method.
         """
-        remove_record(self._blob_store.directory)
+        if self._messages is not None:
+            self._messages.exchange(b"about to forget")
+        if self._messages is None or self._messages.rank == 0:
+            remove_record(self._blob_store.directory)
+        if self._messages is not None:
+            self._messages.exchange(b"forgotten")
 
     @property
     def written(self) -> bool:

@@ -57,6 +57,7 @@ def plan_memory(
     lazy_seconds: bool = False,
     ranks: int = 1,
     means: bool = False,
+    weights_in_memory: bool = False,
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
 
@@ -73,7 +74,9 @@ def plan_memory(
         tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
         lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned,
             but allocated from the remaining memory when steps need them.
-        ranks: ranks that share the memory, in which each of them has gradients of its own. Several can't use SSDs.
+        ranks: ranks that share the memory, in which each of them has gradients and staging memory of its own.
+        weights_in_memory: whether with "ssd" compute weights are in host memory within `budget`: of those on SSDs, each
+            rank reads all.
         means: whether the owner of a flat parameter keeps the mean of the gradients of this host, for the other hosts.
 
     Raises:
@@ -91,11 +94,13 @@ def plan_memory(
     else:
         weights: list[OffloadTierName] = ["ssd"] * len(layouts)
         opt_state: list[OffloadTierName] = ["ssd"] * len(layouts)
-        if states == "auto":
+        of_weights = (weights, [layout.flat.nbytes for layout in layouts])
+        of_opt_state = (opt_state, [layout.opt_state_bytes for layout in layouts])
+        in_memory = [of_weights, of_opt_state] if states == "auto" else [of_weights] if weights_in_memory else []
+        if in_memory:
             assert budget is not None
             order = range(len(layouts))
-            for kind, sizes in ((weights, [layout.flat.nbytes for layout in layouts]),
-                                (opt_state, [layout.opt_state_bytes for layout in layouts])):  # fmt: skip
+            for kind, sizes in in_memory:
                 # The largest flat parameters are moved to host memory first, because those on SSDs determine the size
                 # of staging memory. When staging memory becomes smaller, others fit into host memory, too.
                 largest_first, left = sorted(order, key=lambda index: -sizes[index]), len(layouts) + 1  # noqa: B023
@@ -109,10 +114,7 @@ def plan_memory(
         plan = make_plan(weights, opt_state)
     if budget is not None and plan.host > budget:
         smaller = describe_smaller_formats(layouts)
-        if ranks > 1:
-            remedy = ", or set `devices=1` and `states='auto'`, with which states may be on SSDs."
-        else:
-            remedy = ", or set `states='auto'`." if states == "host" else "."
+        remedy = ", or set `states='auto'`." if states == "host" else "."
         raise ValueError(
             f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
             f"{format_bytes(plan.host)} of it, gradients and staging memory included. Raise it"
@@ -178,7 +180,7 @@ def _plan(
     for_params, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (param_staging, staging))
     sizes = [align_up(layout.gradient_bytes) for layout in layouts]
     gradients = shared_gradient_bytes(sizes) if shared and ssd else sum(sizes)
-    host += for_params + for_staging + ranks * gradients
+    host += ranks * (for_params + for_staging + gradients)
     if summed:
         host += ranks * sum(layout.summed_gradient_bytes for layout in layouts)
     elif means:

@@ -15,8 +15,11 @@ from lightning_ssd.model_states.journal import (
     CommitRecord,
     RunFingerprint,
     has_commit_record,
+    pack_files,
+    parse_commit_record,
     read_commit_record,
     remove_record,
+    unpack_files,
 )
 from lightning_ssd.model_states.placement.budget import MemoryPlan
 from lightning_ssd.model_states.placement.rank_states import RankStates
@@ -29,6 +32,7 @@ from lightning_ssd.model_states.stores import (
     StateStore,
     VersionedBuffers,
 )
+from lightning_ssd.ranks import RankMessages
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, Slab, StoreManifest
 from lightning_ssd.types import OffloadTierName
@@ -45,13 +49,15 @@ class KilledRun:
         layouts: layouts of this run's flat parameters.
         settings: settings of this run.
         start_over: whether the record is removed unread.
+        size: number of ranks.
 
     Attributes:
         record: the record; None: there is none, or it was not read yet.
     """
 
-    def __init__(self, layouts: Sequence[Layout], settings: RunFingerprint, *, start_over: bool) -> None:
+    def __init__(self, layouts: Sequence[Layout], settings: RunFingerprint, *, start_over: bool, size: int) -> None:
         self._start_over = start_over
+        self._size = size
         self._layouts = layouts
         self._settings = settings
         self.record: CommitRecord | None = None
@@ -64,8 +70,24 @@ class KilledRun:
             for directory in directories:
                 remove_record(directory)
             return None
-        self.record = read_commit_record(directories, self._layouts, self._settings)
+        self.record = read_commit_record(directories, self._layouts, self._settings, self._size)
         return None if self.record is None else self.record.kept
+
+    def share(self, messages: RankMessages, file: Path) -> None:
+        """Passes the record of rank 0 on to the others. All ranks call this.
+
+        Args:
+            messages: messages of this rank.
+            file: path of the record, for messages.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        content = messages.broadcast(b"" if self.record is None else self.record.content)
+        if content and messages.rank > 0:
+            self.record = parse_commit_record(
+                content, file, self._layouts, self._settings, messages.rank, messages.size
+            )
 
 
 def make_staging(
@@ -75,8 +97,12 @@ def make_staging(
     device: torch.device,
     *,
     killed: KilledRun | None,
-) -> StateStaging | None:
+    layouts: Sequence[Layout] = (),
+    ranks: RankStates | None = None,
+) -> tuple[StateStaging | None, Sequence[Blob] | None]:
     """Returns the scratch space, memory and threads of flat parameters on SSDs; None if there are none.
+
+    Several ranks share the files, which rank 0 makes and removes.
 
     Args:
         memory_plan: tiers of the flat parameters.
@@ -84,29 +110,69 @@ def make_staging(
         default_path: directory of scratch files if the user has named none.
         device: device that the model computes on.
         killed: a run whose files are adopted. With it, scratch space is made in any case, for the journal.
+        layouts: layouts of the flat parameters; needed for several ranks.
+        ranks: what several ranks share; None: there is one rank.
+
+    Returns:
+        The scratch space, and the blobs of all flat parameters in their order, for `make_store`. None in place of the
+        blobs: the stores allocate them.
 
     Raises:
         StorageError: host memory or scratch space can't be allocated.
+        RankError: another rank has failed, such as for lack of space.
     """
     if memory_plan.ssd == 0 and killed is None:
-        return None
+        return None, None
+    paths, messages = storage.paths(default_path), None if ranks is None else ranks.ranks.messages
+    is_first = messages is None or messages.rank == 0
+    capacity = None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity")
+    open_store = partial(BlobStore, paths, device=device, backend=storage.backend, checksum=storage.checksum)
+    blobs: Sequence[Blob] | None = None
     with contextlib.ExitStack() as undo:
-        store = BlobStore(
-            storage.paths(default_path),
-            device=device,
-            backend=storage.backend,
-            capacity=None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity"),
-            checksum=storage.checksum,
-            keep=killed is not None,
-            find_manifest=killed,
-        )
-        is_new = killed is None or killed.record is None
+        if is_first:
+            processes = 1 if messages is None else messages.size
+            store = open_store(
+                capacity=None if capacity is None else capacity * processes,
+                keep=killed is not None,
+                find_manifest=killed,
+                shared=ranks is not None,
+            )
+        else:
+            assert messages is not None
+            files = unpack_files(messages.broadcast())
+            blobs = files.manifest.blobs
+            store = open_store(join=files)
+        is_new = is_first and (killed is None or killed.record is None)
         undo.callback(store.close, remove=is_new)
         if is_new:
             store.reserve(memory_plan.ssd)
+        if killed is not None and killed.record is not None:
+            blobs = killed.record.kept.blobs
+        elif ranks is not None and is_first:
+            blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
+        if messages is not None and is_first:
+            assert blobs is not None
+            messages.broadcast(pack_files(store.share(blobs)))
+        if messages is not None and killed is not None:
+            killed.share(messages, store.directory.path / "journal")
         staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
         undo.pop_all()
-    return staging
+    return staging, blobs
+
+
+def _allocate(
+    store: BlobStore, layouts: Sequence[Layout], memory_plan: MemoryPlan, ranks: RankStates, num_paths: int
+) -> Iterator[Blob]:
+    """Allocates the blobs that `make_store` uses, in its order.
+
+    If there are as many paths as ranks, each owner has paths of its own, as far as these have room.
+    """
+    for layout, *tiers in zip(layouts, memory_plan.weights, memory_plan.opt_state, strict=True):
+        owner, size = ranks.owner_of(layout.flat), ranks.ranks.size
+        own = range(owner, num_paths, size) if num_paths >= size else ()
+        for tier, nbytes in zip(tiers, (layout.flat.nbytes, layout.opt_state_bytes), strict=True):
+            for _ in range(layout.versions if tier == "ssd" and nbytes else 0):
+                yield store.allocate(nbytes, own)
 
 
 def make_store(
@@ -127,7 +193,7 @@ def make_store(
         staging: scratch space.
         copies: copies of the device.
         undo: frees the buffers.
-        blobs: blobs of a killed run, with values, which are used in order.
+        blobs: allocated blobs, which are used in order; None: new ones.
         ranks: allocates host memory that all ranks share; None: there is one rank.
 
     Raises:

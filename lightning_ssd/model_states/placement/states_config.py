@@ -191,13 +191,17 @@ class Setup:
 
     @property
     def shares_gradients(self) -> bool:
-        """Whether gradients may share host memory. If steps wait for all gradients, each needs memory of its own."""
-        return not self.needs_norm and not self.defer_to_user_hooks and self.config.overlap == "optimized"
+        """Whether gradients may share host memory. If steps wait for all gradients, each needs memory of its own.
+
+        Those of several ranks have memory of their own: each rank would wait for the memory that others' steps free.
+        """
+        alone = self.world_size == 1
+        return alone and not self.needs_norm and not self.defer_to_user_hooks and self.config.overlap == "optimized"
 
     @property
     def kind(self) -> Literal["host", "ssd", "auto"]:
-        """The tiers that offloaded states may be in; "auto": both."""
-        if self.config.states == "auto" and (self.storage.tier == "host" or self.world_size > 1):
+        """The tiers that offloaded states may be in; "auto": both. Files of several ranks are those of one host."""
+        if self.config.states == "auto" and (self.storage.tier == "host" or self.num_nodes > 1):
             return "host"
         assert self.config.states != "gpu"
         return self.config.states
@@ -223,7 +227,9 @@ class Setup:
         if self.storage.host_memory != "auto":
             of_rank = parse_bytes(self.storage.host_memory, "host_memory") - self.storage.staging_bytes()
             return max(0, of_rank) * self.world_size // self.num_nodes
-        return usable_memory() if self.config.states == "auto" else None
+        # Weights of several ranks are in host memory where there is room, with `states="ssd"`, too.
+        bounded = self.config.states == "auto" or (self.config.states == "ssd" and self.world_size > 1)
+        return usable_memory() if bounded else None
 
 
 def _gpu_bytes(gpu_memory: int | str, device: torch.device) -> int:

@@ -6,7 +6,8 @@ A step of one flat parameter, between backward and the next forward (`T`: topics
 2. Owner, on the worker's thread: norms of the mean, if they are needed. `T.SUM` tells the others which parameters have
    a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
-   gradients. `T.WEIGHTS` and `T.STEP` tell that it is written.
+   gradients. `T.WEIGHTS` and `T.STEP` tell that it is written. With values on SSDs, `T.STEP` passes on their hashes, by
+   which the other ranks check what they read.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
 No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
@@ -333,17 +334,17 @@ class RankSteps:
             done: done when all values have.
             scale: scale of the gradients, done before; None: the step is skipped.
         """
-        number, turn = self._states.numbers[flat], self._next(self._steps, flat)
+        number, turn, store = self._states.numbers[flat], self._next(self._steps, flat), self._stores[flat]
 
         def post(topic: Topic, future: "Future[None]") -> None:  # on the thread that completes it
             if (error := future.exception()) is not None:
                 self._messages.fail(error)
             else:
-                content = bytes((scale.result() is not None,))
+                content = bytes((scale.result() is not None,)) + (store.hashes() if topic == Topic.STEP else b"")
                 self._messages.post(topic, number, turn, content, self._messages.others)
 
         weights.add_done_callback(lambda future: post(Topic.WEIGHTS, future))
-        done.add_done_callback(lambda future: post(Topic.STEP, future))
+        then(done, store.written).add_done_callback(lambda future: post(Topic.STEP, future))
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
@@ -363,13 +364,15 @@ class RankSteps:
             if stepped.result()[owner][0]:
                 self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
                 store.commit()
+                store.adopt_hashes(stepped.result()[owner][1:])
             if reduced:
                 gradient.end_step()
             return finished(None)
 
         written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
         done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
-        if store.layout.versions == 2:  # until the commit, the weights are those of the version before
+        # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
+        if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
             return done, done
         return then(written, lambda _: finished(None)), done
 
@@ -394,22 +397,39 @@ class RankSteps:
 
             def run() -> None:  # on the worker's thread
                 self._check_alike(flat, {**others.result(), messages.rank: own})
-                store.checkin(masters)
-                messages.post(Topic.WRITTEN, number, turn, b"", messages.others)
+                store.checkin(masters, apart=True)
 
-            written = self._worker.submit(run, [read, others], priority=0)
-            written.add_done_callback(self._fail)
+            def end(written: "Future[None]") -> None:  # on that thread, or the one that ends the writes to SSDs
+                if (error := written.exception()) is not None:
+                    messages.fail(error)
+                else:
+                    messages.post(Topic.WRITTEN, number, turn, store.hashes(), messages.others)
+
+            written = then(self._worker.submit(run, [read, others], priority=0), store.written)
+            written.add_done_callback(end)
         else:
             collected = messages.collect(Topic.WRITTEN, number, turn, [owner])
 
             def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
                 messages.post(Topic.GRADIENT, number, turn, own, [owner])
-                return then(collected, lambda _: finished(None))
+                return then(collected, adopt)
+
+            def adopt(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
+                store.adopt_hashes(contents[owner])
+                return finished(None)
 
             written = then(read, post)
         store.announce_step(written, written)
 
-    def _fail(self, future: "Future[None]") -> None:
+    def begin_load(self) -> None:
+        """Prepares optimizer states to be loaded: all ranks load them, once none reads those before any more.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._messages.exchange(b"load")
+
+    def _fail(self, future: "Future[None]") -> None:  # on the thread that completes it
         if (error := future.exception()) is not None:
             self._messages.fail(error)
 

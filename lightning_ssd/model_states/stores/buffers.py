@@ -54,6 +54,10 @@ class StateBuffer(ABC):
     def has_second(self) -> bool:
         """Whether the second version is allocated, so that a step does not overwrite the committed one."""
 
+    def adopt(self, version: int) -> None:
+        """Makes the stored bytes of a version, by its number, the committed ones."""
+        self.version = version
+
     def flip(self) -> None:
         """Commits the other version, if it is allocated."""
         if self.has_second:
@@ -218,7 +222,7 @@ class SSDBuffer(StateBuffer):
         nbytes: bytes to store.
         store: allocates and transfers the blobs.
         versions: 1 or 2.
-        blobs: blobs of another run, whose bytes are adopted; None: new ones.
+        blobs: allocated blobs, whose bytes `adopt` makes valid; None: new ones.
 
     Attributes:
         blobs: one for each version.
@@ -241,13 +245,17 @@ class SSDBuffer(StateBuffer):
         except BaseException:
             self.free()
             raise
-        self._written = blobs is not None
+        self._written = False
         self._write_done: list[Future[None]] = [finished(None)] * versions
         self._write_urgency = [Urgency() for _ in range(versions)]
 
     @property
     def has_second(self) -> bool:
         return self.versions == 2
+
+    def adopt(self, version: int) -> None:
+        super().adopt(version)
+        self._written = True
 
     def stage(
         self, memory: Tensor | None, *, read: bool, urgency: Urgency | None = None
@@ -290,6 +298,14 @@ class SSDBuffer(StateBuffer):
         write = partial(self._store.write, urgency=urgency)
         self._write_done[version] = _transfer(whole, self.blobs[version].pieces, write)
         return self._write_done[version]
+
+    def expect(self, written: "Future[None]") -> None:
+        """Has `write_done` of the committed version wait for a write that begins later, or that another process makes.
+
+        Args:
+            written: done when the bytes are stored.
+        """
+        self._write_done[self.version] = written
 
     def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
         version = (self.version + uncommitted) % self.versions

@@ -24,12 +24,14 @@ class StagedFlat:
         values: weights and optimizer states.
         masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`. If other ranks share the
             values, changed ones are a copy.
-        changed: whether master weights or optimizer states were written.
+        changed: whether master weights were written.
+        loaded: whether optimizer states were written, in `values`.
     """
 
     values: StagedState
     masters: Tensor
     changed: bool = False
+    loaded: bool = False
 
 
 class StagedFlats:
@@ -211,9 +213,10 @@ class StagedFlats:
             return
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
-            if staged.changed and not self._on_ranks:
-                staged.values.set_masters(staged.masters)
-            self._stores[flat].unstage(staged.values, changed=staged.changed)
+            writes = staged.loaded or (staged.changed and not self._on_ranks)
+            if writes:  # compute weights, too, which are not read from SSDs
+                staged.values.set_masters(staged.values.masters() if self._on_ranks else staged.masters)
+            self._stores[flat].unstage(staged.values, changed=writes, together=True)
             if staged.changed and self._on_ranks:
                 self._checkin(flat, staged.masters)
         for flat in [flat for flat in self._summoned if flat not in keep]:

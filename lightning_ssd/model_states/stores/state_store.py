@@ -16,6 +16,7 @@ from lightning_ssd.device import CopyEngine, Mark, h2d_and_release
 from lightning_ssd.futures import Future, all_of, failed, finished, then
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
+from lightning_ssd.model_states.stores.shared_changes import SharedChanges
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 from lightning_ssd.model_states.units import Loaded, exact_value, same_bits
 from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
@@ -94,6 +95,8 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
+        changes: how several ranks change optimizer states on SSDs; None: there is one rank, or all values are in host
+            memory.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class StateStore:
         self.buffers = buffers
         self.staging = staging
         self.steps = 0
+        self.changes: SharedChanges | None = None
         self._copies = copies
         self._lost: BaseException | None = None
         self._stepped: Future[Any] = finished(None)
@@ -209,12 +213,18 @@ class StateStore:
         """Returns the values, for an access within one method on the training thread."""
         return wait_for(self.stage(), f"the values of {self.flat.name}")
 
-    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
-        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
+    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False, together: bool = False) -> None:
+        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`.
+
+        With `together`, all ranks that share the values have made the same change, which is written once.
+        """
         if not changed or staged.memory is None:
             self._release(staged)
             return
-        written = self.buffers.write(staged.memory, uncommitted=step)
+        if together and self.changes is not None:
+            written = self.changes.write(self.buffers, staged.memory)
+        else:
+            written = self.buffers.write(staged.memory, uncommitted=step)
         written.add_done_callback(lambda _: self._release(staged))
 
     def commit(self) -> None:
@@ -245,6 +255,15 @@ class StateStore:
         """Returns a future that is done when the committed values are stored."""
         return self.buffers.written()
 
+    def hashes(self) -> bytes:
+        """Returns the hashes of the committed values on SSDs, which are stored, for `adopt_hashes` of other ranks."""
+        return b"" if self.staging is None else self.staging.store.hashes_of(self.buffers.committed_blobs())
+
+    def adopt_hashes(self, hashes: bytes) -> None:
+        """Adopts the hashes of the committed values on SSDs, which another rank has written."""
+        if self.staging is not None:
+            self.staging.store.adopt_hashes(self.buffers.committed_blobs(), hashes)
+
     @property
     def stepped(self) -> "Future[Any]":
         """Done when the announced step is committed or skipped."""
@@ -272,9 +291,9 @@ class StateStore:
             self.unstage(staged, changed=False)
         return masters
 
-    def checkin(self, masters: Tensor) -> None:
-        """Stores the master weights that `checkout` has returned."""
-        staged = self._staged_now()
+    def checkin(self, masters: Tensor, *, apart: bool = False) -> None:
+        """Stores the master weights that `checkout` has returned; `apart` as in `stage`."""
+        staged = wait_for(self.stage(apart=apart), f"the values of {self.flat.name}")
         staged.set_masters(masters)
         self.unstage(staged, changed=True)
 

@@ -87,6 +87,10 @@ class VersionedBuffers:
         """Returns the blobs of the buffers on SSDs, each buffer's versions in order."""
         return [blob for buffer in self._buffers if isinstance(buffer, SSDBuffer) for blob in buffer.blobs]
 
+    def committed_blobs(self) -> list[Blob]:
+        """Returns the blobs of the committed version."""
+        return [buffer.blobs[buffer.version] for buffer in self._buffers if isinstance(buffer, SSDBuffer)]
+
     # ---- versions ----
 
     @property
@@ -98,7 +102,7 @@ class VersionedBuffers:
         """Makes the stored values of a version, by its number, the committed ones."""
         self._in_place.clear()
         for buffer in self._buffers:
-            buffer.version = version
+            buffer.adopt(version)
 
     def commit(self) -> None:
         """Commits the version that was written last."""
@@ -221,6 +225,12 @@ class VersionedBuffers:
                 writes.append(buffer.write(memory[start : start + buffer.nbytes], uncommitted=uncommitted))
                 start += buffer.staging_bytes
         return all_of(writes)
+
+    def expect(self, written: "Future[None]") -> None:
+        """Has later reads of the committed values wait until others are stored; see `SSDBuffer.expect`."""
+        for buffer in self._buffers:
+            if isinstance(buffer, SSDBuffer):
+                buffer.expect(written)
 
     def written(self) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""

@@ -110,5 +110,12 @@ def test_several_ranks_have_gradients_of_their_own() -> None:
     assert one == 16 * 2**20
     assert plan_memory(made, "host", None, shared=False, ranks=2).host == one + 2 * 2**20
     assert plan_memory(made, "host", None, shared=False, ranks=2, summed=True).host == one + (2 + 2 * 4) * 2**20
-    with pytest.raises(ValueError, match="set `devices=1` and `states='auto'`"):
-        plan_memory(made, "host", one, shared=False, ranks=2)
+
+
+def test_weights_of_several_ranks_are_in_memory_where_they_fit() -> None:
+    made = layouts([2**20, 2**20, 2**20, 2**20, 2**20], 1, halves=False)
+    for room in (0, 3, 5):
+        budget = plan_memory(made, "ssd", None, shared=False, ranks=2).host + room * made[0].flat.nbytes
+        places = plan_memory(made, "ssd", budget, shared=False, ranks=2, weights_in_memory=True)
+        assert places.host <= budget and set(places.opt_state) == {"ssd"}
+        assert places.weights.count("host") >= room
