@@ -237,7 +237,7 @@ class StepScheduler:
         elif reduced or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
         if self._ranks is not None and reduced:
-            on_host = all_of([on_host, self._ranks.evicted(flat)])
+            on_host = all_of([on_host, self._ranks.evicted(flat, options)])
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         # Values that a step may be rolled back to are not overwritten.
