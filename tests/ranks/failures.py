@@ -125,6 +125,13 @@ class LaterRate(Net):
             self.optimizers().param_groups[0]["lr"] = 0.5
 
 
+class LaterRateOfReadGradients(LaterRate):
+    """Rank 1 changes its learning rate where user code may read gradients."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
 class Unshowable:
     def __repr__(self) -> str:
         raise ValueError("an option")
@@ -180,6 +187,11 @@ ENDS = {
     "exit": (lambda: fit(Net(leave)), 0, "RankError: rank 1 has failed: SystemExit"),
     "other options": (
         lambda: fit(LaterRate()),
+        0,
+        "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
+    ),
+    "other options of read gradients": (
+        lambda: fit(LaterRateOfReadGradients()),
         0,
         "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
     ),

@@ -232,20 +232,31 @@ class RankSteps:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
 
-    def evicted(self, flat: FlatParameter) -> "Future[None]":
+    def evicted(self, flat: FlatParameter, options: Options) -> "Future[None]":
         """Tells the owner that this rank, which has the mean by `reduce`, reads the weights of `flat` no more.
+
+        Args:
+            flat: the flat parameter, whose step begins.
+            options: options of the step, which have to be the same on all ranks.
 
         Returns:
             A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
         """
+        own = _describe((), True, options)
         number, turn, messages = self._states.numbers[flat], self._steps[flat] + 1, self._messages
         read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
         if self.owns(flat):
-            return all_of([read, messages.collect(Topic.EVICTED, number, turn, messages.others)])
+            others = messages.collect(Topic.EVICTED, number, turn, messages.others)
+
+            def check(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`, or the caller's
+                self._check_alike(flat, {**contents, messages.rank: own})
+                return finished(None)
+
+            return all_of([read, then(others, check)])
         owner = self._states.owner_of(flat)
 
         def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
-            messages.post(Topic.EVICTED, number, turn, b"", [owner])
+            messages.post(Topic.EVICTED, number, turn, own, [owner])
             return finished(None)
 
         return then(read, post)

@@ -236,14 +236,14 @@ class StepScheduler:
             arrived = None
         elif reduced or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
-        if self._ranks is not None and reduced:
-            on_host = all_of([on_host, self._ranks.evicted(flat)])
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         # Values that a step may be rolled back to are not overwritten.
         ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
         if self._ranks is not None:
             ready.append(store.stepped)  # a change of user code, which the worker stores
+            if reduced:
+                ready.append(self._ranks.evicted(flat, options))
         self._records.check_recorded(flat)
         device_type = flat.device.type
         step = OptimizerStep(
