@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_ssd.activations import count_compiled
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import ModelProfile
@@ -54,6 +55,8 @@ class ProfiledSteps(Uncopied):
         self._had_backward = False
         """Whether a backward of the present micro-batch has begun."""
         self._samples = self._tokens = 1
+        self._num_compiled = 0
+        """Value of `count_compiled` when the recorded micro-batch began."""
         self.begin(warm_up)
 
     def begin(self, warm_up: int) -> None:
@@ -93,6 +96,7 @@ class ProfiledSteps(Uncopied):
         self._had_backward = False
         if self.phase == "waiting" and at_boundary and self._is_due(batch):
             self.phase = "recording"
+            self._num_compiled = count_compiled()
             self.profiler.begin_recording()
         elif self.phase == "recording":
             self.phase = "checking"
@@ -131,8 +135,11 @@ class ProfiledSteps(Uncopied):
         self.profiler.end_recording()  # the batch may have had no backward
         # With manual optimization, a backward without `manual_backward` is not seen.
         skipped = self.training.automatic and not self._had_backward
-        if self.phase == "recording" and (skipped or not self.profiler.graph.operations):
-            self.discard()  # `training_step` skipped the batch, before its forward or after it
+        if self.phase == "recording":
+            # `training_step` may skip the batch, before its forward or after it. The time of compilation is no step's.
+            compiled = count_compiled() != self._num_compiled
+            if skipped or compiled or not self.profiler.graph.operations:
+                self.discard()
         self.profiler.end_optimizer()
         if not self.training.automatic:
             self._end_timed_backward()

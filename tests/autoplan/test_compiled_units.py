@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.activations import HostTier, SavedStorage
+from lightning_ssd.activations import ForwardGraph, HostTier, SavedStorage, count_compiled
 from lightning_ssd.autoplan import auto_plan
 from lightning_ssd.profiling import trace_mode
 from tests.support.compare import assert_same
@@ -72,6 +72,8 @@ FORMS = [
 def test_saved_tensors_of_compiled_units_are_kept_or_offloaded_one_by_one(
     compiles: Any, backend: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No unit may be checkpointed, which may take less time than offloading."""
+    monkeypatch.setattr(ForwardGraph, "checkpoint_bytes", lambda self: {})
     how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "build": lambda name: Blocks(name, Block, compiles)}
     plain, expected = train(backend, "auto", tmp_path, **how)
     see = See()
@@ -138,6 +140,33 @@ def test_times_of_compiled_units_are_without_the_transfers_of_their_saved_tensor
     assert clock.seconds > len(units)
     assert all(0 < unit.forward_seconds < 1 for unit in units)
     assert all(0 < sum(one.backward_seconds for one in unit.operators) < 1 for unit in units)
+
+
+class Recorded(pl.Callback):
+    """Records for each recorded micro-batch whether code was compiled in it."""
+
+    def __init__(self, see: See) -> None:
+        self.see, self.before = see, 0
+        self.compiled: list[bool] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before = count_compiled()
+
+    def on_after_backward(self, *_: Any) -> None:
+        cycle = self.see.auto.planner
+        if cycle is not None and cycle.phase == "recording":
+            self.compiled.append(count_compiled() != self.before)
+
+
+def test_a_micro_batch_in_which_code_is_compiled_is_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the fourth batch on, batches have another shape."""
+    see = See()
+    recorded = Recorded(see)
+    limit(SHORT, monkeypatch)
+    shapes = [(16,)] * 3 + [(2, 8)] * 12
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, shapes=shapes, callbacks=[see, recorded])
+    assert recorded.compiled == [True, False]
+    assert see.planner.plan is not None
 
 
 class Draw(pl.Callback):
