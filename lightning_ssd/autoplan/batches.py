@@ -23,8 +23,9 @@ __all__ = [
 ROWS = 4
 """Rows of a plan for micro-batches of up to a quarter, a half, three quarters, and all of the recorded size."""
 
-GROWTH = 1.25
-"""Size of a row for micro-batches larger than the recorded one / that of the row before."""
+GROWTH = 1.1
+"""Size of a row for micro-batches larger than the recorded one / that of the row before. The recorded one is among the
+largest, so that most larger ones are so by a few per cent: coarse rows would free memory that none of them needs."""
 
 SLACK = 0.02
 """Share by which a micro-batch may save more than the largest one of its row: saved bytes vary a little."""

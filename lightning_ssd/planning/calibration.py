@@ -14,7 +14,7 @@ MAX_ITERATIONS = 8
 
 MAX_CORRECTION = 1.5
 """Largest ratio of measured and predicted step time that is corrected: a step may take long for reasons that do not
-last. Each ratio below 1 is corrected, because no step takes less time than it needs."""
+last. If the device bounds the step, each ratio below 1 is corrected: operators take less time than was recorded."""
 
 MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
 """Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
@@ -42,12 +42,13 @@ def calibrate(
         step_seconds: measured seconds of a step.
 
     Returns:
-        The corrected profiles, or None if the prediction was right, or its error exceeds `MAX_CORRECTION`, or no
+        The corrected profiles, or None if the prediction was right, or its error is too large (`MAX_CORRECTION`), or no
         correction explains the error.
     """
     predicted = simulate(model, hardware, plan)
     off = step_seconds / predicted.step_seconds
-    if off >= MAX_CORRECTION:
+    least = 0.0 if predicted.bound == "compute" else 1 / MAX_CORRECTION
+    if not least < off < MAX_CORRECTION:
         return None
     corrected = model, hardware
     # If the host bounds the step, all its work is slow, not only the overhead of the plan.

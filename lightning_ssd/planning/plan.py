@@ -143,7 +143,12 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """True if all saved tensors are kept on the GPU, so that the forward needs no dispatch mode."""
-        return all(unit.keeps_all for unit in self.units.values())
+        return not self.num_freeing
+
+    @property
+    def num_freeing(self) -> int:
+        """Number of units whose saved tensors are not all kept on the GPU."""
+        return sum(not unit.keeps_all for unit in self.units.values())
 
     @property
     def offloads_states(self) -> bool:

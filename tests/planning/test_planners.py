@@ -413,7 +413,18 @@ def test_activations_have_the_host_memory_that_shared_gradients_leave(micro_batc
     assert {choice for unit in plan.units.values() for choice in (unit.input, *unit.operators.values())} == {"host"}
 
 
-@pytest.mark.parametrize("factor", [0.2, 0.7, 0.9, 1.2, 1.4])
+@pytest.mark.parametrize("factor", [0.05, 0.5, 1.4])
+def test_times_of_operators_that_were_recorded_too_long_are_corrected(factor: float) -> None:
+    model = make_model(8, parameters=0, forward=0.01)
+    plan = plan_with_coefficient(model, H100, 0.0, FixedPlacement(("gpu",) * 8, ("gpu",) * 8))
+    before = simulate(model, H100, plan)
+    assert before.bound == "compute"
+    corrected = calibrate(model, H100, plan, factor * before.step_seconds)
+    assert corrected is not None
+    assert simulate(*corrected, plan).step_seconds == pytest.approx(factor * before.step_seconds, rel=0.006)
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.9, 1.2, 1.4])
 @pytest.mark.parametrize("bandwidth", [None, 100e9, 20e9])
 def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None:
     """The correction holds for any share of time that copies take."""
