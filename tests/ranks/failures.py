@@ -132,6 +132,14 @@ class LaterRateOfReadGradients(LaterRate):
         pass
 
 
+class DropsGradients(Net):
+    """Rank 1 drops the gradients of a layer before the step."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.batch == 2 and dist.get_rank() == 1:
+            self.layers[0].weight.grad = None
+
+
 class Unshowable:
     def __repr__(self) -> str:
         raise ValueError("an option")
@@ -194,6 +202,11 @@ ENDS = {
         lambda: fit(LaterRateOfReadGradients()),
         0,
         "RankError: (rank 1 has failed: )?ranks . and . step layers.. with diff",
+    ),
+    "dropped gradients": (
+        lambda: fit(DropsGradients()),
+        0,
+        "RankError: (rank 1 has failed: )?ranks . and . step layers.0 with diff",
     ),
     "no gradients": (lambda: fit(UnshowableOption()), 0, "RankError: rank 1 has failed: ValueError: an option"),
     "fewer batches": (

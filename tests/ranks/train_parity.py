@@ -287,7 +287,7 @@ CASES = {
     "branches, gradients are read": Case(
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
-    "weights are read before the step": Case(module=ReadsWeights),
+    "weights are read before the step": Case(route=lambda rank, index: [0, 1], module=ReadsWeights),
     "values are read": Case(module=Looks),
     "adafactor": Case(adafactor, trainer={"gradient_clip_val": 0.05}),
     "16-mixed adafactor": Case(adafactor, module=Overflows, scaled=True),

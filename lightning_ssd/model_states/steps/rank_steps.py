@@ -91,6 +91,8 @@ class RankSteps:
         """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
         self._steps = dict.fromkeys(flat_optimizers, 0)
         """Steps that were submitted."""
+        self._evictions = dict.fromkeys(flat_optimizers, 0)
+        """Calls of `evicted`."""
         self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
         """For each parameter, whether a rank has had a gradient of it in the last sum."""
         self._not_finite: set[FlatParameter] = set()
@@ -232,18 +234,18 @@ class RankSteps:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
 
-    def evicted(self, flat: FlatParameter, options: Options) -> "Future[None]":
+    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[None]":
         """Tells the owner that this rank, which has the mean by `reduce`, reads the weights of `flat` no more.
 
         Args:
             flat: the flat parameter, whose step begins.
-            options: options of the step, which have to be the same on all ranks.
+            options: options of the step, which have to be the same on all ranks; None: there is no step of it.
 
         Returns:
             A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
         """
         own = _describe((), True, options)
-        number, turn, messages = self._states.numbers[flat], self._steps[flat] + 1, self._messages
+        number, turn, messages = self._states.numbers[flat], self._next(self._evictions, flat), self._messages
         read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
         if self.owns(flat):
             others = messages.collect(Topic.EVICTED, number, turn, messages.others)
@@ -252,7 +254,9 @@ class RankSteps:
                 self._check_alike(flat, {**contents, messages.rank: own})
                 return finished(None)
 
-            return all_of([read, then(others, check)])
+            checked = then(others, check)
+            checked.add_done_callback(self._fail)
+            return all_of([read, checked])
         owner = self._states.owner_of(flat)
 
         def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
@@ -295,7 +299,7 @@ class RankSteps:
                 )
             raise RankError(
                 f"ranks {rank} and {own} step {flat.name} with different options of the optimizer, or user code reads "
-                "gradients on one of them only. Change options, and register hooks, on all."
+                "or drops gradients on one of them only. Change options, register hooks, and drop gradients on all."
             )
 
     def are_finite(self, flat_params: Collection[FlatParameter]) -> bool:

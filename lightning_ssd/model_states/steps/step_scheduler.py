@@ -418,6 +418,8 @@ class StepScheduler:
                 self._staged.pull(flat)
                 gradient.fold()
                 self.submit(flat)
+            elif self._ranks is not None:
+                self._ranks.evicted(flat, None)
 
     def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
         """Passes the step's futures to the next step, the journal and the history, and returns those of its jobs."""
