@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.recipes.data.span_corruption import span_lengths
 from lightning_ssd.recipes.models import BERT, GPT, T5, RecipeModule
 

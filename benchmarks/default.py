@@ -42,7 +42,7 @@ from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import PlanCycle
 from lightning_ssd.callbacks import AutoPlanner
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.device import allocator_memory, make_clock
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")

@@ -35,7 +35,7 @@ from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import Comparison, PlanRunner
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,

@@ -8,7 +8,7 @@ The modules, by subject, in the order in which they are best read:
   that is compiled), `training` (a Trainer's training, as `autoplan` sees it).
 - for a user to add: `activation_offload`, `pipeline_stages` (for its `training_step`), `model_profiler`,
   `timeline_recorder`, `save_folder`.
-- helpers: `offloader` (finds the offloader of a training), `output_files` (checks files before the training),
+- helpers: `find` (finds the offloader of a training), `output_files` (checks files before the training),
   `wear_line` (of `offload_monitor`).
 """
 
@@ -20,10 +20,10 @@ from lightning_ssd.callbacks.defaults import (
     remove_default_callbacks,
     restore_offload_callbacks,
 )
+from lightning_ssd.callbacks.find import trainer_callbacks
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
-from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.callbacks.pipeline_stages import follow_stages
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.save_folder import SaveFolder

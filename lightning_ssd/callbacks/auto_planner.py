@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import AutoPlan, Outcome, PlanCycle
-from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.find import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.training import LightningTraining, states_owner
 from lightning_ssd.callbacks.training_events import TrainingEvents

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.auto_planner import AutoPlanner
+from lightning_ssd.callbacks.find import trainer_callbacks
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
-from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
 

@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
+from lightning_ssd.callbacks.find import find_offloader, trainer_callbacks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.callbacks.offloader import find_model_states, find_offloader, offload_config
+from lightning_ssd.callbacks.find import find_model_states, find_offloader, offload_config
 from lightning_ssd.callbacks.wear_line import WearLine
 from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates

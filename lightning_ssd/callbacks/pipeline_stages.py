@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, StagePass
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 
 if TYPE_CHECKING:  # a long import, which the caller has made
     from torch.distributed.pipelining import PipelineStage

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
+from lightning_ssd.callbacks.find import find_offloader, trainer_callbacks
 from lightning_ssd.sizes import SizeArgument, check_count, parse_bytes
 
 

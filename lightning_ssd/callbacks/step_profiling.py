@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import CompiledCode, ProfiledSteps, compiled_units
-from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
+from lightning_ssd.callbacks.find import find_offloader, trainer_callbacks
 from lightning_ssd.callbacks.training import LightningTraining
 from lightning_ssd.callbacks.training_events import TrainingEvents
 from lightning_ssd.sizes import check_count

@@ -14,7 +14,7 @@ from lightning_ssd.autoplan import (
     Training,
     obstacle_to_planning,
 )
-from lightning_ssd.callbacks.offloader import find_offloader, offload_config
+from lightning_ssd.callbacks.find import find_offloader, offload_config
 from lightning_ssd.callbacks.output_files import check_output
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.training import LightningTraining, states_owner

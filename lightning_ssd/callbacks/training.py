@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.autoplan import StatesOwner
-from lightning_ssd.callbacks.offloader import find_model_states, get_offloader
+from lightning_ssd.callbacks.find import find_model_states, get_offloader
 from lightning_ssd.callbacks.prefetch_scheduler import find_schedulers
 from lightning_ssd.model_states import ModelStates, StatesConfig, Unit, find_units
 from lightning_ssd.types import StateFormat

@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import AutoPlan, ProfiledSteps
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.callbacks.micro_batch_switch import ends_short_window
-from lightning_ssd.callbacks.offloader import find_offloader
 
 __all__ = ["TrainingEvents"]
 

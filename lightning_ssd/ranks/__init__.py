@@ -1,7 +1,7 @@
 """The ranks of one host that train one model: one copy of its states in shared memory, and messages about it.
 
 - `ranks`: `Ranks`, a rank's memory and messages; made by all ranks together.
-- `memory`: host memory that all ranks map.
+- `rank_memory`: host memory that all ranks map.
 - `messages`: messages between ranks, futures of them, and the end of a rank.
 - `hosts`: collectives with the same ranks of other hosts.
 - `failure_watch`: the end of a training after a failure of any rank.
@@ -17,9 +17,9 @@ nothing polls. The same sockets tell of a rank's death, at once: the kernel clos
 from lightning_ssd.ranks.agreement import check_agreement
 from lightning_ssd.ranks.failure_watch import FailureWatch
 from lightning_ssd.ranks.hosts import HostGroup
-from lightning_ssd.ranks.memory import RankMemory
 from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
 from lightning_ssd.ranks.owners import choose_owners
+from lightning_ssd.ranks.rank_memory import RankMemory
 from lightning_ssd.ranks.ranks import Ranks
 
 __all__ = [

@@ -10,8 +10,8 @@ from types import TracebackType
 import torch.distributed as dist
 
 from lightning_ssd.ranks.hosts import HostGroup
-from lightning_ssd.ranks.memory import RankMemory, make_file
 from lightning_ssd.ranks.messages import RankError, RankMessages
+from lightning_ssd.ranks.rank_memory import RankMemory, make_file
 from lightning_ssd.uncopied import Uncopied
 
 _TIMEOUT_SECONDS = 120.0

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.autoplan import plan_runner
 from lightning_ssd.callbacks import AutoPlanner
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.planning import Plan
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from tests.support.compare import assert_same
 from tests.support.trainings import (  # noqa: F401
     SmallModel,

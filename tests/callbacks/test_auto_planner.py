@@ -17,7 +17,7 @@ from lightning_ssd.activations import OffloadAll, OffloadExcess
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.autoplan.profiled_steps import MAX_WAIT
 from lightning_ssd.callbacks import AutoPlanner
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
 from tests.support.meter import Meter, use

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy, SwapPlanner, cli, tensor_locations
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import profiler

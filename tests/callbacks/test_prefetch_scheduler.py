@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import MicroBatchSwitch, PrefetchScheduler
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     SmallModel,

@@ -11,7 +11,7 @@ from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankMemory, RankMessages, Ranks
-from lightning_ssd.ranks.memory import make_file
+from lightning_ssd.ranks.rank_memory import make_file
 from lightning_ssd.storage import Slab
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_ssd.model_states.weights import RankValues
 from lightning_ssd.ranks import RankMemory, RankMessages, Ranks
-from lightning_ssd.ranks.memory import make_file
+from lightning_ssd.ranks.rank_memory import make_file
 
 
 def test_rank_0_changes_its_values_when_the_other_rank_has_read_them() -> None:

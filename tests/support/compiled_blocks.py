@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd.callbacks import AutoPlanner
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from tests.support.compiled import counted
 from tests.support.plans import quiet_trainer
 

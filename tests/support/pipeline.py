@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from lightning_ssd import ActivationOffload, PrefetchScheduler, follow_stages
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from tests.support.compare import assert_same
 from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.offloader import wait_for_writes

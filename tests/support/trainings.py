@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.find import find_offloader
 from tests.support.models import ToyModel
 
 WIDTH = 32

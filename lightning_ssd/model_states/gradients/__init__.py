@@ -5,7 +5,7 @@ The modules, in the order in which they are best read:
 - `gradient`: the gradient of one flat parameter, and the pool of its buffers.
 - `waiting_gradient`: a gradient that waits on the device for its step there.
 - `gradient_offload`: copies gradients to the host as backward computes them, and sums them.
-- `in_flight`: device memory of gradients that are being copied.
+- `copies_in_flight`: device memory of gradients that are being copied.
 - `running_backward`: whether the gradients of a backward that fails can be dropped.
 - `norms`: norms of the gradients, which decide the scale of their step.
 - `resident_means`: means over ranks of gradients that are not offloaded.

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future
+from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
-from lightning_ssd.model_states.gradients.in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.norms import GradientNorms, measure_summed
 from lightning_ssd.model_states.gradients.running_backward import RunningBackward
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_ssd.interrupts import uninterrupted
+from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientState
-from lightning_ssd.model_states.gradients.in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.norms import GradientNorms
 from lightning_ssd.model_states.units import FlatParameter
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ssd import shared_gradients
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
+from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
-from lightning_ssd.model_states.gradients.in_flight import CopiesInFlight
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
