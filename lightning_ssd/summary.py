@@ -1,5 +1,6 @@
 """The log lines at the start of a training: tiers of model states and activations, their bytes, and the reasons."""
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,18 +18,17 @@ from lightning_ssd.storage import BlobStore
 _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}
 _COLUMNS = 80  # of a terminal
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b)")  # a number and its unit are in one line
 
 
 def join_lines(name: str, lines: Iterable[str]) -> str:
     """Returns the text of a log record: `lines`, each after `name`, in lines that a terminal does not break."""
     prefix = f"{name}: "
-    parts = (
-        textwrap.wrap(
-            line, _COLUMNS - len(prefix), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        for line in lines
+    wrapper = textwrap.TextWrapper(
+        _COLUMNS - len(prefix), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(prefix + part for wrapped in parts for part in wrapped)
+    parts = (wrapper.wrap(_BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", line)) for line in lines)
+    return "\n".join(prefix + part.replace("\N{NO-BREAK SPACE}", " ") for wrapped in parts for part in wrapped)
 
 
 def describe_activations(
