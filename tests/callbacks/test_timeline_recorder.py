@@ -100,7 +100,7 @@ def test_an_activation_offload_callback_is_shown(tmp_path: Path) -> None:
     callbacks = [ActivationOffload(path=tmp_path, offload=1.0, min_bytes=1), TimelineRecorder(2, tmp_path / "t")]
     actual = train(tmp_path, "auto", Model(), callbacks=callbacks, max_steps=4)
     assert_same(actual, train(tmp_path, "auto", Model(), max_steps=4))
-    assert spans(tmp_path / "t.json")["SSD write"]
+    assert spans(tmp_path / "t.json")["copy out"]  # backward may take the bytes before they are written
 
 
 @pytest.mark.thorough
