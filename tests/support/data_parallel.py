@@ -285,7 +285,7 @@ class LookAtStates(pl.Callback):
 
 def refusals(root: Path) -> None:
     """What several hosts refuse of states that are offloaded, before anything is trained."""
-    for arguments in ({"states": "ssd"}, {"recover": True}, {"overlap": "naive"}):
+    for arguments in ({"states": "ssd"}, {"recover": True}, {"overlap": "naive", "states": "host"}):
         refused = trainer(root, SSDOffloadStrategy(**small_arguments() | arguments))
         try:
             refused.fit(model(SmallModel), batches())
