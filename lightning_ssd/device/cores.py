@@ -62,8 +62,10 @@ def share_cores(affinities: Sequence[Set[int]]) -> Callable[[], None]:
     Returns:
         A function that restores the number of threads.
     """
-    before, own = torch.get_num_threads(), os.sched_getaffinity(0)
-    share = max(1, available_cores() // max(1, sum(not own.isdisjoint(cores) for cores in affinities)))
+    before = torch.get_num_threads()
+    sharing = [sum(not own.isdisjoint(cores) for cores in affinities) for own in affinities]
+    shares = [len(own) // count for own, count in zip(affinities, sharing, strict=True)]
+    share = max(1, min(available_cores() // max(sharing), *shares))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(kernel_threads(share, share))
     return partial(torch.set_num_threads, before)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,12 +73,19 @@ def test_the_cpu_optimizer_leaves_a_core_for_launches(monkeypatch: pytest.Monkey
     assert settings is not None and settings.threads == 15
 
 
-def test_processes_share_the_cores_that_they_have_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three processes have the same cores, and a launcher has bound the third one to others."""
-    monkeypatch.setattr(cores, "available_cores", lambda: 16)
+@pytest.mark.parametrize(
+    ("affinities", "expected"),
+    [([16, 16], 7), ([(0, 8), (8, 16)], 7), ([(0, 5), (5, 10), (10, 16)], 4)],
+    ids=["the same cores", "cores of their own", "the least share"],
+)
+def test_processes_share_the_cores_that_they_have_together(
+    affinities: list[Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_process = [set(range(*one) if isinstance(one, tuple) else range(one)) for one in affinities]
+    monkeypatch.setattr(cores, "available_cores", lambda: len(of_process[0]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as `torchrun` sets it
-    before, own = torch.get_num_threads(), os.sched_getaffinity(0)
-    restore = cores.share_cores([own, own, {max(own) + 1}])
-    assert torch.get_num_threads() == 7
+    before = torch.get_num_threads()
+    restore = cores.share_cores(of_process)
+    assert torch.get_num_threads() == expected
     restore()
     assert torch.get_num_threads() == before
