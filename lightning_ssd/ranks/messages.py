@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum, auto
 
 from lightning_ssd.futures import Future
@@ -150,6 +150,29 @@ class RankMessages(Uncopied):
             except OSError:  # the rank has ended, which the receiving thread finds out, too
                 continue
 
+    def post_after(
+        self,
+        done: "Future[None]",
+        topic: Topic,
+        number: int,
+        turn: int,
+        content: Callable[[], bytes],
+        to: Iterable[int],
+    ) -> None:
+        """Posts a message once `done` is, on the thread that completes it. If it fails, this rank does.
+
+        Args:
+            done: done when this rank has written the bytes that the message is about.
+            topic, number, turn, to: as in `post`.
+            content: returns the content, once `done` is.
+        """
+
+        def end(future: "Future[None]") -> None:
+            if not self.fail_with(future):
+                self.post(topic, number, turn, content(), to)
+
+        done.add_done_callback(end)
+
     def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, bytes]]":
         """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
         key = (int(topic), number, turn)
@@ -219,6 +242,13 @@ class RankMessages(Uncopied):
         return b"".join(part(number) for number in range(1, num_parts + 1))
 
     # ---- the end ----
+
+    def fail_with(self, future: "Future[None]") -> bool:
+        """Has this rank fail if a future that is done has failed; a callback of futures. Returns whether it has."""
+        if (error := future.exception()) is None:
+            return False
+        self.fail(error)
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Ends the training of all ranks with the text of an error of this one, unless another one has failed before.
@@ -328,7 +358,7 @@ class RankMessages(Uncopied):
             box.done.set_exception(error)
 
     def _fail_all(self, error: RankError) -> None:
-        """Fails all futures of messages, if this is the first failure. What has arrived may still be collected."""
+        """Fails all pending futures at the first failure. Messages that have arrived can still be collected."""
         with self._lock:
             if self._failure is not None:
                 return

@@ -14,7 +14,7 @@ No rank waits for a message in forward or backward except for the weights of the
 between ranks, and repeated micro-batches, need no order that ranks agree on.
 
 The mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory besides the
-ranks' gradients. A clipped step reads these twice, which is less for up to four ranks, and the same for four.
+ranks' gradients. A clipped step reads these twice, which is less traffic for two or three ranks, and the same for four.
 
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
 owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
@@ -147,7 +147,7 @@ class RankSteps:
             return finished(None)
 
         posted = then(all_of([on_host, read]), post)
-        posted.add_done_callback(self._fail)  # the owner waits for the gradient, and other ranks for its step
+        posted.add_done_callback(messages.fail_with)  # the owner waits for the gradient, and other ranks for its step
         if not self.owns(flat):
             summed = messages.collect(Topic.SUM, number, turn, [owner])
             gradient.summed = then(posted, lambda _: then(summed, note))
@@ -255,7 +255,7 @@ class RankSteps:
                 return finished(None)
 
             checked = then(others, check)
-            checked.add_done_callback(self._fail)
+            checked.add_done_callback(messages.fail_with)
             return all_of([read, checked])
         owner = self._states.owner_of(flat)
 
@@ -339,16 +339,14 @@ class RankSteps:
             scale: scale of the gradients, done before; None: the step is skipped.
         """
         number, turn, store = self._states.numbers[flat], self._next(self._steps, flat), self._stores[flat]
+        messages = self._messages
 
-        def post(topic: Topic, future: "Future[None]") -> None:  # on the thread that completes it
-            if (error := future.exception()) is not None:
-                self._messages.fail(error)
-            else:
-                content = bytes((scale.result() is not None,)) + (store.hashes() if topic == Topic.STEP else b"")
-                self._messages.post(topic, number, turn, content, self._messages.others)
+        def steps() -> bytes:
+            return bytes((scale.result() is not None,))
 
-        weights.add_done_callback(lambda future: post(Topic.WEIGHTS, future))
-        then(done, store.written).add_done_callback(lambda future: post(Topic.STEP, future))
+        messages.post_after(weights, Topic.WEIGHTS, number, turn, steps, messages.others)
+        stored = then(done, store.written)
+        messages.post_after(stored, Topic.STEP, number, turn, lambda: steps() + store.hashes(), messages.others)
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
@@ -403,14 +401,8 @@ class RankSteps:
                 self._check_alike(flat, {**others.result(), messages.rank: own})
                 store.checkin(masters, apart=True)
 
-            def end(written: "Future[None]") -> None:  # on that thread, or the one that ends the writes to SSDs
-                if (error := written.exception()) is not None:
-                    messages.fail(error)
-                else:
-                    messages.post(Topic.WRITTEN, number, turn, store.hashes(), messages.others)
-
             written = then(self._worker.submit(run, [read, others], priority=0), store.written)
-            written.add_done_callback(end)
+            messages.post_after(written, Topic.WRITTEN, number, turn, store.hashes, messages.others)
         else:
             collected = messages.collect(Topic.WRITTEN, number, turn, [owner])
 
@@ -432,10 +424,6 @@ class RankSteps:
             RankError: another rank has failed.
         """
         self._messages.exchange(b"load")
-
-    def _fail(self, future: "Future[None]") -> None:  # on the thread that completes it
-        if (error := future.exception()) is not None:
-            self._messages.fail(error)
 
     @staticmethod
     def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
@@ -467,7 +455,7 @@ def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None
 
 
 def _digest(content: bytes) -> int:
-    """Returns a number of what has to be the same on all ranks in a message about a gradient."""
+    """Returns a number for the fields of a message about a gradient that have to be the same on all ranks."""
     return int.from_bytes(content[1:_FLAGS], "little")
 
 

@@ -52,16 +52,10 @@ class SharedChanges:
             buffers.expect(then(changed, lambda contents: self._adopt(blobs, contents)))
             return finished(None)
 
-        def end(written: "Future[None]") -> None:  # on an I/O thread
-            if (error := written.exception()) is not None:
-                messages.fail(error)
-            else:
-                messages.post(Topic.CHANGED, number, turn, self._store.hashes_of(blobs), messages.others)
-
         read = messages.collect(Topic.CHANGE, number, turn, messages.others)
         written = then(read, lambda _: buffers.write(memory, uncommitted=False))
         buffers.expect(written)
-        written.add_done_callback(end)
+        messages.post_after(written, Topic.CHANGED, number, turn, lambda: self._store.hashes_of(blobs), messages.others)
         return written
 
     def _adopt(self, blobs: Sequence[Blob], contents: Mapping[int, bytes]) -> "Future[None]":
