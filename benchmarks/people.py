@@ -23,8 +23,8 @@ A row is a training in a process of its own, with random weights and samples, in
 workers. A row has: the median step after `--warm-up` steps and after the plan is final; the longest step after that;
 the GPU's peak in these steps; RAM at its most, and at the end (the proportional set size of the process); the first
 step, and the steps and seconds until the plan is final; the seconds of the first `--warm-up` steps; and the loss of a
-fixed step, which is the same in all modes as far as matrix products are. A row that
-`--limit` has ended has what was measured until then.
+fixed step, which is the same in all modes as far as matrix products are. If `--limit` ends a training, its row has
+the measurements up to then.
 """
 
 import argparse

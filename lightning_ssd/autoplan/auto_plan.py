@@ -261,7 +261,7 @@ class AutoPlan(Uncopied):
             self.cycle.end_epoch()
 
     def end_training(self) -> None:
-        """Called when training ends: no hooks and modes of a plan are left. What was measured can still be read."""
+        """Called when training ends: removes all hooks and modes of a plan, whose measurements remain readable."""
         if self.cycle is not None:
             if self.cycle.planned:
                 self.cycle.report()

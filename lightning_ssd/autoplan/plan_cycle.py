@@ -239,7 +239,7 @@ class PlanCycle(ProfiledSteps):
         )
 
     def close(self) -> None:
-        """Ends the life of the plan: no hooks and modes are left. What was measured can still be read."""
+        """Removes all hooks and modes of the plan. Its measurements remain readable."""
         super().close()
         if self.runner is not None:
             self.runner.close()

@@ -210,9 +210,8 @@ class PlanMaker:
         A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
         placement of model states. A holistic plan should be applied if it is faster than the present one by
         `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit. States move to the device only into
-        memory that saved tensors leave, so that no more units are checkpointed or offloaded than now: a Qwen2.5 of 1.5B
-        in 24 GiB, 27 of whose 31 units were checkpointed for states on the device, took 0.83 s a step where 0.51 s were
-        predicted, and 0.56 s with its states in host memory.
+        memory that saved tensors leave, so that no more units are checkpointed or offloaded than now: their memory
+        would have to be freed by recomputation, whose time is the least certain part of a prediction.
 
         Args:
             runner: runner with the profiles.

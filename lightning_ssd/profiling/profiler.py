@@ -126,7 +126,7 @@ class Profiler(Uncopied):
         """Functions that remove the hooks of timed steps."""
 
     def follow_move(self, offloader: ActivationOffloader, states: ModelStates | None) -> None:
-        """Continues with another offloader and other tiers of model states. What was measured stays."""
+        """Continues with another offloader and other tiers of model states, and keeps its measurements."""
         self._offloader, self._states, self._policy_before = offloader, states, offloader.policy
 
     # ---- one micro-batch, operation by operation ----
