@@ -22,7 +22,8 @@ class InFlight:
     The host is far ahead of the device, so the end of a copy is predicted instead of queried. An early prediction costs
     the compute stream a short wait, a late one costs memory.
 
-    Threads: those of the `ActivationOffloader`, which owns this object, under its lock.
+    Threads: those of the `ActivationOffloader`, which owns this object, under its lock; outside of forward
+    and backward the training thread, without it.
 
     Args:
         copies: copy engine of the device.

@@ -76,7 +76,7 @@ class PlanOptions:
 class PlanMaker:
     """Makes plans from the profiles of a `PlanRunner`, or takes the user's; each is within the limits of memory.
 
-    All methods are called on the training thread, between two steps: once there is a profile, and after its correction.
+    All methods are called on the training thread, between two micro-batches.
 
     Attributes:
         options: the user's arguments.

@@ -1,4 +1,8 @@
-"""`ProfiledSteps`: profiles a few steps of a training, from a warm-up to a profile."""
+"""`ProfiledSteps`: profiles a few steps of a training, from a warm-up to a profile.
+
+No profile precedes the first step: a trace would call `training_step` once more, whose effects on files and iterators
+can't be undone.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal

@@ -15,12 +15,15 @@ Call by call, on the thread that runs backward unless a line names another one:
 6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
    chooses. `StateStore.stage` reads values on SSDs to staging memory.
 7. `StepScheduler.end`, on the training thread at `optimizer.step`: `GradScaleDecision.decide` copies the scale to the
-   host, and the thread `d2h-done` completes its future, for which the step waits. None skips the step.
+   host, and the thread `d2h-done` completes its future, for which a deferred step waits, and with whose scale a
+   speculative one is compared. None skips the step.
 8. `OptimizerStep._make`, on the thread `cpu-optimizer`: `FlatOptimizer` computes the new values.
 9. `OptimizerStep._end`, on the thread that completes the last of copy, scale and computation: `StateStore.commit` makes
    the new values the present ones. The step's future is done then, and `Gradient.host_grad` may be copied to again.
-10. `ParamPrefetcher.pre_forward`, on the training thread in the next forward of the unit: the copy of the new compute
-    weights to the device begins when their future is done. No other flat parameter's step is waited for.
+   Writes to SSDs may still run.
+10. `StepScheduler.end` queues prefetches, and `ParamPrefetcher.pre_forward` those that are missing: the copy of the new
+    compute weights to the device begins when they are stepped, on SSDs written. `pre_forward` waits, on the training
+    thread, until it is issued. No other flat parameter's step is waited for.
 """
 
 from functools import partial
