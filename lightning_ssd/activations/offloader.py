@@ -16,8 +16,8 @@ Call by call, for a storage that is offloaded and loaded:
    owns its memory on the device.
 5. `_restore` in `unpack` uses bytes that were not evicted yet, or waits until the load is issued and orders the compute
    stream after it. The record owns the bytes again.
-6. `SavedHandle.materialize`: the returned tensor owns the bytes, too. Once each handle is unpacked, the record
-   drops them.
+6. `SavedHandle.materialize`: the returned tensor owns the bytes, too. Once each handle is unpacked, the
+   record drops them.
 7. `SavedStorage.__del__`, on the thread that frees the last handle: the stored copy is queued in `_pending_frees`.
 8. `_collect`, in a later `pack` or `unpack`, or in `end_backward`: frees the stored copy when its load is issued.
 

@@ -25,8 +25,8 @@ class AutoPlanner(TrainingEvents):
     - `"plan"`: the device lacks room. The training is profiled and planned as by a `SwapPlanner`: saved tensors are
       kept, offloaded and recomputed, and, with `states="auto"`, offloaded model states are moved. The plan is for
       batches of every size; those that may need more memory than all before have all units checkpointed that may be,
-      or offload all saved tensors. Saved tensors of compiled blocks are kept or offloaded, or their block is checkpointed; before, code may be
-      compiled again once, so that it saves less.
+      or offload all saved tensors. Saved tensors of compiled blocks are kept or offloaded, or their block is
+      checkpointed; before, code may be compiled again once, so that it saves less.
     - `"offload"`: the device lacks room, and the training can't be planned, because other processes have a part of the
       weights, or code is compiled that is no block, for example. Saved tensors without room are offloaded, as in the
       first steps.
