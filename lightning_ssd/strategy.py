@@ -33,6 +33,7 @@ from lightning_ssd.locations import present_locations
 from lightning_ssd.model_states import (
     ModelStates,
     StatesConfig,
+    begin_loading_kernel,
     check_unit_classes,
     load_lazy,
     loading_to_meta,
@@ -234,6 +235,8 @@ class SSDOffloadStrategy(DataParallelStrategy):
         """Whether an earlier run with this strategy has offloaded states: checkpoints may have lazy tensors, and
         optimizers of that run may still own SSD space."""
         self._begin_run()
+        if states != "gpu":
+            begin_loading_kernel()
 
     def _begin_run(self) -> None:
         """Initializes the state of one training or evaluation, which ends with `teardown`."""

@@ -58,6 +58,7 @@ from lightning_ssd.model_states.optimizers import (
     RankMean,
     StepHalf,
     StepInput,
+    begin_loading_kernel,
     parameters_of,
     register_optimizer,
     runs_within_step,

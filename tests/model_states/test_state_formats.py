@@ -54,9 +54,9 @@ def test_numbers_do_not_depend_on_tiers_overlap_and_kernel(
         assert same(states_of(found), states)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
-        adam_c.adam_library.cache_clear()
+        adam_c.load_library.cache_clear()
         assert_same(train(tmp_path, host(**how), Model(slow), precision=precision), expected)
-    adam_c.adam_library.cache_clear()
+    adam_c.load_library.cache_clear()
 
 
 @pytest.mark.parametrize("state_format", FORMATS)

@@ -16,6 +16,7 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.optimizers.adam import ElementSpan
+from lightning_ssd.model_states.optimizers.adam_c import begin_loading_kernel
 from lightning_ssd.model_states.optimizers.group_options import GroupOptions
 from lightning_ssd.model_states.optimizers.optimizer_state import check_state, guard_state, resident_states
 from lightning_ssd.model_states.optimizers.optimizers import (

@@ -76,7 +76,7 @@ typedef struct {
 } Item;
 
 #define INLINE static inline __attribute__((always_inline))
-#define ONCE static __attribute__((noinline)) /* compiled once: copies in each function would take seconds to compile */
+#define ONCE static __attribute__((noinline, noclone)) /* compiled once: copies would take seconds to compile */
 
 INLINE float as_float(uint32_t bits) {
     float value;
@@ -131,12 +131,9 @@ INLINE uint32_t splittable(float value) {
 
 INLINE float first_moment(float m, float g, const Settings *s) { return fmaf(s->lerp, g - m, m); }
 
-INLINE float second_moment(float v, float g, const Settings *s) {
-    return fmaf(s->one_minus_beta2 * g, g, v * s->beta2);
-}
-
-INLINE float second_moment_in_tail(float v, float g, const Settings *s) {
-    return fmaf(v, s->beta2, s->one_minus_beta2 * g * g);
+INLINE float second_moment(float v, float g, const Settings *s, int tail) {
+    float whole = fmaf(s->one_minus_beta2 * g, g, v * s->beta2);
+    return tail ? fmaf(v, s->beta2, s->one_minus_beta2 * g * g) : whole;
 }
 
 INLINE float scaled_gradient(float g, float p, const Settings *s, int decoupled) {
@@ -146,8 +143,7 @@ INLINE float scaled_gradient(float g, float p, const Settings *s, int decoupled)
 
 /* Returns the new master weight. */
 INLINE float stepped(float p, float m, float root, const Settings *s, int decoupled) {
-    if (decoupled)
-        p = p * s->decay;
+    p = decoupled ? p * s->decay : p;
     return p + s->step_size * m / (root / s->correction + s->eps);
 }
 
@@ -419,7 +415,7 @@ INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gr
         if (!s->decoupled)
             g = fmaf(load_master(&a, i, masters), s->decay, g);
         b->m[i] = first_moment(m, g, s);
-        b->v[i] = second_moment(v, g, s);
+        b->v[i] = second_moment(v, g, s, 0);
     }
 }
 
@@ -642,8 +638,10 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
 
 /* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a
    call of `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by
-   ordinary stores; or, past the caches, one block at a time through a buffer that fits into the first cache. A step that
-   stores some of the arrays has a loop of its own; with `root`, which reads a block of moments, it uses the buffer. */
+   ordinary stores; or, past the caches, one block at a time through a buffer that fits into the first cache.
+
+   Each loop takes 0.05 s to compile, so only AdamW's steps, whole and in halves, have loops of their own. In all other
+   cases, vectors are selected within one loop of `_block`, and the arrays to be stored are copied from the buffer. */
 #define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                      \
     const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights, \
         MASTER *master, float *m, float *v, const GRADIENT *gradient
@@ -658,8 +656,7 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
             float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
-            float first = first_moment(m_in[i], g, &s);                                                       \
-            float second = tail ? second_moment_in_tail(v_in[i], g, &s) : second_moment(v_in[i], g, &s);      \
+            float first = first_moment(m_in[i], g, &s), second = second_moment(v_in[i], g, &s, tail);         \
             if (parts & MOMENTS) {                                                                            \
                 m[i] = first;                                                                                 \
                 v[i] = second;                                                                                \
@@ -668,74 +665,74 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
-    INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
-                             int decoupled) {                                                                 \
+    ONCE void NAME##_block(int64_t count, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings,         \
+                           int tail) {                                                                        \
+        const Settings s = *settings;                                                                         \
         const int parts = ALL;                                                                                \
         float roots[BLOCK];                                                                                   \
-        _Pragma("GCC ivdep")                                                                                  \
-        for (int64_t i = start; i < end; i++) {                                                               \
-            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
-            m[i] = first_moment(m_in[i], g, &s);                                                              \
-            v[i] = second_moment(v_in[i], g, &s);                                                             \
+        if (!s.root && s.decoupled && !tail) {                                                                \
+            NAME##_range(0, count, GIVEN, s, 1, 0, ALL);                                                      \
+            return;                                                                                           \
         }                                                                                                     \
-        s.root((int)(end - start), v + start, roots, MKL_MODE);                                               \
+        if (!s.root) {                                                                                        \
+            NAME##_range(0, count, GIVEN, s, s.decoupled, tail, ALL);                                         \
+            return;                                                                                           \
+        }                                                                                                     \
         _Pragma("GCC ivdep")                                                                                  \
-        for (int64_t i = start; i < end; i++) {                                                               \
-            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled);                            \
+        for (int64_t i = 0; i < count; i++) {                                                                 \
+            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, s.decoupled);                    \
+            m[i] = first_moment(m_in[i], g, &s);                                                              \
+            v[i] = second_moment(v_in[i], g, &s, 0);                                                          \
+        }                                                                                                     \
+        s.root((int)count, v, roots, MKL_MODE);                                                               \
+        _Pragma("GCC ivdep")                                                                                  \
+        for (int64_t i = 0; i < count; i++) {                                                                 \
+            float p = stepped(LOAD_MASTER, m[i], roots[i], &s, s.decoupled);                                  \
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
-    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
-                            int decoupled, int tail) {                                                        \
+    ONCE void NAME##_blocks(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT),                    \
+                            const Settings *s, int tail) {                                                    \
         __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                        \
         __attribute__((aligned(64))) MASTER new_master[BLOCK];                                                \
         __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                               \
-        for (; start < stop; start += BLOCK) {                                                                \
-            int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                   \
-            if (s.root)                                                                                       \
-                NAME##_block(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
-                             gradient + start, s, decoupled);                                                 \
-            else                                                                                              \
-                NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
-                             gradient + start, s, decoupled, tail, ALL);                                      \
-            if (s.parts & MOMENTS) {                                                                          \
-                put(m + start, new_m, count * sizeof *m, s.past_caches);                                      \
-                put(v + start, new_v, count * sizeof *v, s.past_caches);                                      \
+        const int direct = !s->past_caches && s->parts == ALL;                                                \
+        const int64_t size = direct && !s->root ? stop - start : BLOCK;                                       \
+        for (; start < stop; start += size) {                                                                 \
+            int64_t count = stop - start < size ? stop - start : size;                                        \
+            if (direct) {                                                                                     \
+                NAME##_block(count, SHIFTED(start), weights + start, master + start, m + start, v + start,    \
+                             gradient + start, s, tail);                                                      \
+                continue;                                                                                     \
             }                                                                                                 \
-            if (s.parts & MASTERS && (void *)master != (void *)weights)                                       \
-                put(master + start, new_master, count * sizeof *master, s.past_caches);                       \
-            if (s.parts & WEIGHTS)                                                                            \
-                put(weights + start, new_weights, count * sizeof *weights, s.past_caches);                    \
-        }                                                                                                     \
-    }                                                                                                         \
-    INLINE void NAME##_parts(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled,    \
-                             int parts) {                                                                     \
-        NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0, parts);                                   \
-        NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts);                                     \
-    }                                                                                                         \
-    INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {   \
-        if (s.past_caches || (s.root && s.parts != ALL)) {                                                    \
-            int64_t tail = s.root ? item.end : item.tail;                                                     \
-            NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                            \
-            NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                              \
-            fence();                                                                                          \
-        } else if (s.root) {                                                                                  \
-            for (int64_t start = item.start; start < item.end; start += BLOCK) {                              \
-                int64_t end = item.end - start < BLOCK ? item.end : start + BLOCK;                            \
-                NAME##_block(start, end, GIVEN, s, decoupled);                                                \
+            NAME##_block(count, SHIFTED(start), new_weights, new_master, new_m, new_v, gradient + start, s,   \
+                         tail);                                                                               \
+            if (s->parts & MOMENTS) {                                                                         \
+                put(m + start, new_m, count * sizeof *m, s->past_caches);                                     \
+                put(v + start, new_v, count * sizeof *v, s->past_caches);                                     \
             }                                                                                                 \
-        } else if (s.parts == ALL) {                                                                          \
-            NAME##_parts(item, GIVEN, s, decoupled, ALL);                                                     \
-        } else if (s.parts & MOMENTS) {                                                                       \
-            if (s.parts & MASTERS)                                                                            \
-                NAME##_parts(item, GIVEN, s, decoupled, MASTERS | MOMENTS);                                   \
-            else                                                                                              \
-                NAME##_parts(item, GIVEN, s, decoupled, MOMENTS);                                             \
-        } else if (s.parts & MASTERS) {                                                                       \
-            NAME##_parts(item, GIVEN, s, decoupled, WEIGHTS | MASTERS);                                       \
-        } else {                                                                                              \
-            NAME##_parts(item, GIVEN, s, decoupled, WEIGHTS);                                                 \
+            if (s->parts & MASTERS && (void *)master != (void *)weights)                                      \
+                put(master + start, new_master, count * sizeof *master, s->past_caches);                      \
+            if (s->parts & WEIGHTS)                                                                           \
+                put(weights + start, new_weights, count * sizeof *weights, s->past_caches);                   \
         }                                                                                                     \
+        fence();                                                                                              \
+    }                                                                                                         \
+    ONCE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) {            \
+        const Settings s = *settings;                                                                         \
+        const int first_half = MASTERS_ARE == WHOLE ? WEIGHTS : WEIGHTS | MASTERS;                            \
+        int64_t start = item.start, stop = s.root ? item.end : item.tail;                                     \
+        if (!s.root && !s.past_caches && s.decoupled) {                                                       \
+            if (s.parts == first_half) {                                                                      \
+                NAME##_range(start, stop, GIVEN, s, 1, 0, first_half);                                        \
+                start = stop;                                                                                 \
+            } else if (s.parts == (ALL & ~first_half)) {                                                      \
+                NAME##_range(start, stop, GIVEN, s, 1, 0, ALL & ~first_half);                                 \
+                start = stop;                                                                                 \
+            }                                                                                                 \
+        }                                                                                                     \
+        NAME##_blocks(start, stop, GIVEN, &s, 0);                                                             \
+        NAME##_blocks(stop, item.end, GIVEN, &s, 1);                                                          \
     }                                                                                                         \
     ONCE void NAME##_rounded(Item item, Arrays arrays, const Settings *s) {                                   \
         if (s->moments == MOMENTS_8BIT)                                                                       \
@@ -756,10 +753,8 @@ void rank_mean_squares(int64_t count, double *squares, int64_t num_sources, cons
             }                                                                                                 \
             if (s.moments != MOMENTS_FP32)                                                                    \
                 NAME##_rounded(items[index], AS_BYTES, &s);                                                   \
-            else if (s.decoupled)                                                                             \
-                NAME##_item(items[index], GIVEN, s, 1);                                                       \
             else                                                                                              \
-                NAME##_item(items[index], GIVEN, s, 0);                                                       \
+                NAME##_item(items[index], GIVEN, &s);                                                         \
         }                                                                                                     \
     }
 

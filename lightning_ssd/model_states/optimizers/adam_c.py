@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+import os
+import threading
 from pathlib import Path
 
 from lightning_ssd.device import load_c_library
@@ -43,9 +45,34 @@ class KernelArguments(ctypes.Structure):
     ]
 
 
-@functools.cache
+_loading = threading.Lock()
+"""Held while the library is compiled and loaded: threads that need it meanwhile wait for that."""
+
+
+def _release_in_fork() -> None:
+    global _loading
+    _loading = threading.Lock()  # the thread that may hold the other one was not forked
+
+
+os.register_at_fork(after_in_child=_release_in_fork)
+
+
+def begin_loading_kernel() -> None:
+    """Begins to load the library on a thread of its own. The first run on a machine compiles it, for seconds."""
+    if not load_library.cache_info().currsize:
+        # No daemon: a process that ends meanwhile leaves a library for the next one, and no unfinished files.
+        threading.Thread(target=adam_library, name="lightning_ssd-compiler", daemon=False).start()
+
+
 def adam_library() -> ctypes.CDLL | None:
-    """Returns the functions of adam.c, or None if they can't be compiled; the log gives the reason."""
+    """Returns the functions of adam.c, or None if they can't be compiled; the log gives the reason. Any thread."""
+    with _loading:
+        return load_library()
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Does the work of `adam_library`, once for a process."""
     library = load_c_library(SOURCE, "Adam and AdamW are stepped by torch's kernels, which take more passes")
     if library is not None:
         numbers, address, mean = ctypes.c_int64, ctypes.c_void_p, (ctypes.c_int64, ctypes.c_void_p, ctypes.c_float)

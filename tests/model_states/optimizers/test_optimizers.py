@@ -1,5 +1,8 @@
 """Our kernel against torch's, bit for bit; and the formats that it reads and writes."""
 
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.device.c_library import compile_library
 from lightning_ssd.model_states.optimizers import adam, adam_c
 from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer, StepInput, make_flat_optimizer
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
@@ -284,11 +289,11 @@ def test_parameters_without_gradient_are_not_changed(tmp_path: Any) -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    adam_c.adam_library.cache_clear()
+    adam_c.load_library.cache_clear()
     with caplog.at_level("INFO", "lightning_ssd"):
         assert adam_c.adam_library() is None
     assert "no C compiler" in caplog.text
-    adam_c.adam_library.cache_clear()
+    adam_c.load_library.cache_clear()
 
 
 def test_a_compiler_that_fails(
@@ -299,8 +304,35 @@ def test_a_compiler_that_fails(
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    adam_c.adam_library.cache_clear()
+    adam_c.load_library.cache_clear()
     assert adam_c.adam_library() is None
     assert "could not compile adam.c" in caplog.text and "broken" in caplog.text
     assert list((tmp_path / "cache" / "lightning_ssd").iterdir()) == []
-    adam_c.adam_library.cache_clear()
+    adam_c.load_library.cache_clear()
+
+
+def test_a_strategy_begins_to_compile_and_steps_wait_for_that(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler runs once, from when the strategy was made, and a step meanwhile gets its library."""
+    if (real := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    made = compile_library(adam_c.SOURCE, real)
+    begun, may_end, compiler = tmp_path / "begun", tmp_path / "may-end", tmp_path / "cc"
+    os.mkfifo(begun)
+    os.mkfifo(may_end)
+    compiler.write_text(
+        f"#!/bin/sh\necho one >> {tmp_path}/runs\necho > {begun}\nread line < {may_end}\n"
+        f'while [ "$1" != -o ]; do shift; done\ncp {made} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    adam_c.load_library.cache_clear()
+    SSDOffloadStrategy(states="host")
+    begun.read_text()
+    with ThreadPoolExecutor() as threads:
+        steps = [threads.submit(adam_c.adam_library) for _ in range(2)]
+        may_end.write_text("\n")
+        one, other = [step.result() for step in steps]
+    assert one is other is not None
+    assert (tmp_path / "runs").read_text() == "one\n"
+    adam_c.load_library.cache_clear()

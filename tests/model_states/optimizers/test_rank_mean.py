@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ssd.device import c_library
 from lightning_ssd.model_states.optimizers import RankMean, StepInput, make_flat_optimizer
 from lightning_ssd.model_states.optimizers.adam import ITEM, exact_kernel
-from lightning_ssd.model_states.optimizers.adam_c import adam_library
+from lightning_ssd.model_states.optimizers.adam_c import adam_library, load_library
 from lightning_ssd.model_states.optimizers.rank_mean import CHUNK, LEAST_OWN_NORM, LEAST_PAST_CACHES
 from lightning_ssd.model_states.stores import Layout, MomentFormat, StagedState
 from lightning_ssd.model_states.units import FlatParameter
@@ -30,10 +30,10 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-march=x86-64-v3"))
     elif request.param == "no compiler":
         monkeypatch.setenv("PATH", "/nowhere")
-    adam_library.cache_clear()
+    load_library.cache_clear()
     exact_kernel.cache_clear()
     yield
-    adam_library.cache_clear()
+    load_library.cache_clear()
     exact_kernel.cache_clear()
 
 
