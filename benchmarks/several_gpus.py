@@ -20,6 +20,8 @@ Options:
   gpu=GIB          memory of each GPU that may be used (default: 24 with `host` and peers, else all)
   warm-up=N, steps=N
 
+`--out` is written after each measured step; SIGTERM ends all, and prints the table.
+
 Gradient checkpointing, AdamW. With `host`, weights are in bf16 with fp32 master weights (`bf16-true`); else
 `bf16-mixed`. Step: the median time from one step's begin to the next on rank 0, after its GPU has ended the step
 before. GPU: the most that rank 0 has allocated after the warm-up. RAM: the largest decrease of the host's free memory
@@ -44,9 +46,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import cap_gpu_memory, run_alone
-from benchmarks.step_times import StepTimes
-from lightning_ssd.device import available_cores
+from benchmarks.processes import cap_gpu_memory, exit_on_sigterm, run_alone, save
 
 CASES = ["ddp:1024x24", "fits:1024x24", "machine:3072x34", "host:3072x34", "host:3072x34,clip"]
 PEERS = ("deepspeed", "fsdp", "machine")
@@ -73,6 +73,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
     from torch import Tensor
     from torch.utils.data import DataLoader, Dataset
 
+    from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
     from lightning_ssd.recipes.models.gpt import GPT
@@ -95,10 +96,30 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
             generator = torch.Generator().manual_seed(index % (devices * case["batch"]))
             return torch.randint(50304, (case["tokens"],), generator=generator)
 
-    class PeakAfterWarmUp(pl.Callback):
+    class Results(pl.Callback):
+        """Prints the result so far after each step."""
+
         def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if cuda and batch_idx == case["warm-up"]:
                 torch.cuda.reset_peak_memory_stats()
+            self._print(trainer, pl_module)
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self._print(trainer, pl_module)
+
+        def _print(self, trainer: pl.Trainer, module: Any) -> None:
+            steps = times.seconds(case["warm-up"])
+            if trainer.global_rank > 0 or not steps:
+                return
+            result = {
+                "parameters": sum(parameter.numel() for parameter in module.parameters()),
+                "step": statistics.median(steps),
+                "steps": steps,
+                "gpu_peak": torch.cuda.max_memory_allocated() if cuda else 0,
+                "machine": f"{devices} of {torch.cuda.device_count()} "
+                f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {os.cpu_count()} cores, torch {torch.__version__}",
+            }
+            print(json.dumps(result), flush=True)
 
     cuda = torch.cuda.is_available()  # else the benchmark is tried out
 
@@ -117,7 +138,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         precision="bf16-true" if case["mode"] == "host" else "bf16-mixed",
         strategy=strategy,
         max_epochs=1,
-        callbacks=[PeakAfterWarmUp(), times],
+        callbacks=[times, Results()],
         gradient_clip_val=1.0 if case["clip"] else None,
         logger=False,
         enable_checkpointing=False,
@@ -128,18 +149,6 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
     hidden = case["hidden"]
     module = TrainedGPT(50304, case["tokens"], hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=case["batch"]))
-    if trainer.global_rank > 0:
-        return
-    steps = times.seconds(case["warm-up"])
-    result = {
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "step": statistics.median(steps),
-        "steps": steps,
-        "gpu_peak": torch.cuda.max_memory_allocated() if cuda else 0,
-        "machine": f"{devices} of {torch.cuda.device_count()} {torch.cuda.get_device_name() if cuda else 'CPU'}, "
-        f"{os.cpu_count()} cores, torch {torch.__version__}",
-    }
-    print(json.dumps(result), flush=True)
 
 
 def command_of(text: str, devices: int, path: str) -> list[str]:
@@ -161,7 +170,10 @@ def command_of(text: str, devices: int, path: str) -> list[str]:
     shape = f"{case['hidden']}x{case['layers']}"
     options = {"--mode": case["mode"], "--shape": shape, "--clip": case["clip"], "--gpu-gib": case["gpu"]}
     options |= {f"--{name}": case[name] for name in ("batch", "tokens", "steps", "warm-up")}
-    if case["mode"] != "machine":  # torchrun's default is one thread, which our strategy replaces by its share
+    if case["mode"] != "machine":
+        from lightning_ssd.device import available_cores
+
+        # torchrun's default is one thread, which our strategy replaces by its share
         python = ["env", f"OMP_NUM_THREADS={max(1, available_cores() // devices)}", *python]
     return [*python, *launch, *(str(item) for option in options.items() for item in option)]
 
@@ -271,12 +283,27 @@ def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
     figure.savefig(picture, dpi=150)
 
 
+def measure(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    """Trains all cases in each round, and adds their results to `results`, those of unfinished trainings too."""
+    for _ in range(arguments.rounds):
+        for text, devices in itertools.product(arguments.cases, arguments.devices):
+            name = f"{text} x{devices}"
+            earlier = results.get(name, {})
+
+            def keep(run: dict[str, Any], name: str = name, earlier: dict[str, Any] = earlier) -> None:
+                results[name] = merge(earlier, run)
+                save(results, arguments.out)
+
+            keep(run_alone(command_of(text, devices, arguments.path), arguments.limit, keep))
+            print(report({name: results[name]}).splitlines()[-1], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--cases", nargs="+", default=CASES, help="MODE:HIDDENxLAYERS[,OPTION...]")
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 2], help="numbers of GPUs")
-    parser.add_argument("--limit", type=float, help="seconds after which a training is ended")
+    parser.add_argument("--limit", type=float, help="seconds after which a process of a training is ended")
     parser.add_argument("--path", default=".", help="directory for scratch files")
     parser.add_argument("--report", type=Path, help="file of earlier results; measures nothing")
     parser.add_argument("--draw", type=Path, help="picture of the results")
@@ -286,21 +313,15 @@ def main() -> None:
     if arguments.one:
         train(json.loads(arguments.one), arguments.devices[0], arguments.path)
         return
-    results: dict[str, dict[str, Any]] = {}
-    if arguments.report:
-        results = json.loads(arguments.report.read_text())
-    else:
-        for _ in range(arguments.rounds):
-            for text, devices in itertools.product(arguments.cases, arguments.devices):
-                name = f"{text} x{devices}"
-                run = run_alone(command_of(text, devices, arguments.path), arguments.limit)
-                results[name] = merge(results.get(name, {}), run)
-                if arguments.out:
-                    arguments.out.write_text(json.dumps(results, indent=1))
-                print(report({name: results[name]}).splitlines()[-1], flush=True)
+    results: dict[str, dict[str, Any]] = json.loads(arguments.report.read_text()) if arguments.report else {}
+    exit_on_sigterm()
+    try:
+        if not arguments.report:
+            measure(arguments, results)
+    finally:
+        print(report(results))
     if arguments.draw:
         draw(results, arguments.draw)
-    print(report(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Benchmarks run end to end on a CPU with a tiny model."""
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from benchmarks import bounds, default, pipeline, planning_cost, teraio
 from benchmarks.default_models import FAMILIES
+from benchmarks.processes import run_alone
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.planning import HardwareProfile
 from tests.support.plans import MACHINE
@@ -36,6 +39,36 @@ def test_teraios_experiment(
     assert planned["placement"]["saved"].keys() <= {"keep", "host", "ssd", "recompute"}
     rows = capsys.readouterr().out.splitlines()[-2:]
     assert [row.split(" | ")[1] for row in rows] == ["ideal", "teraio-16gbs"]
+
+
+STARTER = """
+import sys
+from benchmarks import people, several_gpus
+from benchmarks.processes import exit_on_sigterm, run_alone
+
+assert "torch" not in sys.modules
+exit_on_sigterm()
+try:
+    case = "print('{broken}'); print('{\\"step\\": 2}', flush=True); import signal; signal.pause()"
+    run_alone([sys.executable, "-c", case], tell=lambda run: print(run["step"], flush=True))
+finally:
+    print("table")
+"""
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
+def test_a_caller_that_is_ended_has_had_all_results_and_its_process_ends(ended_by: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == b"2\n"
+        caller.send_signal(ended_by)
+        printed, errors = caller.communicate(timeout=60)  # the process inherits stderr, which is open until it ends
+    assert printed == (b"table\n" if ended_by == signal.SIGTERM else b"") and not errors
+
+
+def test_a_process_without_a_result_has_an_error() -> None:
+    assert run_alone([sys.executable, "-c", "import signal; signal.pause()"], 0.0) == {"error": "no result in 0 s"}
+    assert run_alone([sys.executable, "-c", "raise SystemExit(3)"]) == {"error": "exit code 3"}
 
 
 @pytest.mark.thorough
