@@ -67,6 +67,7 @@ def time_steps(step: Callable[[], Tensor], warm_up: int, number: int) -> None:
         if (measured := steps[warm_up:]) and dist.get_rank() == 0:
             result = {"step": statistics.median(measured), "steps": measured}
             result |= {"gpu_peak": torch.cuda.max_memory_allocated() if CUDA else 0}
+            result |= {"partial": True} if len(measured) < number else {}
             print(json.dumps(result), flush=True)
 
 
@@ -134,7 +135,7 @@ def measure_machine(hidden: int, layers: int, batch: dict[str, Tensor], millions
     """Returns rates of a process while all run at once: bytes and parameters a second, and seconds of the model."""
     size, numel = dist.get_world_size(), millions * 10**6 // 64 * 64
     restore = share_cores([os.sched_getaffinity(0)] * size)
-    ranks = Ranks.connect()
+    ranks = Ranks.connect(0)
     shared = ranks.memory.allocate(2 * numel, touch=dist.get_rank() == 0, pin=CUDA)
     ranks.end_allocation()
     one, other = torch.zeros(numel), torch.ones(numel)

@@ -25,7 +25,9 @@ Options:
 Gradient checkpointing, AdamW. With `host`, weights are in bf16 with fp32 master weights (`bf16-true`); else
 `bf16-mixed`. Step: the median time from one step's begin to the next on rank 0, after its GPU has ended the step
 before. GPU: the most that rank 0 has allocated after the warm-up. RAM: the largest decrease of the host's free memory
-since the processes began.
+since the processes began. Seconds of rank 0: `imports` from its start, `launch` until all processes are connected,
+`states` until the first batch, `first` step, `end` of fit. Results are printed as they come, so that a training that a
+limit ends has a row of the steps and seconds until then.
 
 Bound, of `host` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
 
@@ -38,11 +40,17 @@ Bound, of `host` with the `machine` of the same shape, batch and GPUs: the large
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
+import signal
+import socket
 import statistics
+import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +75,28 @@ def parse(text: str) -> dict[str, Any]:
     return case
 
 
+def start_ranks(devices: int) -> list[subprocess.Popen[bytes]]:
+    """Starts the other ranks' processes, which end with this one.
+
+    All import at once then: the Trainer would start them after this process's imports.
+    """
+    if devices == 1 or "LOCAL_RANK" in os.environ:
+        return []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(devices), "NODE_RANK": "0"}
+    end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    started = [
+        subprocess.Popen(sys.orig_argv, env=os.environ | {"LOCAL_RANK": str(rank)}, preexec_fn=end_with_parent)
+        for rank in range(1, devices)
+    ]
+    os.environ["LOCAL_RANK"] = "0"
+    return started
+
+
 def train(case: dict[str, Any], devices: int, path: str) -> None:
-    """Trains a case in this process, and in those that the Trainer launches; rank 0 prints the result."""
+    """Trains a case as this process's rank; rank 0 prints the result."""
     import torch
     from torch import Tensor
     from torch.utils.data import DataLoader, Dataset
@@ -96,32 +124,48 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
             generator = torch.Generator().manual_seed(index % (devices * case["batch"]))
             return torch.randint(50304, (case["tokens"],), generator=generator)
 
-    class Results(pl.Callback):
-        """Prints the result so far after each step."""
+    class Printed(StepTimes):
+        """Prints the result as it is known so far."""
 
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if cuda and batch_idx == case["warm-up"]:
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            note("launch")
+            if trainer.global_rank == 0:
+                print(json.dumps(self.result(pl_module, partial=True)), flush=True)
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
+            super().on_train_batch_start(trainer, *rest)
+            if len(self.begun) < 3:
+                note("states" if len(self.begun) == 1 else "first")
+            if cuda and len(self.begun) == case["warm-up"] + 1:
                 torch.cuda.reset_peak_memory_stats()
-            self._print(trainer, pl_module)
+            if trainer.global_rank == 0:
+                print(json.dumps(self.result(trainer.lightning_module, partial=True)), flush=True)
 
-        def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            self._print(trainer, pl_module)
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            super().on_train_end(trainer, pl_module)
+            ends.append(seconds_of_process())
 
-        def _print(self, trainer: pl.Trainer, module: Any) -> None:
-            steps = times.seconds(case["warm-up"])
-            if trainer.global_rank > 0 or not steps:
-                return
+        def result(self, module: pl.LightningModule, *, partial: bool) -> dict[str, Any]:
+            steps = self.seconds(case["warm-up"])
             result = {
                 "parameters": sum(parameter.numel() for parameter in module.parameters()),
-                "step": statistics.median(steps),
-                "steps": steps,
                 "gpu_peak": torch.cuda.max_memory_allocated() if cuda else 0,
+                "seconds": seconds,
                 "machine": f"{devices} of {torch.cuda.device_count()} "
                 f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {os.cpu_count()} cores, torch {torch.__version__}",
             }
-            print(json.dumps(result), flush=True)
+            result |= {"step": statistics.median(steps), "steps": steps} if steps else {}
+            return result | ({"partial": True} if partial else {})
+
+    def note(phase: str) -> None:
+        """Notes the seconds of a phase that ends now."""
+        ends.append(seconds_of_process())
+        seconds[phase] = ends[-1] - ends[-2]
 
     cuda = torch.cuda.is_available()  # else the benchmark is tried out
+    seconds: dict[str, float] = {}
+    ends = [0.0]
+    note("imports")
 
     if case["gpu"] and cuda:
         local = int(os.environ.get("LOCAL_RANK", 0))
@@ -131,14 +175,14 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
     if case["mode"] != "ddp":
         states = "gpu" if case["mode"] == "fits" else "host"
         strategy = SSDOffloadStrategy(path, offload="none", states=states)
-    times = StepTimes(losses=False)
+    times = Printed(losses=False)
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=devices,
         precision="bf16-true" if case["mode"] == "host" else "bf16-mixed",
         strategy=strategy,
         max_epochs=1,
-        callbacks=[times, Results()],
+        callbacks=[times],
         gradient_clip_val=1.0 if case["clip"] else None,
         logger=False,
         enable_checkpointing=False,
@@ -149,10 +193,21 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
     hidden = case["hidden"]
     module = TrainedGPT(50304, case["tokens"], hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
     trainer.fit(module, DataLoader(RandomTokens(), batch_size=case["batch"]))
+    if trainer.global_rank == 0:
+        note("end")
+        print(json.dumps(times.result(module, partial=False)), flush=True)
+
+
+def seconds_of_process() -> float:
+    """Returns the seconds since this process was started."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def command_of(text: str, devices: int, path: str) -> list[str]:
     """Returns the command of a case."""
+    from lightning_ssd.device import available_cores
+
     case = parse(text)
     python = [sys.executable, "-W", "ignore", "-m"]
     if case["mode"] not in PEERS:
@@ -181,7 +236,7 @@ def command_of(text: str, devices: int, path: str) -> list[str]:
 def merge(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Returns the result of a case in two rounds, of which the first one's steps precede."""
     if "steps" not in run or "steps" not in earlier:
-        return run if "error" not in run or not earlier else earlier
+        return earlier if "steps" in earlier else run
     steps = earlier["steps"] + run["steps"]
     largest = {name: max(earlier[name], run[name]) for name in ("gpu_peak", "ram")}
     return run | largest | {"steps": steps, "step": statistics.median(steps)}
@@ -227,12 +282,14 @@ def throughput(name: str, results: dict[str, dict[str, Any]]) -> float | None:
 
 def report(results: dict[str, dict[str, Any]]) -> str:
     """Returns the table of results, with throughput relative to one GPU, and the rates of the machine."""
-    lines = ["| training | GPUs | step | bound | bound / step | tokens/s | of one GPU | GPU | RAM |", "|---" * 9 + "|"]
+    columns = ["training", "GPUs", "step", "bound", "bound / step", "tokens/s", "of one GPU", "GPU", "RAM", "seconds"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, run in results.items():
         case, _, devices = name.rpartition(" x")
         if "error" in run:
-            lines.append(f"| {case} | {devices} | {run['error']} |" + " |" * 6)
+            lines.append(f"| {case} | {devices} | {run['error']} |" + " |" * 7)
             continue
+        phases = ", ".join(f"{phase} {value:.1f}" for phase, value in run.get("seconds", {}).items())
         if "dram" in run:
             rates = ", ".join(
                 f"{key} {value / 1e9:.1f} {unit}"
@@ -240,9 +297,14 @@ def report(results: dict[str, dict[str, Any]]) -> str:
                 if (value := run.get(key)) is not None
             )
             times = f"forward {run['forward']:.3f} s, with backward {run['compute']:.3f} s"
-            lines.append(f"| {case} | {devices} | of each process: {rates}; {times} |" + " |" * 6)
+            lines.append(f"| {case} | {devices} | of each process: {rates}; {times} |" + " |" * 7)
+            continue
+        if "step" not in run:
+            lines.append(f"| {case} | {devices} | none until the limit |" + " |" * 6 + f" {phases} |")
             continue
         spread = f"{run['step']:.3f} s ({min(run['steps']):.3f} to {max(run['steps']):.3f})"
+        if run.get("partial"):
+            spread += f", {len(run['steps'])} steps until the limit"
         bound, ratio, of_one = "", "", ""
         if (found := bound_of(name, results)) is not None:
             bound, ratio = f"{found[1]:.3f} s ({found[0]})", f"{found[1] / run['step']:.2f}"
@@ -251,7 +313,8 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         if alone is not None:
             of_one = f"{tokens / alone:.2f}x"
         memory = f"{run['gpu_peak'] / 2**30:.1f} GiB | {run['ram'] / 2**30:.1f} GiB"
-        lines.append(f"| {case} | {devices} | {spread} | {bound} | {ratio} | {tokens:.0f} | {of_one} | {memory} |")
+        cells = [case, devices, spread, bound, ratio, f"{tokens:.0f}", of_one, memory, phases]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -311,7 +374,10 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
+        started = start_ranks(arguments.devices[0])
         train(json.loads(arguments.one), arguments.devices[0], arguments.path)
+        for process in started:
+            process.wait()
         return
     results: dict[str, dict[str, Any]] = json.loads(arguments.report.read_text()) if arguments.report else {}
     exit_on_sigterm()
