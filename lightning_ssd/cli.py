@@ -6,7 +6,10 @@ arguments, checks and printed text of each command, and no other work; the folde
 
 import argparse
 import gc
+import os
 import re
+import select
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -70,9 +73,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_profile(commands)
     _add_export(commands)
     _add_doctor(commands)
-    args = parser.parse_args(argv)
-    args.command(args)
+    with _until_reader_ends():
+        args = parser.parse_args(argv)
+        args.command(args)
     return 0
+
+
+@contextmanager
+def _until_reader_ends() -> Iterator[None]:
+    """Ends the command quietly if the reader of its output has ended, such as `head`; other errors are shown."""
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        if not _reader_has_ended():
+            raise
+        sys.exit(128 + signal.SIGPIPE)
+    finally:
+        if _reader_has_ended():
+            # Python would fail to write the rest of its buffer at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _reader_has_ended() -> bool:
+    """Returns whether standard output is a pipe that nobody can read from any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return (1, select.POLLERR) in poll.poll(0)
 
 
 def lightning_main() -> int:
@@ -145,7 +172,7 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
     try:
         read_recipe(recipe, overrides, run=True)
     except Exception as error:
-        message = refused_input(error)
+        message = None if isinstance(error, BrokenPipeError) else refused_input(error)
         if message is None:
             raise
         parser.error(message)
@@ -554,6 +581,8 @@ def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Ends the command with a one-line message if an argument is wrong, or a file or drive can't be used."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # of the printed text: see `_until_reader_ends`
     except OSError as error:
         parser.error(describe_os_error(error))
     except (ValueError, ImportError) as error:

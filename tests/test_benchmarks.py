@@ -5,15 +5,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bounds, default, pipeline, planning_cost, teraio
+from benchmarks import bounds, default, people, pipeline, planning_cost, saved_shares, teraio
 from benchmarks.default_models import FAMILIES
 from benchmarks.processes import run_alone
 from lightning_ssd.autoplan import plan_cycle
+from lightning_ssd.autoplan.recompilation import SAVED_SHARES
 from lightning_ssd.planning import HardwareProfile
 from tests.support.plans import MACHINE
 
@@ -94,6 +96,16 @@ def test_the_defaults_of_each_family(
     monkeypatch.setattr(sys, "argv", ["default", "--report", str(out), "--draw", str(figure)])
     default.main()
     assert measured.endswith(capsys.readouterr().out) and figure.stat().st_size > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama-1536", "gpt2-xl", "vit-l"])
+def test_compiled_layers_save_no_more_than_the_share_of_a_budget(name: str) -> None:
+    shape = people.SHAPES[name]
+    for saved in saved_shares.saved_bytes(replace(shape, batch=8 * shape.batch)):
+        shares = {budget: nbytes / saved[0] for budget, nbytes in zip(saved_shares.BUDGETS, saved, strict=True)}
+        assert shares[1.0] == 1
+        assert all(shares[budget] <= share for budget, share in SAVED_SHARES.items())
 
 
 @pytest.mark.parametrize("error", ["out of memory", "exit code 1"])

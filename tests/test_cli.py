@@ -1,6 +1,7 @@
 """The commands `lightning-ssd` and `lightning`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import yaml
 
 import lightning_ssd
 from lightning_ssd import cli
+from lightning_ssd.planning import plan_for_least_memory
+from tests.support.profiles import H100, make_model
 
 ROOT = Path(__file__).parent.parent
 RECIPE = """
@@ -243,6 +246,20 @@ def test_python_runs_the_package_as_the_command(module: str) -> None:
     refused = subprocess.run([*command, "export"], capture_output=True, text=True, timeout=240)
     assert refused.returncode == 2
     assert "lightning-ssd export: error" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["init", "folder"], 141), (["plan", "show", "plan.yaml"], 141), (["init", "--help"], 0)]
+)
+def test_a_reader_that_has_ended_ends_the_command_quietly(arguments: list[str], code: int) -> None:
+    plan_for_least_memory(make_model(2), H100).save("plan.yaml")
+    reading, writing = os.pipe()
+    os.close(reading)
+    # Without a buffer, `plan show` fails while it prints, where other errors of the system are one line.
+    command = [sys.executable, *["-u"] * ("show" in arguments), "-m", "lightning_ssd", *arguments]
+    with open(writing, "wb"):
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=240)
+    assert (ended.returncode, ended.stderr) == (code, b"")
 
 
 class TestLightning:
