@@ -160,7 +160,9 @@ def describe_files(trainer: pl.Trainer, recipe: str) -> list[str]:
     lines += [f"{name}: {os.path.relpath(file)}" for name, file in files.items() if file.is_file()]
     if checkpoint is not None:
         more = f" --trainer.max_steps={2 * trainer.max_steps}" if trainer.max_steps > 0 else ""
-        run = f"lightning-ssd run {shlex.quote(recipe)} --ckpt_path={shlex.quote(checkpoint)}{more}"
+        # The saved configuration has the values of `-c` and of all options; it is not written by `fast_dev_run`.
+        again = os.path.relpath(files["config"]) if files["config"].is_file() else recipe
+        run = f"lightning-ssd run {shlex.quote(again)} --ckpt_path={shlex.quote(checkpoint)}{more}"
         lines.append(f"to continue: {run}")
         if not folders:
             lines.append(f"to export: lightning-ssd export {shlex.quote(checkpoint)} FOLDER")
