@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import backward_nodes, compile_seconds
+from lightning_ssd.activations import backward_nodes
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.retry.out_of_memory import NamedOperators
 from lightning_ssd.retry.step_state import StepState, random_states, set_random_states
@@ -387,7 +387,7 @@ def _loss_of(output: Any) -> Tensor:
 def _named_operators() -> contextlib.AbstractContextManager[object]:
     """Returns a context in which errors of a backward have their operator in the traceback."""
     # Dynamo would not compile forwards that a checkpoint runs again inside of a dispatch mode.
-    return contextlib.nullcontext() if compile_seconds() else NamedOperators()  # type: ignore[no-untyped-call]
+    return contextlib.nullcontext() if internals.compile_seconds() else NamedOperators()  # type: ignore[no-untyped-call]
 
 
 def _has_nested_backward(loss: Tensor) -> bool:
