@@ -156,13 +156,11 @@ class MicroBatchRetry:
     def _try_backward(
         self, loss: Tensor, run: Callable[[Tensor], object], changed: str | None, given: Tensor | None
     ) -> bool:
-        """Runs a backward. Returns False if it has run out of memory, and the micro-batch may be run again.
+        """Runs a backward of the scaled loss. Returns False if it runs out of memory, and the micro-batch may be run
+        again.
 
-        Args:
-            loss: the scaled loss.
-            run: runs the backward of it.
-            changed: an attribute of the module that was set between forward and backward, if any.
-            given: the loss before it was scaled, which user code has passed on; None: it has not.
+        `changed` is an attribute of the module that was set between forward and backward, `given` the loss before it
+        was scaled, if user code has passed it on.
         """
         try:
             with self._explained("backward"):
@@ -350,11 +348,7 @@ def _set_grad(grad: Tensor, parameter: Tensor) -> None:
 
 
 class _Output:
-    """The result of the first `training_step`, which Lightning has already: its tensors are empty until `fill`.
-
-    Args:
-        output: the result.
-    """
+    """The result of the first `training_step`, which Lightning has already: its tensors are empty until `fill`."""
 
     def __init__(self, output: Any) -> None:
         self._emptied: list[tuple[int, Tensor]] = []
