@@ -11,19 +11,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any, Generic, TypeVar
 
-__all__ = [
-    "CancelledError",
-    "Future",
-    "InvalidStateError",
-    "all_of",
-    "ended",
-    "failed",
-    "finished",
-    "first_of",
-    "pass_on",
-    "then",
-]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

@@ -53,14 +53,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Deferring:
-    """A handler of SIGINT that notes the first signal, and passes later ones to another handler.
-
-    Args:
-        handler: the other handler.
-
-    Attributes:
-        came: whether there was a signal.
-    """
+    """A handler of SIGINT that notes the first signal in `came`, and passes later ones to another handler."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self._handler = handler

@@ -22,8 +22,6 @@ from lightning_ssd.activations.compiled_code import (
     around_call,
     calls_are_compiled,
     check_no_cuda_graphs,
-    compile_seconds,
-    count_compiled,
     is_compiled_function,
     records_cuda_graphs,
     wrap_function,

@@ -57,10 +57,7 @@ def allows_checkpointing(module: nn.Module) -> bool:
 def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:
     """Returns whether a module inside of `module`, or `module` itself, runs as its author has written it.
 
-    Args:
-        inner: the module inside.
-        module: the module.
-        compiled: whether calls of `module` are compiled. Its own hooks may run inside of the compiled code then.
+    If calls of `module` are compiled, its own hooks may run inside of the compiled code.
     """
     if not takes_hooks(inner) or vars(inner).get("gradient_checkpointing"):
         return False

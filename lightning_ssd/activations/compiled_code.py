@@ -17,21 +17,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.torch_internals import compile_seconds, count_compiled
 from lightning_ssd.uncopied import ModuleHook
-
-__all__ = [
-    "GuardHook",
-    "around_call",
-    "calls_are_compiled",
-    "check_no_cuda_graphs",
-    "compile_seconds",
-    "count_compiled",
-    "is_compiled_function",
-    "records_cuda_graphs",
-    "run_again",
-    "wrap_function",
-]
 
 _LAYERS = "_lightning_ssd_layers"
 """Attribute of a wrapped function: the list of its layers."""

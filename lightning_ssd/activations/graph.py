@@ -158,11 +158,8 @@ class ForwardGraph:
         return result
 
     def _may_run_again(self, operations: set[int], arguments: frozenset[int]) -> bool:
-        """Returns whether a unit call has the same effects if it is run again in backward.
-
-        Args:
-            operations: indices of the operations of the call.
-            arguments: numbers of the buffers among its arguments.
+        """Returns whether the operations of a unit call, which reads `arguments`, have the same effects if they run
+        again.
         """
         begin = min(operations)
         for operation in (self.operations[index] for index in operations):
@@ -223,10 +220,7 @@ class ForwardGraph:
     ) -> int:
         """Returns the peak workspace bytes while `recompute_ops` recompute a buffer, without the buffer itself.
 
-        Args:
-            number: number of the buffer.
-            recompute_ops: indices of the operations.
-            made_by: for each operation, numbers of the buffers that it makes and that are not saved.
+        `made_by` has the buffers that each operation makes and that are not saved.
         """
         made = {other for index in recompute_ops for other in made_by.get(index, ())}
         most = 0

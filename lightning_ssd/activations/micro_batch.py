@@ -328,12 +328,7 @@ class MicroBatch:
 
 
 class _Ahead:
-    """Records that were prefetched and not yet unpacked, in this order, of a micro-batch and its parts.
-
-    Attributes:
-        records: weak references to them, and their bytes.
-        nbytes: sum of the bytes.
-    """
+    """Records that were prefetched and not yet unpacked, in this order, of a micro-batch and its parts."""
 
     def __init__(self) -> None:
         self.records: deque[tuple[weakref.ref[SavedStorage], int]] = deque()

@@ -130,11 +130,6 @@ def _plain_calls(
     """Returns the unit calls whose operations need not be intercepted, and in which autograd saves only kept tensors.
 
     Operations that change a tensor in place are intercepted, because values may be recomputed from that tensor.
-
-    Args:
-        graph: graph of a recorded forward.
-        choices: choice for saved buffers, by number.
-        of_operation: choices for the results of each operation.
     """
     calls = {operation.unit_call for operation in graph.operations if operation.segment.begun_by == "enter"}
     unsure = {

@@ -15,6 +15,7 @@ waiting for staging memory can't deadlock, even with a pool of one piece.
 
 import contextlib
 import threading
+from concurrent.futures import CancelledError
 from functools import partial
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import CopyEngine, Mark, StagedReader, h2d_and_release
-from lightning_ssd.futures import CancelledError, Future
+from lightning_ssd.futures import Future
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError, Urgency
 from lightning_ssd.waits import wait_for
 

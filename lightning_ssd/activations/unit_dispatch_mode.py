@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
-from lightning_ssd.activations.compiled_code import GuardHook, around_call, calls_are_compiled, count_compiled
+from lightning_ssd.activations.compiled_code import GuardHook, around_call, calls_are_compiled
 from lightning_ssd.uncopied import Uncopied, takes_hooks
 
 _COMPILES = hasattr(internals.TorchDispatchMode, "ignore_compile_internals")
@@ -121,7 +121,7 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
         self._entered += 1
         self._thread = threading.get_ident()
         if self._guards is None:
-            self._count = count_compiled()
+            self._count = internals.count_compiled()
             self._guards = GuardHook(self._on_compiled_call)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -132,7 +132,7 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
         if not self._entered and self._guards is not None:
             self._guards.close()
             self._guards = None
-            if count_compiled() != self._count:
+            if internals.count_compiled() != self._count:
                 self._on_compiled_call()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -245,13 +245,13 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
         if self._is_removed:
             internals.pop_dispatch_mode()
         self._compiled, self._num_graphs = unit_call, 0
-        self._count_before = count_compiled()
+        self._count_before = internals.count_compiled()
         self.compiled_called(unit_call, module, args, kwargs)
 
     def _end_compiled(self) -> None:
         self._compiled = None
         self.compiled_ended()
-        self._count += count_compiled() - self._count_before
+        self._count += internals.count_compiled() - self._count_before
         if self._is_removed:
             internals.push_dispatch_mode(self)
 

@@ -17,23 +17,3 @@ from lightning_ssd.autoplan.plan_maker import TOLERANCE, PlanOptions
 from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, WARMUP_AFTER_CHANGE, Comparison, PlanRunner
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import MicroBatchPlanner, StatesOwner, Training
-
-__all__ = [
-    "COMPARED_STEPS",
-    "TOLERANCE",
-    "WARMUP_AFTER_CHANGE",
-    "AutoPlan",
-    "BatchShape",
-    "Comparison",
-    "CompiledCode",
-    "MicroBatchPlanner",
-    "Outcome",
-    "PlanCycle",
-    "PlanOptions",
-    "PlanRunner",
-    "ProfiledSteps",
-    "StatesOwner",
-    "Training",
-    "compiled_units",
-    "obstacle_to_planning",
-]

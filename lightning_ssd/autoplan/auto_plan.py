@@ -43,8 +43,6 @@ from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["AutoPlan", "Outcome"]
-
 Outcome = Literal["measuring", "keep", "plan", "offload"]
 
 FIRST_STEPS = 2

@@ -9,17 +9,6 @@ from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 
-__all__ = [
-    "ROWS",
-    "BatchShape",
-    "BatchSizes",
-    "RecordedBatch",
-    "SeenBatches",
-    "row_of",
-    "size_of_row",
-    "trained_parameters",
-]
-
 ROWS = 4
 """Rows of a plan for micro-batches of up to a quarter, a half, three quarters, and all of the recorded size."""
 

@@ -3,8 +3,6 @@
 from lightning_ssd.activations import ResidentLimit
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
 
-__all__ = ["KnownMemory"]
-
 MAX_KINDS = 64
 """Most sets of trained parameters whose batches are known. The first one is forgotten."""
 

@@ -5,19 +5,17 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
     GuardHook,
     UnitDispatchMode,
     around_call,
     backward_nodes,
     calls_are_compiled,
-    count_compiled,
 )
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.model_states import compiled_functions, is_compiled
 from lightning_ssd.uncopied import Uncopied
-
-__all__ = ["BLOCKS", "COMPILED", "CompiledCode", "compiled_units", "has_compiled_nodes", "obstacle_to_planning"]
 
 BLOCKS = "compile the model's blocks instead: `for block in model.blocks: block.compile()`"
 """Remedy for compiled code that is no unit."""
@@ -43,7 +41,7 @@ class CompiledCode(Uncopied):
         self._count_before = 0
         """Value of `count_compiled` when the outermost of them began."""
         self._removals = [around_call(unit, self._begin_unit, self._end_unit) for unit in units]
-        self._count = count_compiled()
+        self._count = internals.count_compiled()
         """Value of `count_compiled` at the begin, plus what compiled units have added."""
         self._counts = True
         """Whether a difference from this value shows compiled code."""
@@ -55,7 +53,7 @@ class CompiledCode(Uncopied):
     @property
     def ran(self) -> bool:
         """Whether code was compiled, or compiled code was called."""
-        return self._called or self.ran_under_mode or (self._counts and count_compiled() != self._count)
+        return self._called or self.ran_under_mode or (self._counts and internals.count_compiled() != self._count)
 
     @property
     def ran_under_mode(self) -> bool:
@@ -95,14 +93,14 @@ class CompiledCode(Uncopied):
 
     def _begin_unit(self, args: object, kwargs: object) -> None:
         if not self._inside:
-            self._count_before = count_compiled()
+            self._count_before = internals.count_compiled()
         self._inside += 1
 
     def _end_unit(self, output: object) -> None:
         self._inside = max(0, self._inside - 1)  # torch calls it also if another hook has raised an error before
         if not self._inside:
-            self._count += count_compiled() - self._count_before
-            self._count_before = count_compiled()
+            self._count += internals.count_compiled() - self._count_before
+            self._count_before = internals.count_compiled()
 
 
 def obstacle_to_planning(training: Training) -> str | None:

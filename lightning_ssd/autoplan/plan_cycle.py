@@ -44,8 +44,6 @@ from lightning_ssd.profiling import (
 )
 from lightning_ssd.sizes import format_bytes
 
-__all__ = ["PlanCycle"]
-
 MAX_UNCORRECTED = 12
 """Steps under a plan after which it is final, although few of them could be compared with its prediction."""
 

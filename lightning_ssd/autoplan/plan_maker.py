@@ -25,8 +25,6 @@ from lightning_ssd.planning import (
 from lightning_ssd.profiling import limit_hardware
 from lightning_ssd.sizes import parse_bytes
 
-__all__ = ["TOLERANCE", "PlanMaker", "PlanOptions"]
-
 TOLERANCE = 0.02
 """Relative error of the predicted duration of a step, up to which a plan is not corrected."""
 

@@ -9,14 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_ssd.activations import count_compiled
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
 from lightning_ssd.uncopied import Uncopied
-
-__all__ = ["ProfiledSteps"]
 
 MAX_WAIT = 4
 """Steps after the warm-up in which a large batch is waited for."""
@@ -100,7 +98,7 @@ class ProfiledSteps(Uncopied):
         self._had_backward = False
         if self.phase == "waiting" and at_boundary and self._is_due(batch):
             self.phase = "recording"
-            self._num_compiled = count_compiled()
+            self._num_compiled = internals.count_compiled()
             self.profiler.begin_recording()
         elif self.phase == "recording":
             self.phase = "checking"
@@ -141,7 +139,7 @@ class ProfiledSteps(Uncopied):
         skipped = self.training.automatic and not self._had_backward
         if self.phase == "recording":
             # `training_step` may skip the batch, before its forward or after it. The time of compilation is no step's.
-            compiled = count_compiled() != self._num_compiled
+            compiled = internals.count_compiled() != self._num_compiled
             if skipped or compiled or not self.profiler.graph.operations:
                 self.discard()
         self.profiler.end_optimizer()

@@ -27,8 +27,6 @@ from lightning_ssd.model_states import ModelStates, Unit
 from lightning_ssd.planning import Plan
 from lightning_ssd.types import StateFormat
 
-__all__ = ["MicroBatchPlanner", "StatesOwner", "Training"]
-
 
 class StatesOwner(Protocol):
     """Owns the model states of a training, and moves them between two steps. Called on the training thread."""

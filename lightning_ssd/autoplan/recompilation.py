@@ -21,8 +21,6 @@ from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import ModelProfile, Plan, keep_all, simulate
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["Recompilation", "sufficient_budget"]
-
 DEFAULT_BUDGET = 1.0
 """Torch's default. Another value is the user's, and stays."""
 

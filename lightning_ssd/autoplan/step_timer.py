@@ -5,8 +5,6 @@ from typing import Any
 
 from lightning_ssd.device import Clock
 
-__all__ = ["StepTimer"]
-
 
 class StepTimer:
     """Times steps between points of the device's clock, which are read once the device has passed them.

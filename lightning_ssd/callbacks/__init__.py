@@ -30,22 +30,3 @@ from lightning_ssd.callbacks.save_folder import SaveFolder
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
 from lightning_ssd.callbacks.timeline_recorder import TimelineRecorder
 from lightning_ssd.callbacks.training import clips_norm
-
-__all__ = [
-    "ActivationOffload",
-    "AutoPlanner",
-    "MicroBatchSwitch",
-    "ModelProfiler",
-    "OffloadMonitor",
-    "PrefetchScheduler",
-    "SaveFolder",
-    "SwapPlanner",
-    "TimelineRecorder",
-    "add_default_callbacks",
-    "clips_norm",
-    "find_offload_callbacks",
-    "follow_stages",
-    "remove_default_callbacks",
-    "restore_offload_callbacks",
-    "trainer_callbacks",
-]

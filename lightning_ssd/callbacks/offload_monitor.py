@@ -218,10 +218,7 @@ class OffloadMonitor(pl.Callback):
 class _ShownMetrics:
     """`get_metrics` of a progress bar, with further metrics. A copy, or one that was pickled, shows none of these.
 
-    Args:
-        bar: the progress bar.
-        former: the bar's own attribute `get_metrics`; `None`: it has none, so that its class's method is called.
-        shown: the metrics.
+    `former` is the bar's own attribute of that name; None: there is none, and the method of its class is called.
     """
 
     def __init__(

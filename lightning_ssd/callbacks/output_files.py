@@ -3,8 +3,6 @@
 import tempfile
 from pathlib import Path
 
-__all__ = ["check_output"]
-
 
 def check_output(argument: str, file: Path) -> None:
     """Makes the directory of a file that is written later, and checks that the file can be written.

@@ -12,8 +12,6 @@ from lightning_ssd.callbacks.training import LightningTraining
 from lightning_ssd.callbacks.training_events import TrainingEvents
 from lightning_ssd.sizes import check_count
 
-__all__ = ["StepProfiling"]
-
 
 class StepProfiling(TrainingEvents):
     """Profiles trainings whose operators it can follow; others are refused.

@@ -15,8 +15,6 @@ from lightning_ssd.model_states import ModelStates, StatesConfig, Unit, find_uni
 from lightning_ssd.types import StateFormat
 from lightning_ssd.uncopied import Uncopied
 
-__all__ = ["LightningTraining", "clips_norm", "states_owner"]
-
 
 class LightningTraining(Uncopied):
     """The training of a Trainer and its module; implements `autoplan.Training`, see there.

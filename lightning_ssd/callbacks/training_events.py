@@ -11,8 +11,6 @@ from lightning_ssd.autoplan import AutoPlan, ProfiledSteps
 from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.callbacks.micro_batch_switch import ends_short_window
 
-__all__ = ["TrainingEvents"]
-
 
 class TrainingEvents(pl.Callback):
     """Passes the events of a training, from its start on, to the object that a subclass sets at the start."""

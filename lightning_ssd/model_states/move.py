@@ -230,10 +230,7 @@ def _resident_gradients(
 ) -> dict[nn.Parameter, Tensor | None]:
     """Returns gradients that the last steps have used, of parameters on the device that are offloaded now.
 
-    Args:
-        target: the target flat parameters of each part.
-        offloaded: parameters that are offloaded already.
-        keep: whether user code may use the gradients. Else they are None, as those of offloaded steps.
+    Unless user code may use them (`keep`), they are None, as those of offloaded steps.
     """
     parameters = [view.parameter for of_part in target for item in of_part for view in item.flat.param_views]
     gradients = {one: one.grad for one in parameters if one not in offloaded and one.grad is not None}

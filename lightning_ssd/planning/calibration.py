@@ -107,11 +107,6 @@ def _explain(
 
     The host's times are uncertain: the overhead of plans was measured on a small model outside of the training, and
     launches in other steps than those of the plan.
-
-    Args:
-        scaled: returns profiles with the host's times multiplied by a factor.
-        plan: the plan of the step.
-        step_seconds: measured seconds.
     """
 
     def seconds(factor: float) -> float:

@@ -20,14 +20,7 @@ from lightning_ssd.types import Choice
 
 @dataclass(frozen=True)
 class _Freed:
-    """A saved tensor that a plan may free in forward.
-
-    Attributes:
-        operator: name of the operator that saves it.
-        nbytes: its bytes.
-        choice: "host" or "recompute", whichever takes less time.
-        seconds: time of the choice, above 0.
-    """
+    """A saved tensor that a plan may free in forward, by the choice that takes less time (`seconds`, above 0)."""
 
     operator: str
     nbytes: int

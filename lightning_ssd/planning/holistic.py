@@ -230,11 +230,7 @@ class _Search:
         """Seconds of a micro-batch that waits for nothing."""
 
     def search_all(self) -> _Considered:
-        """Searches among the papers' plans and all points.
-
-        Returns:
-            The best of the papers' plans.
-        """
+        """Searches among the papers' plans and all points. Returns the best of the papers' plans."""
         of_papers = self.consider_papers()
         ranked = self.ranked()
         self.consider_written(self.plan(ranked[0]))
@@ -249,13 +245,10 @@ class _Search:
         return of_papers
 
     def continue_from(self, whole: "_Search") -> _Considered:
-        """Continues the search for a model with units that are placed as a whole, with their parts.
+        """Continues the ended search for whole units with parts of them: its plan is a candidate, its best point the
+        first.
 
-        Args:
-            whole: the ended search. Its plan is a candidate here, and its best point the first one.
-
-        Returns:
-            The best of the papers' plans and that of whole units.
+        Returns the best of the papers' plans and that of whole units.
         """
         self.consider_papers()
         self.consider(whole.fastest.plan)
@@ -314,11 +307,8 @@ class _Search:
     def choose(self, of_papers: _Considered) -> Plan:
         """Returns the plan with the fewest transfers among those that are about as fast as the fastest.
 
-        If a plan that intercepts no unit is about as fast, it is one of these. If no plan fits, it is the fastest one
-        of about the least excess.
-
-        Args:
-            of_papers: the best of the papers' plans. The result is not slower, unless it intercepts no unit.
+        If a plan that intercepts no unit is about as fast, it is one of these. Other plans are not slower than the best
+        of the papers' plans. If no plan fits, it is the fastest one of about the least excess.
         """
         if self.fastest.score[0]:
             least = self.fastest.prediction
@@ -340,10 +330,8 @@ class _Search:
         return plain if plain is not None and is_close else fastest
 
     def try_point(self, point: SearchPoint) -> bool:
-        """Simulates a point. If its plan exceeds a budget, the point is simulated again with less memory.
-
-        Returns:
-            Whether it is better than all points before.
+        """Simulates a point, with less memory again if its plan exceeds a budget. Returns whether it is the best so
+        far.
         """
         better = False
         margins = MARGIN * self.hardware.gpu_bytes, MARGIN * self.hardware.host_bytes
@@ -459,9 +447,7 @@ class _Search:
     def _with_room_for_steps(self, point: SearchPoint, unused: tuple[int, int]) -> Plan:
         """Returns the plan of `point` for less GPU memory: the rest is for optimizer steps on the GPU.
 
-        Args:
-            point: the point.
-            unused: GPU and host bytes that its plan does not use.
+        `unused` are the GPU and host bytes that the plan of `point` does not use.
         """
         margin = int(MARGIN * self.hardware.gpu_bytes)
         plan, missing = self.plan(point), DEVICE_STEP_BYTES - unused[0]
@@ -502,13 +488,8 @@ class _Search:
         among: Sequence[int],
         change: Callable[[ModelProfile, Plan, int, Sequence[int]], Plan],
     ) -> Plan:
-        """Tries plans in which some of the parts `among` are changed, and returns the fastest one.
-
-        Args:
-            plan: the plan in which `count` of the parts are changed.
-            count: where the search begins.
-            among: parts, by index.
-            change: returns the plan in which a number of the parts are changed.
+        """Returns the fastest plan in which `change` has changed a number of the parts `among`, searching from `count`
+        on.
         """
         best = _score(self.consider(plan), self.hardware)
         amount = len(among)

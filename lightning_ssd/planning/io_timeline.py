@@ -105,11 +105,6 @@ class _Room:
 
     Operators are numbered in the direction in which transfers use their room, over two equal steps. Transfers of drives
     use the room of both, those of host memory the link alone: the room of host memory itself is unlimited.
-
-    Args:
-        machine: the machine.
-        direction: from the GPU, or to it.
-        count: operators of a step.
     """
 
     def __init__(self, machine: MigrationMachine, direction: Direction, count: int) -> None:

@@ -160,14 +160,10 @@ class StepTasks:
         self.launches.append((compute, self.launch_seconds))
 
     def _add_prefetch(self, step: int, nbytes: int, from_ssd: int, allocated: int, *after: Task | None) -> Task:
-        """Adds a transfer of `nbytes` to the GPU. The caller frees them in the window of incoming bytes.
+        """Adds a transfer of `nbytes` to the GPU, of which `from_ssd` are read from SSDs, once the tasks `after` have
+        ended.
 
-        Args:
-            step: index of the step.
-            nbytes: bytes of the transfer.
-            from_ssd: part of these bytes that is read from SSDs.
-            allocated: bytes of GPU memory that the transfer allocates.
-            after: tasks that have to end before.
+        The caller frees the bytes in the window of incoming bytes. The transfer allocates `allocated` bytes on the GPU.
         """
         room = self._incoming.allocate(nbytes)
         read = None
@@ -243,12 +239,8 @@ class StepTasks:
     ) -> Task | None:
         """Adds a stage's backward; returns the task at whose end the unit's gradient is offloaded, if it is complete.
 
-        Args:
-            step: index of the step.
-            index: index of the stage.
-            stored: task at whose end the stage's swapped tensors are in their tier.
-            backward_start: last compute task of the forward, before which no swapped tensor is prefetched.
-            first: whether this is the first backward of the step, at whose begin the last step's gradients are freed.
+        Its swapped tensors are in their tier when `stored` ends, and are prefetched after `backward_start`, the last
+        task of the forward. The first backward of a step frees the last step's gradients.
         """
         stage = self.stages[index]
         unit = stage.unit
@@ -308,10 +300,8 @@ class StepTasks:
     def _add_jobs(self, step: int, gradients: Sequence[Task | None], backward_start: Task | None) -> None:
         """Adds the optimizer steps after backward: one task on the GPU for resident parts, jobs for the others.
 
-        Args:
-            step: index of the step.
-            gradients: for each unit, the task at whose end its gradient is in its tier.
-            backward_start: last compute task of the last forward, before which no states are prefetched.
+        A unit's gradient is in its tier when its task of `gradients` ends; states are prefetched after
+        `backward_start`, the last task of the last forward.
         """
         scale_known = self._compute
         between = self._between_seconds()
@@ -372,17 +362,10 @@ class StepTasks:
         *,
         in_halves: bool,
     ) -> None:
-        """Adds the optimizer job of a part that is not on the GPU.
+        """Adds the optimizer job of a part that is not on the GPU, in two halves if `in_halves` and the CPU makes it.
 
-        Args:
-            step: index of the step.
-            index: index of the unit.
-            profile: the part.
-            part: its placement.
-            after: tasks that have to end before the job steps.
-            before: last tasks of the unit's jobs in the step before.
-            backward_start: last compute task of the last forward, before which no states are prefetched.
-            in_halves: whether a job on the CPU is made in two halves.
+        It steps after the tasks `after`, and those of the unit in the step before (`before`); its states are prefetched
+        after `backward_start`, the last task of the last forward.
         """
         on_ssd = part.states == "ssd"
         written = (profile.state_bytes_written if on_ssd else 0) + (
@@ -415,13 +398,8 @@ class StepTasks:
     def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None, gradient_waits: bool) -> Task:
         """Adds a step on the GPU of states in host or staging memory; returns the copy at whose end they are back.
 
-        Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.
-
-        Args:
-            step: index of the step.
-            profile: the part.
-            after: tasks that have to end before.
-            gradient_waits: whether the gradient is on the GPU; its memory is freed when the states are back.
+        Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back. A
+        gradient that waits on the GPU is freed when the states are back.
         """
         own_masters = profile.weight_bytes >= FP32_BYTES * profile.parameters  # fp32 weights are master weights
         weights = profile.weight_bytes if own_masters else 0

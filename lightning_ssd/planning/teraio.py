@@ -48,14 +48,7 @@ def plan_in_time(step: StepMemory, machine: MigrationMachine) -> list[Migration]
 
 
 class _Rated(NamedTuple):
-    """A migration of a candidate.
-
-    Attributes:
-        ratio: benefit divided by cost.
-        start: `absent_from` of the migration.
-        stop: its `absent_until`.
-        tier: its tier.
-    """
+    """A migration of a candidate from `start` to `stop`, with the ratio of its benefit to its cost."""
 
     ratio: float
     start: int
@@ -112,10 +105,7 @@ class _Search:
     def choose(self, *, in_time: bool) -> None:
         """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
 
-        Tensors that migrate already may be absent for longer.
-
-        Args:
-            in_time: whether transfers have to fit into the I/O timeline; else operators may wait for them.
+        Tensors that migrate already may be absent for longer. If not `in_time`, operators may wait for transfers.
         """
         heap = self._bounds()
         heapify(heap)

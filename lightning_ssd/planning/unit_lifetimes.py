@@ -61,13 +61,7 @@ def _add_plans(
 ) -> None:
     """Adds plans in which the tensors of `planned` migrate, each with its excess bytes, step seconds and number.
 
-    Args:
-        plans: receives the plans.
-        model: profile by which they are simulated.
-        planned: that profile, or the same one with units placed as a whole: migrations of its larger tensors may fit
-            better.
-        hardware: as in `plan_units`.
-        fixed: as in `plan_units`.
+    `planned` is `model`, or `model` with units placed as a whole: migrations of its larger tensors may fit better.
     """
     steps = _StepLifetimes(planned, hardware, fixed)
     step = steps.memory()
@@ -181,14 +175,10 @@ class _StepLifetimes:
         backward: dict[tuple[int, int], int],
         step: int,
     ) -> None:
-        """Adds the tensors of a unit.
+        """Adds the tensors of a unit, whose operators run at indices `forward` and `backward`, and its optimizer step
+        at `step`.
 
-        Args:
-            index: index of the unit.
-            resident: for each part of the unit, whether a fixed placement has it on the GPU.
-            forward: index of the forward of each operator, by unit and operator.
-            backward: index of each backward.
-            step: index of the unit's optimizer step.
+        A fixed placement has its `resident` parts on the GPU.
         """
         unit = self._model.units[index]
         count = len(unit.operators)
@@ -225,16 +215,10 @@ class _StepLifetimes:
         allocated: int | None = None,
         freed: int | None = None,
     ) -> None:
-        """Adds a tensor.
+        """Adds a tensor, unless it has no bytes, by the indices of the operators that use it, allocate it and are its
+        last.
 
-        Args:
-            kind: class of the tensor.
-            unit: index of its unit.
-            position: index of its operator or part in the unit.
-            nbytes: bytes; 0: there is no tensor.
-            uses: indices of the operators that use it, in order.
-            allocated: index of the operator that allocates it; None: it exists in every step from begin to end.
-            freed: index of the last operator with it; None: as for `allocated`.
+        If no operator allocates it, it exists in every step from begin to end.
         """
         if not nbytes:
             return

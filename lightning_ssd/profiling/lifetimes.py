@@ -160,14 +160,7 @@ class LifetimeRecorder:
 
 
 def _tensor(number: int, lifetime: _Lifetime, backward_start: int, last: int) -> TensorLifetime:
-    """Returns the record of a lifetime.
-
-    Args:
-        number: id of the tensor.
-        lifetime: recorded uses, allocation and death of the tensor.
-        backward_start: the first operator of the backward.
-        last: the last operator of the step.
-    """
+    """Returns the record of a lifetime in a step that ends with operator `last`."""
     kind, freed = lifetime.kind, lifetime.freed
     if kind is None:
         # Constants of later phases are seen first as arguments, so that no operator seems to have allocated them.

@@ -244,14 +244,7 @@ class Profiler(Uncopied):
         on_unpacked: Callable[[SavedStorage], None],
         placement: PlacementPolicy | None = None,
     ) -> None:
-        """Runs the next forward inside `mode` and active hooks, with callbacks for saved and unpacked storages.
-
-        Args:
-            mode: the mode.
-            on_saved: as in `OffloadPolicy`.
-            on_unpacked: as in `OffloadPolicy`.
-            placement: as in `OffloadPolicy`; None: it does not change.
-        """
+        """Runs the next forward inside `mode` and active hooks. The other arguments are those of `OffloadPolicy`."""
         policy = self._policy_before = self._offloader.policy
         changes: dict[str, Any] = {} if placement is None else {"placement": placement}
         self._offloader.run(

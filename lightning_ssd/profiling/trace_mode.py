@@ -555,12 +555,7 @@ def _versions(module: nn.Module, given: Sequence[Tensor]) -> list[int]:
 def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, device: torch.device) -> bool:
     """Returns True if an operation may be executed again. `PlanMode` compares the results of a second execution.
 
-    Args:
-        func: the operation.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        result: its result.
-        device: the training device, whose generator is set back for the second execution.
+    The generator of the training device is set back for the second execution.
     """
     name = internals.schema_of(func).name
     if internals.schema_of(func).is_mutable or func.namespace not in ("aten", "prims"):

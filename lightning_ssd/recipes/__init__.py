@@ -12,15 +12,3 @@ from lightning_ssd.recipes.recipe import (
     strategy_argument,
 )
 from lightning_ssd.recipes.refusals import describe_os_error, refused_input
-
-__all__ = [
-    "check_recipe",
-    "copy_recipe",
-    "describe_os_error",
-    "machine_file",
-    "read_recipe",
-    "recipes",
-    "refused_input",
-    "scratch_path",
-    "strategy_argument",
-]

@@ -173,12 +173,8 @@ def _check_settings(config: Any) -> None:
 def _with_class_path(args: Sequence[str], name: object) -> list[str]:
     """Returns `args` with names replaced that LightningCLI does not accept.
 
-    Names of configurations of the package are replaced by their files, and names of our strategies by the class path if
-    arguments of the class follow: LightningCLI accepts these only beside a class path.
-
-    Args:
-        args: The arguments, configuration files among them.
-        name: `trainer.strategy` before `args` are read.
+    Names of configurations of the package are replaced by their files, and the name of our strategy, which `args` may
+    change, by the class path if arguments of the class follow: LightningCLI accepts these only beside a class path.
     """
     key, rest, result = "--trainer.strategy", list(args), list[str]()
     while rest:

@@ -303,8 +303,7 @@ def _hparams_type(owner: Any) -> str:
 def _encode_on_cpu(checkpoint: dict[str, Any]) -> Callable[[], PlainData]:
     """Copies a checkpoint, whose tensors training will change, to plain data on the CPU without waiting for the device.
 
-    Returns:
-        A function that waits for the copies and returns the plain data; it is called on another thread.
+    The returned function waits for the copies and returns the plain data; it is called on another thread.
     """
 
     def copy(tensor: Tensor) -> Tensor:

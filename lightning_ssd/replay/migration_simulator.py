@@ -222,14 +222,6 @@ class _Transfers:
 
     The link carries the bytes of all transfers, and drives those of their own: a transfer ends when both have carried
     it. Each of the two carries the most urgent transfer first, so that faster drives delay none on the link.
-
-    Args:
-        machine: the machine.
-        direction: from the GPU, or to it.
-
-    Attributes:
-        link: the link.
-        ssd: all drives.
     """
 
     def __init__(self, machine: MigrationMachine, direction: Direction) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import backward_nodes, compile_seconds
+from lightning_ssd.activations import backward_nodes
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.retry.out_of_memory import NamedOperators
 from lightning_ssd.retry.step_state import StepState, random_states, set_random_states
@@ -156,13 +156,11 @@ class MicroBatchRetry:
     def _try_backward(
         self, loss: Tensor, run: Callable[[Tensor], object], changed: str | None, given: Tensor | None
     ) -> bool:
-        """Runs a backward. Returns False if it has run out of memory, and the micro-batch may be run again.
+        """Runs a backward of the scaled loss. Returns False if it runs out of memory, and the micro-batch may be run
+        again.
 
-        Args:
-            loss: the scaled loss.
-            run: runs the backward of it.
-            changed: an attribute of the module that was set between forward and backward, if any.
-            given: the loss before it was scaled, which user code has passed on; None: it has not.
+        `changed` is an attribute of the module that was set between forward and backward, `given` the loss before it
+        was scaled, if user code has passed it on.
         """
         try:
             with self._explained("backward"):
@@ -350,11 +348,7 @@ def _set_grad(grad: Tensor, parameter: Tensor) -> None:
 
 
 class _Output:
-    """The result of the first `training_step`, which Lightning has already: its tensors are empty until `fill`.
-
-    Args:
-        output: the result.
-    """
+    """The result of the first `training_step`, which Lightning has already: its tensors are empty until `fill`."""
 
     def __init__(self, output: Any) -> None:
         self._emptied: list[tuple[int, Tensor]] = []
@@ -387,7 +381,7 @@ def _loss_of(output: Any) -> Tensor:
 def _named_operators() -> contextlib.AbstractContextManager[object]:
     """Returns a context in which errors of a backward have their operator in the traceback."""
     # Dynamo would not compile forwards that a checkpoint runs again inside of a dispatch mode.
-    return contextlib.nullcontext() if compile_seconds() else NamedOperators()  # type: ignore[no-untyped-call]
+    return contextlib.nullcontext() if internals.compile_seconds() else NamedOperators()  # type: ignore[no-untyped-call]
 
 
 def _has_nested_backward(loss: Tensor) -> bool:

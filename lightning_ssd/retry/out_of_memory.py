@@ -138,9 +138,7 @@ def _describe_device(device: torch.device, error: BaseException) -> tuple[str, b
 def _needed_bytes(message: str, allocated: int) -> int | None:
     """Returns the bytes that would be allocated if the failed allocation had not failed; None: they are not known.
 
-    Args:
-        message: torch's message, with the bytes at the time of the failure.
-        allocated: bytes that are allocated now, where the message does not have them.
+    `allocated` bytes are allocated now, which count where torch's message does not have those of the failure.
     """
     tried = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
     if tried is None:
@@ -152,10 +150,7 @@ def _needed_bytes(message: str, allocated: int) -> int | None:
 def _help_by_samples(error: BaseException, device: torch.device, states: int) -> str:
     """Returns the remedy of a smaller batch, with the samples that would fit by the bytes that the failed ones needed.
 
-    Args:
-        error: the OutOfMemoryError.
-        device: device of the model's computation.
-        states: bytes of model states on the device, which the number of samples does not change.
+    `states` bytes of model states are on the device, which the number of samples does not change.
     """
     memory, samples = allocator_memory(device), _num_samples(error)
     needed = None if memory is None else _needed_bytes(str(error), memory.allocated())
@@ -177,13 +172,7 @@ def _num_samples(error: BaseException) -> int | None:
 
 
 def _describe_missing(message: str, allowed: int, allocated: int) -> str:
-    """Returns a clause with the bytes that the failed allocation needed beyond the allowed ones.
-
-    Args:
-        message: as in `_needed_bytes`.
-        allowed: bytes that this process may use.
-        allocated: as in `_needed_bytes`.
-    """
+    """Returns a clause with the bytes that the failed allocation needed beyond the allowed ones."""
     tried, needed = re.search(r"Tried to allocate ([\d.]+) (\w+)", message), _needed_bytes(message, allocated)
     if tried is None or needed is None:
         return ""

@@ -88,10 +88,7 @@ def run_before_step(run: RunStates, optimizer: Optimizer, closure: Callable[[], 
 class _RetriedBackward:
     """The attribute `backward` of a precision plugin, from before its `pre_backward` until it is called.
 
-    Args:
-        plugin: the Trainer's plugin.
-        retry: runs the micro-batch.
-        loss: the loss before the plugin scales it.
+    `loss` is not scaled yet: the plugin does so.
     """
 
     def __init__(self, plugin: pl.plugins.Precision, retry: MicroBatchRetry, loss: Tensor) -> None:
@@ -119,13 +116,9 @@ class _RetriedBackward:
 
 
 def _offload_states(run: RunStates, planner: MicroBatchPlanner, part: str, zeroed: bool) -> None:
-    """Offloads model states, because a micro-batch has run out of memory with all saved tensors offloaded.
+    """Offloads model states, because a forward or backward (`part`) with all saved tensors offloaded ran out of memory.
 
-    Args:
-        run: the offloader and the model states of the training.
-        planner: decides about saved tensors.
-        part: "forward" or "backward", which has failed.
-        zeroed: whether gradients of the step before were zeroed.
+    `zeroed`: gradients of the step before were zeroed.
     """
     waiting: dict[nn.Parameter, Tensor] = {}
     if zeroed or not planner.begins_step:  # the next step uses all gradients that are there

@@ -199,12 +199,8 @@ class RunStates(Uncopied, StatesOwner):
         self._make(to_offload, uninitialized, None if plan is None else planned_tiers(plan))
 
     def _make(self, to_offload: set[nn.Parameter], uninitialized: MetaTensors, plan_tiers: PlanTiers | None) -> None:
-        """Makes the model states, and connects them to Lightning.
-
-        Args:
-            to_offload: parameters to offload.
-            uninitialized: those of them, and buffers, that were built on `meta`.
-            plan_tiers: tiers of each unit and of its parts; None: those that the arguments and the memory determine.
+        """Makes the model states, in tiers by the arguments and the memory if there is no plan, and connects them to
+        Lightning.
         """
         trainer = self._trainer
         optimizers = self._strategy.optimizers if self._fitting else []

@@ -168,13 +168,9 @@ class PrivateDirectory:
 
 
 def _open(name: str | Path, flags: int, parent: int | None, path: Path) -> int:
-    """Opens an entry without following a link, and checks its owner and mode.
+    """Opens an entry of the directory `parent` without following a link, and checks its owner and mode.
 
-    Args:
-        name: name of the entry in `parent`, or its path if `parent` is None.
-        flags: flags of `os.open`.
-        parent: descriptor of the entry's directory.
-        path: path of the entry, for messages.
+    If `parent` is None, `name` is a path. Messages name `path`.
     """
     wanted = "directory" if flags & os.O_DIRECTORY else "regular file"
     try:

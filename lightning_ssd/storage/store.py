@@ -401,9 +401,7 @@ class BlobStore:
     def _close_opened(self, directories: Sequence[ScratchDirectory], *, remove: bool) -> None:
         """Closes the volumes and directories of a store that could not be made, the last ones first.
 
-        Args:
-            directories: opened directories, of which the first ones have volumes.
-            remove: remove all files; else only directories without files are removed.
+        The first directories have volumes. Unless all files are to be removed, directories without files are.
         """
         for index, directory in reversed(list(enumerate(directories))):
             if index < len(self._volumes):

@@ -146,11 +146,7 @@ def read_timeline(
 
 
 class _Launches:
-    """The launches of kernels by the host, which say why the GPU computes nothing before a kernel begins.
-
-    Args:
-        thread: identifier of the training thread in the trace.
-    """
+    """The launches of kernels by the host, which say why the GPU computes nothing before a kernel begins."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.activations import ForwardGraph, HostTier, SavedStorage, count_compiled
+from lightning_ssd.activations import ForwardGraph, HostTier, SavedStorage
 from lightning_ssd.autoplan import auto_plan
 from lightning_ssd.profiling import trace_mode
+from lightning_ssd.torch_internals import count_compiled
 from tests.support.compare import assert_same
 from tests.support.compiled import INDUCTOR, fresh_dynamo  # noqa: F401
 from tests.support.compiled_blocks import (

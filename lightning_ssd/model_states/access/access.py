@@ -386,12 +386,11 @@ class Access:
     def _values(
         self, found: Mapping[int, OffloadedTensor], *, computing: bool, kind: Kind = Kind.COMPUTE
     ) -> Iterator[dict[int, Tensor]]:
-        """Yields the tensors that replace offloaded ones as arguments of an operator.
+        """Yields the tensors that replace offloaded ones, `found` by identity, as arguments of an operator of this
+        kind.
 
-        Args:
-            found: the offloaded tensors, by identity.
-            computing: whether autograd records the operator.
-            kind: kind of the operator; `Kind.MATMUL` only if autocast may cast its arguments to 16 bits.
+        `computing` is True if autograd records it; `Kind.MATMUL` is given if autocast may cast its arguments to 16
+        bits.
         """
         held: dict[FlatParameter, None] = {}
         """Flat parameters whose compute weights are arguments of the operator."""
@@ -612,11 +611,8 @@ class Access:
         return exported
 
     def _memory(self, tensor: OffloadedTensor, sharing: str) -> Tensor:
-        """Returns an ordinary tensor over the memory that `tensor` has in plain training.
-
-        Args:
-            tensor: the offloaded tensor.
-            sharing: name of the tensor that will share the memory, for messages.
+        """Returns an ordinary tensor over the memory that `tensor` has in plain training. Messages say that `sharing`
+        needs it.
         """
         source = tensor.source
         if not isinstance(source, Weights):

@@ -25,8 +25,7 @@ def autograd_forwards() -> Mapping[int, CodeType]:
 def _forwards(newest: object) -> Mapping[int, CodeType]:
     """Returns the code of the forwards of all functions.
 
-    Args:
-        newest: class of the newest function. The cache keeps it alive, so that no later one has its identity.
+    The cache keeps the class of the newest function alive, so that no later one has its identity.
     """
     codes = (_code_of(function.forward) for function in _subclasses(Function))
     return {id(code): code for code in codes if code is not None}

@@ -379,11 +379,7 @@ class OperatorAccess(Protocol):
 
 
 class _ViewReferences:
-    """Makes the references that autograd saves in place of a view.
-
-    Args:
-        view: the view, which is not kept alive: this object belongs to its storage.
-    """
+    """Makes the references that autograd saves in place of a view, which is not kept alive: it owns this object."""
 
     def __init__(self, view: OffloadedView) -> None:
         self._view = weakref.ref(view)

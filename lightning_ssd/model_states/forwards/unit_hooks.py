@@ -221,11 +221,7 @@ class _CompiledWeights(NamedTuple):
 
 
 def _check_transforms(module: nn.Module) -> None:
-    """Raises RuntimeError if torch would use memory of the module's weights in C++ that is not there.
-
-    Args:
-        module: module whose forward begins.
-    """
+    """Raises RuntimeError if torch would use memory of the module's weights in C++ that is not there."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(
             f"`torch.jit.trace` of {type(module).__name__}, which has offloaded weights, would trace memory that is "

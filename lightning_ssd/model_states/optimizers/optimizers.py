@@ -390,13 +390,7 @@ class AdamOptimizer(ElementwiseOptimizer):
     def _kernel_of(
         self, given: StepInput, staged: StagedState, steps: int
     ) -> tuple[AdamKernel, str, KernelSettings] | None:
-        """Returns the kernel of a step, the name of its function and its numbers; None: torch's function is called.
-
-        Args:
-            given: the input, with options that a CPU supports.
-            staged: values of the flat parameter.
-            steps: steps of the parameters so far.
-        """
+        """Returns the kernel of a step, the name of its function and its numbers; None: torch's function is called."""
         name = self._function(staged, given.gradient.dtype) if self._compiled else None
         if name is None:
             return None

@@ -254,8 +254,7 @@ class OptimizerStep:
     def _commit_or_redo(self, used: float | None) -> "Future[None]":
         """Commits the step if it was made with the right scale, or skips it; else makes it now.
 
-        Args:
-            used: scale that the step was made with; None: it was not made.
+        `used` is the scale that it was made with; None: it was not made.
         """
         scale = self.scale.result()
         if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself

@@ -282,17 +282,11 @@ class StepScheduler:
         on_host: "Future[None]",
         ready: "list[Future[None]]",
     ) -> Submitted:
-        """Begins the step of `flat`: on the device, speculatively, or when the scale is known.
+        """Begins a step by `stepper` (None: by the CPU), speculatively, or when the scale is known, and all of `ready`
+        are done.
 
-        Args:
-            flat: the flat parameter.
-            step: its step.
-            stepper: makes the step on the device; None: the CPU makes it.
-            on_host: done when its gradient is in host memory, or at once if the gradient waits on the device.
-            ready: futures that the step waits for.
-
-        Returns:
-            The futures of the compute weights and of the whole step.
+        `on_host` is done when the gradient is in host memory, or at once if the gradient waits on the device. Returns
+        the futures of the compute weights and of the whole step.
         """
         speculated, accumulated = self._decision.speculated, step.arrived is None
         # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.

@@ -316,12 +316,10 @@ class FlatParameter:
 
 
 class _FlatReferences:
-    """Makes the references that autograd saves in place of weights.
+    """Makes the references that autograd saves in place of weights, from element `start` of their flat parameter.
 
-    Args:
-        flat: the flat parameter, which is not kept alive: this object belongs to its storage, and the garbage collector
-            does not see that the storage belongs to tensors of the flat parameter.
-        start: offset of the storage in the flat parameter, elements.
+    The flat parameter is not kept alive: this object belongs to its storage, and the garbage collector does not see
+    that the storage belongs to tensors of the flat parameter.
     """
 
     __slots__ = ("_flat", "_start")
