@@ -107,6 +107,14 @@ def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any
     assert ("TB a day" in line) == (arguments.get("states") == "ssd")
 
 
+@pytest.mark.parametrize(("clip", "words"), [("auto", ", 21.0\\d MiB while few steps are clipped,"), ("deferred", ",")])
+def test_memory_of_second_versions(tmp_path: Path, lines: list[str], clip: Any, words: str) -> None:
+    strategy = offloading(offload="none", states="host", clip=clip)
+    make_trainer(tmp_path, strategy, gradient_clip_val=1.0).fit(WideModel(), batches(1))
+    (line,) = lines
+    assert re.search(rf"totals: host memory 12.0\d MiB{words} [\d.]+ [MG]iB of the process beside it", line), line
+
+
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Coupled"])
 def test_states_that_their_optimizer_keeps(tmp_path: Path, lines: list[str], kind: str) -> None:
     class Matrices(WideModel):
