@@ -75,5 +75,8 @@ def test_a_machine_is_measured_within_the_budget(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(machine, "Slab", Counted)
     with open_offloader(tmp_path, tier="host", host_memory="64MiB") as offloader:
         measured = measure_training_machine(offloader, "fp32")
-    assert 0 < sum(taken) <= 64 * MIB
-    assert measured.cpu_step_rate > 0 and measured.copy_in > 0
+        assert 0 < sum(taken) <= 64 * MIB
+        assert measured.cpu_step_rate > 0 and measured.copy_in > 0
+        taken.clear()
+        measure_training_machine(offloader, None)
+    assert len(taken) == 2, "without offloaded states, only copies are measured"

@@ -100,7 +100,8 @@ class PlanCycle(ProfiledSteps):
         self._meter = meter
         self._logs_metrics = logs_metrics
         self._recompilation = recompilation
-        machine = options.machine or measure_training_machine(training.offloader, training.state_format)
+        state_format = None if training.states is None else training.state_format
+        machine = options.machine or measure_training_machine(training.offloader, state_format)
         self._maker = PlanMaker(options, machine, training.offloader.device)
         self.keeps_excess = keeps_excess
         if not keeps_excess:

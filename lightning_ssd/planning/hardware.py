@@ -13,6 +13,9 @@ from lightning_ssd.planning.validation import (
 )
 from lightning_ssd.sizes import format_bytes
 
+INFINITE_STEP_RATE = 1e20
+"""Parameters/s of a CPU whose optimizer steps take no time."""
+
 
 @dataclass(frozen=True)
 class HostOverhead:

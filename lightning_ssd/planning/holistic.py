@@ -11,7 +11,7 @@ from itertools import accumulate, product
 from math import inf
 
 from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units, keep_all
-from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.hardware import INFINITE_STEP_RATE, HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
@@ -61,9 +61,6 @@ MAX_TRIES = 3
 
 TIE = 1 + 1e-9
 """Relative difference below which two step times are equal: rounding depends on the order of additions."""
-
-INFINITE_STEP_RATE = 1e20
-"""Parameters/s of a CPU whose optimizer steps take no time."""
 
 DEVICE_WEIGHTS = (0.0, 0.5, 1.0)
 """Tried values of `device_weight` of `free_tensors` and `free_units`."""

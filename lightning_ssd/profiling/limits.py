@@ -23,10 +23,10 @@ HOST_FILL = 0.85
 """Share of the host tier that tensors of different sizes fill before fragments leave no room."""
 
 
-def measure_training_machine(offloader: ActivationOffloader, state_format: StateFormat) -> HardwareProfile:
+def measure_training_machine(offloader: ActivationOffloader, state_format: StateFormat | None) -> HardwareProfile:
     """Measures the machine of a training, in the host memory that it leaves.
 
-    Its SSDs are those of `offloader`, and its states have `state_format`.
+    Its SSDs are those of `offloader`. `state_format` is that of offloaded states; None: all are on the device.
     """
     tiers = offloader.tiers.values()
     room = sum(tier.host_limit - tier.host_bytes for tier in tiers)

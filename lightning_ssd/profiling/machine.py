@@ -1,13 +1,13 @@
 """Measures the machine's rates for the planner (FLOP/s, bytes/s, stepped parameters/s), in a few seconds each."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ssd.device import usable_gpu_memory, usable_memory
 from lightning_ssd.model_states import (
@@ -20,7 +20,7 @@ from lightning_ssd.model_states import (
     StepInput,
     moments_of,
 )
-from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.planning import INFINITE_STEP_RATE, HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore, Slab
 from lightning_ssd.types import StateFormat
@@ -31,11 +31,12 @@ MATRIX_SIZE = 8192
 ATTENTION_TOKENS = 1024
 """Tokens of a sample of the attention that a GPU computes; a CPU computes that of an eighth of the tokens."""
 
-COPY_BYTES = 2**28
+COPY_BYTES = 2**27
 """Bytes of a copy."""
 
-STEP_PARAMETERS = 2**26
-"""Parameters of a timed optimizer step: more than the processor's caches hold."""
+STEP_PARAMETERS = 2**25
+"""Parameters of a timed optimizer step: with 16 bytes each, more than the processor's caches hold. The kernel clears
+that memory first, which takes longer than all steps."""
 
 REPEATS = 5
 """Measured calls, after one that warms up."""
@@ -45,7 +46,7 @@ def measure_machine(
     path: Path | None,
     *,
     attention: bool = False,
-    state_format: StateFormat = "fp32",
+    state_format: StateFormat | None = "fp32",
     host_memory: int | None = None,
 ) -> HardwareProfile:
     """Returns the measured rates of the host, the GPU if there is one, and the SSD.
@@ -53,8 +54,9 @@ def measure_machine(
     Args:
         path: a directory on the SSD; None: no SSD is measured.
         attention: whether to measure the FLOP/s of attention, which dry runs need.
-        state_format: format of the states that the optimizer steps on the CPU.
-        host_memory: most bytes of host memory that measurements take; None: no limit. They need 1.5 GiB, and are less
+        state_format: format of the states that the optimizer steps on the CPU; None: it steps none there, and takes no
+            time.
+        host_memory: most bytes of host memory that measurements take; None: no limit. They need 1 GiB, and are less
             exact with less.
 
     Raises:
@@ -63,10 +65,9 @@ def measure_machine(
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     copied, stepped = COPY_BYTES, STEP_PARAMETERS
-    if host_memory is not None:  # two copies, and 16 bytes for each parameter, are in memory at a time
+    if host_memory is not None:  # both ends of copies, and 16 bytes for each parameter, are in memory at a time
         copied = min(copied, max(host_memory // 8, 2**22))
         stepped = min(stepped, max(host_memory // 32 // 64 * 64, 2**16))
-    copy_in, copy_out, both = copy_bandwidths(device, copied)
     write = read = 1.0
     ssd_bytes = 0
     if path is not None:
@@ -81,12 +82,18 @@ def measure_machine(
     ):  # a measurement during a training must not change its random numbers
         flops = _products(device)
         attention_flops = _attention(device) if attention else None
+    copies = _Copies(device, copied)
+    copy_in, copy_out, both = copies.bandwidths()
+    step_rate, slowdown = INFINITE_STEP_RATE, 0.0
+    if state_format is not None:
         run_step = adam_step(stepped, state_format=state_format)
         step_seconds = _seconds(torch.device("cpu"), run_step)
-        # Twice as many copies as fit into the time of a step, because copies slow the step down.
-        count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / copied)
-        seconds_with_copies = _beside_copies(device, copied, count, run_step) if cuda else step_seconds
-    slowdown = 1 - step_seconds / seconds_with_copies
+        step_rate = stepped / step_seconds
+        if cuda:
+            # Twice as many copies as fit into the time of a step, because copies slow the step down.
+            count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / copied)
+            slowdown = 1 - step_seconds / copies.seconds_beside(count, run_step)
+    copies.close()
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         gpu_flops=flops,
@@ -98,7 +105,7 @@ def measure_machine(
         ssd_read=read,
         ssd_write=write,
         ssd_mixed=mixed_bandwidth(read, write),
-        cpu_step_rate=stepped / step_seconds,
+        cpu_step_rate=step_rate,
         gpu_bytes=usable_gpu_memory(device) if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
@@ -157,66 +164,72 @@ def _attention(device: torch.device) -> float:
 
 def memory_bandwidth(device: torch.device) -> float:
     """Returns the bandwidth of the device's memory, bytes read and written per second."""
-    values = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    values = torch.empty(2 * COPY_BYTES, dtype=torch.uint8, device=device)
     other = torch.empty_like(values)
-    return 2 * COPY_BYTES / _seconds(device, lambda: other.copy_(values))
+    return 4 * COPY_BYTES / _seconds(device, lambda: other.copy_(values))
 
 
-def _beside_copies(device: torch.device, nbytes: int, count: int, run: Callable[[], None]) -> float:
-    """Returns the minimum seconds of `run`, on the CPU, while `count` copies of `nbytes` bytes run each way.
+class _Copies:
+    """Copies of `nbytes` bytes between the device and host memory, page-locked for a GPU.
 
-    The result is infinity if the copies end before the first call of `run` does.
+    Until `close`, the memory is this object's; each method returns when the device has ended its copies.
     """
-    slabs = [Slab(nbytes, pin=True) for _ in range(2)]
-    others = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-    for _ in range(count):
-        _copy_both_ways([slab.tensor for slab in slabs], others, streams)
-    seconds = float("inf")
-    for _ in range(REPEATS):
-        begin = perf_counter()
-        run()
-        taken = perf_counter() - begin
-        if any(stream.query() for stream in streams):  # copies have ended meanwhile
-            break
-        seconds = min(seconds, taken)
-    torch.cuda.synchronize(device)
-    for slab in slabs:
-        slab.close()
-    return seconds
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device, self._nbytes = device, nbytes
+        self._slabs = [Slab(nbytes, pin=device.type == "cuda") for _ in range(2)]
+        self._hosts = [slab.tensor for slab in self._slabs]
+        self._others = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+
+    def bandwidths(self) -> tuple[float, float, float]:
+        """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use."""
+        nbytes, hosts, others = self._nbytes, self._hosts, self._others
+        alone_in = nbytes / _seconds(self._device, lambda: others[0].copy_(hosts[0], non_blocking=True))
+        alone_out = nbytes / _seconds(self._device, lambda: hosts[1].copy_(others[1], non_blocking=True))
+        if not self._streams:
+            return alone_in, alone_out, min(alone_in, alone_out) / 2
+        return alone_in, alone_out, nbytes / _seconds(self._device, self._copy_both_ways)
+
+    def seconds_beside(self, count: int, run: Callable[[], None]) -> float:
+        """Returns the minimum seconds of `run`, on the CPU, while `count` copies run each way.
+
+        The result is infinity if the copies end before the first call of `run` does.
+        """
+        for _ in range(count):
+            self._copy_both_ways()
+        seconds = float("inf")
+        for _ in range(REPEATS):
+            begin = perf_counter()
+            run()
+            taken = perf_counter() - begin
+            if any(stream.query() for stream in self._streams):  # copies have ended meanwhile
+                break
+            seconds = min(seconds, taken)
+        torch.cuda.synchronize(self._device)
+        return seconds
+
+    def close(self) -> None:
+        """Frees the memory on both sides."""
+        self._hosts.clear()
+        self._others.clear()
+        for slab in self._slabs:
+            slab.close()
+
+    def _copy_both_ways(self) -> None:
+        """Issues a copy to the device and one from it, on two streams."""
+        pairs = (self._others[0], self._hosts[0]), (self._hosts[1], self._others[1])
+        for stream, (target, source) in zip(self._streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
 
 
-def _copy_both_ways(hosts: Sequence[Tensor], others: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
-    """Issues a copy from the first of `hosts` to the device and one from the device to the second, on two streams."""
-    for stream, target, source in zip(streams, (others[0], hosts[1]), (hosts[0], others[1]), strict=True):
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-
-
-def copy_bandwidths(device: torch.device, nbytes: int = COPY_BYTES) -> tuple[float, float, float]:
-    """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use.
-
-    Args:
-        device: the device.
-        nbytes: bytes of a copy, two of which are in host memory.
-    """
-    pin = device.type == "cuda"
-    slabs = [Slab(nbytes, pin=pin) for _ in range(2)]
-    hosts = [slab.tensor for slab in slabs]
-    others = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def into(target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def both() -> None:
-        _copy_both_ways(hosts, others, [torch.cuda.Stream(), torch.cuda.Stream()])
-
-    alone_in = nbytes / _seconds(device, lambda: into(others[0], hosts[0]))
-    alone_out = nbytes / _seconds(device, lambda: into(hosts[1], others[1]))
-    at_once = nbytes / _seconds(device, both) if pin else min(alone_in, alone_out) / 2
-    for slab in slabs:
-        slab.close()
-    return alone_in, alone_out, at_once
+def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
+    """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use."""
+    copies = _Copies(device, COPY_BYTES)
+    found = copies.bandwidths()
+    copies.close()
+    return found
 
 
 def adam_step(
@@ -253,6 +266,6 @@ def adam_step(
 
     staged = make_version()
     staged.uncommitted = make_version() if two_versions else None
-    gradients = [Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_() for _ in range(ranks)]
+    gradients = [Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).fill_(0.01) for _ in range(ranks)]
     gradient = gradients[0] if ranks == 1 else RankMean(gradients, 1.0 / ranks)
     return lambda: flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged, half)
