@@ -124,7 +124,7 @@ class RamWatch:
     def _watch(self) -> None:
         while True:
             self.most = max(self.most, process_ram())
-            if self._ended.wait(1.0):
+            if self._ended.wait(3.0):  # a look at a large process takes 50 ms
                 return
 
     def end(self) -> None:
