@@ -334,7 +334,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         if args.save is not None:
             plan.save(args.save)
     how = "by a plan of SwapPlanner" if by_planner else "as configured, without SwapPlanner"
-    _print(f"{model.name}, {format_count(model.parameters)} parameters, {how}, on {hardware.name}:\n\n{answer}")
+    _print(f"{answer}\n\n{model.name}, {format_count(model.parameters)} parameters, {how}, on {hardware.name}.")
     if fixed is not None:
         _print(
             "\nModel states stay on the GPU. bf16 weights there have no master weights, as in plain Lightning: with "

@@ -372,7 +372,8 @@ class TestPlan:
         offloaded = capsys.readouterr().out
         assert "RAM 0 B of" in kept and "RAM 0 B of" not in offloaded
         for printed in (kept, offloaded):
-            for said in ("It fits.", "tokens/s", "SSD writes  none", "bound by", "would help", "without SwapPlanner"):
+            assert printed.startswith("It fits.\nmemory      GPU ")
+            for said in ("tokens/s", "SSD writes  none", "bound by", "would help", "without SwapPlanner"):
                 assert said in printed
             assert "swap coefficient" not in printed and len(printed.splitlines()) < 16
         assert max(map(len, printed.splitlines())) <= 80

@@ -3,6 +3,7 @@
 In a wheel they are data of the package, in its folder `files`. In a clone they are in the folders at its root.
 """
 
+import re
 import shutil
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -27,9 +28,14 @@ def recipe_file(recipe: str) -> Path:
 def config_file(config: str) -> str:
     """Returns the file of an option `-c`: a path as it is given, or the path of the package's file of a name.
 
-    A name that the package lacks is returned as it is, for the recipe's parser to refuse.
+    Text that is neither is returned as it is: the recipe's parser accepts keys in YAML, too.
+
+    Raises:
+        ValueError: there is no file of a name.
     """
-    return config if Path(config).is_file() else str(_files("configs/*", ".yaml").get(config, config))
+    if not re.fullmatch(r"[\w.-]+", config):
+        return config
+    return str(_file(config, _files("configs/*", ".yaml"), "configuration", f"there is no file {config!r}"))
 
 
 def machine_file(machine: str) -> Path:

@@ -51,6 +51,7 @@ MISTAKES = [
     ("gpt", "--trainer.val_check_interval=0", "trainer.val_check_interval=0 is out of range"),
     ("gpt", "--trainer.logger.save_dir=file.txt", "file.txt/gpt: Not a directory"),
     ("gpt", "--trainer.strategy.path=missing", "/missing' does not exist: create it first"),
+    ("gpt", "--config=gpt-1.3", "Did you mean 'gpt-1.3b'?"),
     ("gpt", "--ckpt_path=missing.ckpt", "Checkpoint file not found: missing.ckpt"),
     ("gpt", "--ckpt_path=file.txt", "ckpt_path=file.txt is no whole checkpoint"),
     ("gpt", "--trainer.max_steps=-5", "`max_steps` must be a non-negative integer or -1"),
