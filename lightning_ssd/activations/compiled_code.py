@@ -167,9 +167,6 @@ class GuardHook:
 
     Dynamo has one hook for the process, which serves all open objects and the hook of other code that it replaces. It
     is called on the thread that calls compiled code.
-
-    Args:
-        action: the function.
     """
 
     _open: "ClassVar[list[GuardHook]]" = []
