@@ -167,9 +167,6 @@ class GuardHook:
 
     Dynamo has one hook for the process, which serves all open objects and the hook of other code that it replaces. It
     is called on the thread that calls compiled code.
-
-    Args:
-        action: the function.
     """
 
     _open: "ClassVar[list[GuardHook]]" = []
@@ -226,17 +223,12 @@ def check_no_cuda_graphs(module: nn.Module, device: torch.device) -> None:
     if device.type != "cuda":
         return
     for name, part in module.named_modules():
-        if _uses_cuda_graphs(part):
+        if any(config.get("triton.cudagraphs") for config in _configs(part)):
             raise ValueError(
                 f"{name or type(module).__name__} is compiled with CUDA graphs (`mode='reduce-overhead'`), which need "
                 "weights at fixed addresses, and addresses of offloaded weights change. Compile without that mode, or "
                 "set `states='gpu'`."
             )
-
-
-def _uses_cuda_graphs(part: nn.Module) -> bool:
-    """Returns whether calls or methods of `part` are compiled with CUDA graphs."""
-    return any(config.get("triton.cudagraphs") for config in _configs(part))
 
 
 def _configs(part: nn.Module) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ graph is built again. The same kernel on the same bytes with the same strides gi
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,7 @@ class RecomputeNode:
                 nodes.add(self)
             return _Packed(packed)
 
-        with _share_version_counters():
+        with internals.with_dispatch_key("ADInplaceOrView"):  # `detach` shares the version counter, too
             self._args = _mapped(args, Tensor, pack_argument)
             self._kwargs = {name: _mapped(value, Tensor, pack_argument) for name, value in kwargs.items()}
 
@@ -273,8 +272,3 @@ def _restored_generator(random: GeneratorState | None) -> Iterator[None]:
         yield
     finally:
         generator.set_state(now)
-
-
-def _share_version_counters() -> AbstractContextManager[object]:
-    """Makes `detach` share the version counter, which it does not below autograd."""
-    return internals.with_dispatch_key("ADInplaceOrView")

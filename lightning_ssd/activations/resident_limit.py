@@ -37,9 +37,6 @@ class ResidentLimit:
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the memory, and, while
     memory is scarce, after a higher peak of an optimizer step, a validation or user code.
-
-    Args:
-        meter: the device's allocator.
     """
 
     #: Difference of allocated bytes / memory of the process, up to which two micro-batches begin alike.

@@ -135,9 +135,6 @@ class TierTrimmer:
     Micro-batches that offload all of their saved tensors, as profiled ones and second attempts do, would otherwise
     determine it until training ends. Where freed memory is needed again, because few micro-batches are large, it is
     freed after twice as many micro-batches the next time.
-
-    Args:
-        tiers: the tiers.
     """
 
     def __init__(self, tiers: Sequence[OffloadTier]) -> None:

@@ -64,9 +64,6 @@ them; in later ones the delay would cost more time than a failure."""
 class AutoPlan(Uncopied):
     """Decides about the saved tensors of one training, and places its model states if they may be moved.
 
-    Args:
-        training: the training.
-
     Attributes:
         outcome: the decision; `"measuring"` before there is one.
         cycle: the plan and its life; `None`: there is none.

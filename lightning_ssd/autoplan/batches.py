@@ -163,9 +163,6 @@ class BatchSizes:
 class RecordedBatch:
     """The recorded micro-batch, with which later ones are compared: by their batch and their trained parameters.
 
-    Args:
-        parameters: the model's parameters.
-
     Attributes:
         shape: shape of its batch; `None`: unknown.
     """

@@ -1,4 +1,4 @@
-"""What `SwapPlanner` says about its plans: log lines, reports and metrics."""
+"""Log lines, reports and metrics of `SwapPlanner`'s plans."""
 
 import logging
 

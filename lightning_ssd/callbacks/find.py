@@ -1,10 +1,17 @@
 """Finds the activation offloader of a training, the strategy's or that of an `ActivationOffload`, and model states."""
 
-from typing import Any
+from typing import Protocol, cast
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 from lightning_ssd.model_states import ModelStates
+
+
+class _Owner(Protocol):
+    """A strategy or callback that has an activation offloader."""
+
+    offloader: ActivationOffloader
+    config: OffloadConfig
 
 
 def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -33,13 +40,13 @@ def find_model_states(trainer: pl.Trainer) -> ModelStates | None:
 
 def offload_config(trainer: pl.Trainer) -> OffloadConfig:
     """Returns the configuration of the activation offloader that `find_offloader` returns."""
-    config: OffloadConfig = _owner(trainer).config
-    return config
+    owner = _owner(trainer)
+    assert owner is not None
+    return owner.config
 
 
-def _owner(trainer: pl.Trainer) -> Any:
-    """Returns the strategy or callback that has an activation offloader, or None."""
+def _owner(trainer: pl.Trainer) -> _Owner | None:
     for owner in (trainer.strategy, *trainer_callbacks(trainer)):
         if isinstance(getattr(owner, "offloader", None), ActivationOffloader):
-            return owner
+            return cast(_Owner, owner)
     return None

@@ -17,12 +17,7 @@ from lightning_ssd.uncopied import Uncopied
 
 
 class LightningTraining(Uncopied):
-    """The training of a Trainer and its module; implements `autoplan.Training`, see there.
-
-    Args:
-        trainer: the Trainer.
-        module: its module.
-    """
+    """The training of a Trainer and its module; implements `autoplan.Training`, see there."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer = trainer

@@ -24,9 +24,6 @@ class ExpandableSegments:
     nothing is changed.
 
     Threads: the training thread, between micro-batches.
-
-    Args:
-        device: the CUDA device of the training.
     """
 
     def __init__(self, device: torch.device) -> None:

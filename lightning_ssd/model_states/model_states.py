@@ -608,7 +608,6 @@ class ModelStates(Uncopied):
         for flat in self.stores:
             self._prefetcher.check(flat)
         self._staged.pull_all()
-        self._staged.unstage()
         self.drain()
         self._prefetcher.evict_all()
         self._renew_guards()

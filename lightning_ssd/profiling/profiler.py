@@ -136,9 +136,6 @@ class Profiler(Uncopied):
 
         All saved tensors are kept on the device in that step.
 
-        Args:
-            module: the model.
-
         Raises:
             ValueError: model states are offloaded, so that weights and states are not tensors of the device.
         """

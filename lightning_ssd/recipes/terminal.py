@@ -1,4 +1,4 @@
-"""What a recipe's training prints: one line about the model, one of progress, and at the end where its files are."""
+"""Printed lines of a recipe's training: one about the model, one of progress, and its files at the end."""
 
 import os
 import shlex

@@ -37,7 +37,7 @@ class DataPosition:
 
 
 class ResumedRun(Protocol):
-    """What loaders use of the `Recovery` of a training."""
+    """The part of `Recovery` that loaders use."""
 
     @property
     def random(self) -> dict[str, Any] | None:

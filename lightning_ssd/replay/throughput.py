@@ -37,15 +37,10 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
     return plan_in_longer_step(profile.step_memory(min_bytes), machine)
 
 
-def teraio_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
-    """Returns the throughput of Teraio's plan, 1 where the GPU never waits; 0: the step does not fit."""
-    return _throughput(profile, simulate_migrations(profile, machine, plan_teraio(profile, machine)))
-
-
 def roofline(
     profile: LifetimeProfile, machine: MigrationMachine, bandwidths: Sequence[float] = BANDWIDTHS
 ) -> list[tuple[float, float]]:
-    """Returns (bandwidth, throughput) pairs of Teraio's plans.
+    """Returns (bandwidth, throughput) pairs of Teraio's plans: 1 if the GPU never waits, 0 if the step does not fit.
 
     Args:
         profile: measured or calculated times of the operators, and lifetimes of the tensors.
@@ -55,7 +50,8 @@ def roofline(
     points = []
     for bandwidth in bandwidths:
         at = replace(machine, link_out=bandwidth, link_in=bandwidth, ssd=(bandwidth, bandwidth))
-        points.append((bandwidth, teraio_throughput(profile, at)))
+        prediction = simulate_migrations(profile, at, plan_teraio(profile, at))
+        points.append((bandwidth, _throughput(profile, prediction)))
     return points
 
 

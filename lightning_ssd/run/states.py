@@ -479,7 +479,7 @@ class RunStates(Uncopied, StatesOwner):
         for restore in reversed(self._undo):
             shutdown.run(restore)
 
-    # ---- what the strategy has ----
+    # ---- attributes of the strategy ----
 
     @property
     def _model(self) -> nn.Module:

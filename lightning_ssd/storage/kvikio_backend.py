@@ -23,9 +23,6 @@ class KvikioBackend(Backend):
 
     kvikio's settings (compatibility mode, threads, O_DIRECT) are global to the process; this constructor sets them.
 
-    Args:
-        threads: threads of kvikio's pool, each of which transfers one request at a time.
-
     Attributes:
         gds: whether transfers bypass host memory.
 
@@ -36,7 +33,7 @@ class KvikioBackend(Backend):
     name = "kvikio"
     device_buffers = True
 
-    def __init__(self, threads: int = 8) -> None:
+    def __init__(self) -> None:
         # Without a CUDA driver kvikio transfers nothing, not even host memory, and importing it may hang.
         if not torch.cuda.is_available():
             raise StorageError("backend='kvikio' needs a CUDA device, and PyTorch sees none. Use backend='posix'.")
@@ -52,7 +49,7 @@ class KvikioBackend(Backend):
         self._kvikio.defaults.set(
             {
                 "compat_mode": mode.OFF if self.gds else mode.ON,
-                "num_threads": threads,
+                "num_threads": 8,  # each of which transfers one request at a time
                 "auto_direct_io_read": True,
                 "auto_direct_io_write": True,
             }

@@ -30,11 +30,7 @@ _ROW_OF = {SSD_READ: "SSD read", SSD_WRITE: "SSD write", COPY_IN: "copy in", COP
 
 
 class TimelineProfile:
-    """Records a timeline from `start` to `stop`, both on the training thread.
-
-    Args:
-        device: the training device.
-    """
+    """Records a timeline from `start` to `stop`, both on the training thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -14,8 +14,8 @@ operator returns, after the steps that have begun and before the next one.
   through, as aliases do in plain training. In the forward of the weight's own module a view is backed: it has the flat
   parameter's memory until that forward ends, and kernels of user code may read it.
 
-`Access` is large because every function of torch on an offloaded tensor passes through it. The tensor classes are in
-`parameter`, the effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
+Every function of torch on an offloaded tensor passes through `Access`. The tensor classes are in `parameter`, the
+effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
 
 Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time. `run`
 and `grad` refuse others.

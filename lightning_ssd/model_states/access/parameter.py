@@ -342,7 +342,7 @@ class GradSums(Protocol):
 
 
 class OperatorAccess(Protocol):
-    """What tensors and their sources use of the object that runs operators on them."""
+    """The part of `Access` that offloaded tensors and their sources use."""
 
     @property
     def grad_dtype(self) -> GradSums:

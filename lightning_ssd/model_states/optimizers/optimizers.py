@@ -74,9 +74,6 @@ class FlatOptimizer(ABC):
 
     Ownership: staged values and the gradient belong to the optimizer during a call only.
 
-    Args:
-        flat: the flat parameter.
-
     Attributes:
         keeps_states: whether the optimizer object keeps its states in host memory, and not among staged values.
     """

@@ -81,10 +81,6 @@ def _check_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 def keep_last(optimizer: Optimizer, handle: RemovableHandle) -> Callable[[], None]:
     """Keeps the hook of `hook_step` before `step` the last one: hooks that are registered later find gradients, too.
 
-    Args:
-        optimizer: the user's optimizer.
-        handle: the handle of the hook.
-
     Returns:
         A function that ends that.
     """

@@ -13,9 +13,6 @@ class StepHistory:
     """Makes a step of an optimizer all or nothing: it is committed in all flat parameters, or rolled back in all.
 
     Threads: those of `StepScheduler`; `revert_partial_steps` is called when all jobs have ended.
-
-    Args:
-        offloaded: the flat parameters.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:

@@ -109,9 +109,6 @@ class StepRecords:
     def end(self, shutdown: Shutdown) -> bool:
         """Removes the last record if training has ended without an error, before the values that it names are freed.
 
-        Args:
-            shutdown: the end of training.
-
         Returns:
             Whether a record is kept for the next run.
         """

@@ -23,7 +23,7 @@ from transformers import (
 from typing_extensions import override
 
 from lightning_ssd.model_states import materialize_on
-from lightning_ssd.recipes.data import IGNORED, Batch, count_samples, count_tokens, input_ids
+from lightning_ssd.recipes.data import IGNORED, Batch, count_tokens, input_ids
 from lightning_ssd.recipes.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.recipes.models.module import RecipeModule, exact
 from lightning_ssd.recipes.models.pretrained import PretrainedFolder, check_replaceable, save_new
@@ -165,14 +165,6 @@ class CausalLM(RecipeModule):
         loss, targets = self._loss(batch)
         exact(self.perplexity).update(loss, (targets != IGNORED).sum())
         return loss, {"perplexity": self.perplexity}
-
-    def batch_size(self, batch: Batch) -> int:
-        """Returns the number of sequences."""
-        return count_samples(batch)
-
-    def count(self, batch: Batch) -> int:
-        """Returns the number of tokens."""
-        return count_tokens(batch)
 
     def forward_flops(self, batch: Batch) -> int:
         """Returns the FLOPs of a micro-batch's forward: matrix products, with attention as if it were not causal."""

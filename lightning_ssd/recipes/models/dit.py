@@ -189,14 +189,6 @@ class DiT(RecipeModule):
             images = scheduler.step(predicted, step, images).prev_sample
         return images
 
-    def batch_size(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns the number of images."""
-        return len(batch["images"])
-
-    def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Returns the number of images."""
-        return len(batch["images"])
-
     def forward_flops(self, batch: Mapping[str, Tensor]) -> int:
         """Returns the FLOPs of a micro-batch's forward, those of matrix products."""
         tokens = (self.image_size // self.patch_size) ** 2

@@ -14,7 +14,7 @@ from torchmetrics.text import Perplexity
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from lightning_ssd.recipes.data import IGNORED, Batch, count_samples, count_tokens
+from lightning_ssd.recipes.data import IGNORED, Batch
 from lightning_ssd.recipes.models.module import RecipeModule, exact
 from lightning_ssd.recipes.models.size_checks import check_data, check_sizes
 from lightning_ssd.sizes import check_probability
@@ -112,14 +112,6 @@ class LanguageModule(RecipeModule):
         exact(self.perplexity).update(logits, targets)
         self.accuracy.update(logits.argmax(-1), targets)
         return self._loss(logits, targets), {"perplexity": self.perplexity, "accuracy": self.accuracy}
-
-    def batch_size(self, batch: Batch) -> int:
-        """Returns the number of sequences."""
-        return count_samples(batch)
-
-    def count(self, batch: Batch) -> int:
-        """Returns the number of tokens."""
-        return count_tokens(batch)
 
     def _predict_exactly(self, batch: Batch) -> tuple[Tensor, Tensor]:
         logits, targets = self.predict(batch)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_w
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.recipes.data import count_items, count_samples
 from lightning_ssd.sizes import check_least
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ _FINAL_LR = 0.1  # final learning rate / highest learning rate
 class RecipeModule(pl.LightningModule):
     """Trains one model by one objective with AdamW and a cosine schedule.
 
-    A subclass implements `build_model`, `training_loss`, `evaluate`, `batch_size` and `count`, and `forward_flops` if
-    there are published FLOP counts.
+    A subclass implements `build_model`, `training_loss` and `evaluate`; `batch_size` and `count` if its batches are no
+    `Batch`; and `forward_flops` if there are published FLOP counts.
 
     Args:
         gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
@@ -81,13 +82,13 @@ class RecipeModule(pl.LightningModule):
     def evaluate(self, batch: Any) -> tuple[Tensor, Mapping[str, Metric | Tensor]]:
         """Returns the mean loss of a held-out micro-batch and the metrics, by name, to log beside it."""
 
-    @abstractmethod
     def batch_size(self, batch: Any) -> int:
         """Returns the number of samples in a micro-batch."""
+        return count_samples(batch)
 
-    @abstractmethod
     def count(self, batch: Any) -> int:
         """Returns the number of tokens (or images, see `unit`) in a micro-batch."""
+        return count_items(batch)
 
     def forward_flops(self, batch: Any) -> int:
         """Returns the FLOPs of a micro-batch's forward; 0: unknown."""
