@@ -136,17 +136,29 @@ def make_model_states(
             undo.callback(space.staging.close, remove=recovered is None)
         stores = _make_stores(space, copies, undo, ranks)
         versions = {} if recovered is None else dict(zip(stores, recovered.versions, strict=True))
-        if ranks is not None:
-            ranks.ranks.end_allocation()
-            if ranks.ranks.rank > 0 and recovered is None:
+        if ranks is not None and ranks.ranks.rank > 0:
+            if recovered is None:
                 versions = dict.fromkeys(stores, 0)  # rank 0 writes them
+            for flat, version in versions.items():
+                if uninitialized.parameters.isdisjoint(item.parameter for item in flat.param_views):
+                    stores[flat].adopt(version)
+        pin = device.type == "cuda"
+        commit = partial(commit_memory, stores.values(), pin=pin) if ranks is None else ranks.ranks.memory.commit
+        # A model in host memory first gives its memory to the stores: the host need not have room for both. Otherwise
+        # pages are committed on several cores before values are written to them: copies from the device use one core.
+        waiting = [item.parameter for flat in stores if not flat.attached for item in flat.param_views]
+        gives = any([one.device.type == "cpu" and one not in uninitialized.parameters for one in waiting])
+        if not gives:
+            commit()
+        if ranks is not None:
+            ranks.ranks.exchange(b"committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
-        if ranks is None:
-            # After the model has given its memory to the stores: host memory need not have room for both.
-            commit_memory(stores.values(), pin=device.type == "cuda")
-        else:
+        if gives:
+            commit()
+        if ranks is not None:
             ranks.send_values()
             _share_values(ranks, stores, space.staging)
+            ranks.ranks.memory.pin()
             RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
@@ -437,7 +449,8 @@ def _fill(
                     parameter.data = parameter.data.to(device, copy=parameter in loaded)
             for flat in of_units[index][1]:
                 if flat in versions:
-                    stores[flat].adopt(versions[flat])
+                    if not flat.attached:
+                        stores[flat].adopt(versions[flat])
                 else:
                     stores[flat].fill(loaded)
     materialize_buffers(module, uninitialized)

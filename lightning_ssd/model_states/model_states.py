@@ -768,9 +768,13 @@ class ModelStates(Uncopied):
 
     def _restore_model(self, shutdown: Shutdown) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
+        private = None
+        if self._ranks is not None and shutdown.failure is None:  # all owners have made the last steps
+            shutdown.run(self._ranks.free_gradients)
+            private = self._ranks.ranks.memory.private
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
-            shutdown, self.steps.history.revert_partial_steps(), hand_over=not self.records.enabled
+            shutdown, self.steps.history.revert_partial_steps(), hand_over=not self.records.enabled, private=private
         )
         for parameter in self._flat_of:
             shutdown.run(end_aliases, parameter)

@@ -3,15 +3,18 @@
 import contextlib
 import mmap
 import os
+import weakref
 
 import torch
 from torch import Tensor
 
 from lightning_ssd.sizes import format_bytes_exactly
-from lightning_ssd.storage import Slab, StorageFullError, align_up
+from lightning_ssd.storage import Slab, StorageFullError, align_up, commit
 from lightning_ssd.uncopied import Uncopied
 
 _HUGE_PAGE = 2 * 2**20
+
+_MAP_NORESERVE = 0x4000
 
 _MAPPED = 16
 """Size of the mapping, in multiples of the host's memory. A page takes memory when it is first written."""
@@ -43,16 +46,20 @@ class RankMemory(Uncopied):
         self._map.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages in shared memory
             self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        self._descriptor = os.dup(descriptor)  # for `private`
+        weakref.finalize(self, os.close, self._descriptor)
+        self._private: mmap.mmap | None = None
         self._used = 0
+        self._own: list[Slab] = []
         self._unpinned: list[Slab] = []
 
-    def allocate(self, nbytes: int, *, touch: bool = False, pin: bool = False) -> Slab:
+    def allocate(self, nbytes: int, *, own: bool = False, pin: bool = False) -> Slab:
         """Returns zeros, which all ranks share.
 
         Args:
             nbytes: bytes to allocate, at least one.
-            touch: whether this rank commits the pages now, on its NUMA node. Too little memory ends the training here,
-                and not at its first step.
+            own: whether this rank's `commit` commits the pages.
             pin: whether `pin` page-locks them.
 
         Raises:
@@ -66,8 +73,8 @@ class RankMemory(Uncopied):
             )
         self._used = start + nbytes
         slab = Slab.over(torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes))
-        if touch:
-            slab.tensor.fill_(0)
+        if own:
+            self._own.append(slab)
         if pin:
             self._unpinned.append(slab)
         return slab
@@ -76,11 +83,45 @@ class RankMemory(Uncopied):
         """Returns `numel` fp32 zeros, which all ranks share, and whose pages are committed when they are written."""
         return self.allocate(torch.float32.itemsize * numel).tensor.view(torch.float32)
 
+    def commit(self) -> None:
+        """Commits the pages of this rank's own allocations, on its NUMA node; no other rank writes them meanwhile.
+
+        Too little memory ends the training here, and not at its first step.
+        """
+        own, self._own = self._own, []
+        commit(own, pin=False)
+
     def pin(self) -> None:
-        """Page-locks the allocations made with `pin`, whose pages all ranks have touched.
+        """Page-locks the allocations made with `pin`, whose pages are committed, and which no rank writes meanwhile.
 
         Raises:
             StorageError: they can't be page-locked.
         """
-        while self._unpinned:
-            self._unpinned.pop().pin()
+        unpinned, self._unpinned = self._unpinned, []
+        commit(unpinned, pin=True)
+
+    def release(self, memory: Tensor) -> None:
+        """Frees the pages of an allocation, which no rank uses any more."""
+        with contextlib.suppress(OSError):  # a kernel that frees no parts of a file
+            self._map.madvise(mmap.MADV_REMOVE, memory.data_ptr() - self._address, align_up(memory.nbytes))
+
+    def private(self, values: Tensor) -> Tensor | None:
+        """Returns a tensor with the bytes of `values`, which keeps them if other ranks' tensors change, and vice versa.
+
+        It takes memory where it is written. The memory of all allocations is kept as long as one such tensor lives.
+
+        Args:
+            values: a dense tensor in this memory, which no rank writes any more; not empty.
+
+        Returns:
+            The tensor, with a storage of its own; None: the kernel allows no such mapping.
+        """
+        if self._private is None:
+            try:
+                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+                self._private = mmap.mmap(self._descriptor, align_up(self._used), flags=flags)
+            except OSError:
+                return None
+        start = values.data_ptr() - self._address
+        own = torch.frombuffer(self._private, dtype=values.dtype, count=values.numel(), offset=start)
+        return own.as_strided(values.shape, values.stride())

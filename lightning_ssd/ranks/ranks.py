@@ -123,16 +123,6 @@ class Ranks(Uncopied):
                 if group is not None:
                     group.close()
 
-    def end_allocation(self) -> None:
-        """Page-locks shared memory, once all ranks have committed their pages, with zeros: they may be written now.
-
-        Raises:
-            RankError: another rank has failed.
-            StorageError: memory can't be page-locked.
-        """
-        self.exchange(b"allocated")
-        self.memory.pin()
-
     def __enter__(self) -> "Ranks":
         return self
 

@@ -31,3 +31,33 @@ def test_a_rank_page_locks_its_own_gradients_which_it_unlocks(monkeypatch: pytes
         pinned.clear()
         messages.close()
     os.close(descriptor)
+
+
+def test_private_values_change_for_one_rank_alone() -> None:
+    descriptor, nbytes = make_file()
+    ranks = [RankMemory(descriptor, nbytes) for _ in range(2)]
+    for memory in ranks:
+        memory.floats(5)
+    shared = [memory.floats(6).view(2, 3).T for memory in ranks]
+    shared[0].copy_(torch.arange(6.0).view(3, 2))
+    expected = shared[1].clone()
+    private = [memory.private(values) for memory, values in zip(ranks, shared, strict=True)]
+    assert private[0] is not None and private[1] is not None
+    torch.testing.assert_close(private[0], expected, rtol=0, atol=0)
+    private[0].zero_()
+    for values in (*shared, private[1]):
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+    os.close(descriptor)
+
+
+def test_released_memory_takes_no_pages() -> None:
+    descriptor, nbytes = make_file()
+    memory = RankMemory(descriptor, nbytes)
+    released, kept = (memory.floats(3 * 4096) for _ in range(2))
+    released.fill_(1)
+    kept.fill_(1)
+    before = os.fstat(descriptor).st_blocks
+    memory.release(released)
+    assert os.fstat(descriptor).st_blocks * 2 == before
+    assert kept.eq(1).all()
+    os.close(descriptor)

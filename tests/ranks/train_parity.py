@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import LazyTensor
+from lightning_ssd.ranks import RankMemory
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
@@ -51,6 +52,8 @@ class Net(pl.LightningModule):
         if case.frozen:
             self.blocks[1].first.requires_grad_(False)
         self.rank = dist.get_rank()
+        self.whole_at_commit: list[bool] = []
+        """Whether all parameters had memory, each time that memory of ranks was committed."""
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         for number in self.case.route(self.rank, index):
@@ -349,7 +352,14 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         callbacks=[] if case.callback is None else [case.callback()], num_sanity_val_steps=0, **case.trainer, **scaled,
     )  # fmt: skip
     loader = DataLoader(batches(dist.get_rank()), batch_size=None)
+    commit = RankMemory.commit
+
+    def observed(memory: RankMemory) -> None:
+        module.whole_at_commit.append(all(one.untyped_storage().nbytes() for one in module.parameters()))
+        commit(memory)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankMemory, "commit", observed)
         if case.module is RunsOut:
             use(Meter(1e9, 10**6), patch)
         trainer.fit(module, loader, loader if case.module is Validates else None)
@@ -415,6 +425,14 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) if dist.get_world_size() == 2 else torch.allclose(one, other, 1e-4, 1e-5)
 
 
+def in_shared_memory(values: Tensor) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+        if begin <= values.data_ptr() < end:
+            return "memfd:lightning_ssd" in line
+    return False
+
+
 def differences(case: Case) -> Iterator[str]:
     (ours, our_state), (plain, plain_state) = train_offloaded(case), train_plain(case)
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
@@ -423,6 +441,11 @@ def differences(case: Case) -> Iterator[str]:
         dist.broadcast(first := one.detach().clone(), 0)
         if not torch.equal(one, first):
             yield f"weight {name} is not that of rank 0"
+    if any(ours.whole_at_commit):
+        yield "a model has had its memory while that of its states was committed"
+    offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]
+    if "states" not in case.strategy and not all(map(in_shared_memory, offloaded)):
+        yield "each rank has a copy of the weights"
     shared = any(isinstance(value, LazyTensor) for state in our_state["state"].values() for value in state.values())
     if shared == (case.optimizer in (adafactor, Coupled)):  # which each rank steps whole, with states of its own
         yield "optimizer states are shared" if shared else "each rank has copies of the optimizer states"

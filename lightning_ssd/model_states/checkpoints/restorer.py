@@ -2,11 +2,12 @@
 
 `trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer use them.
 States in host memory become ordinary tensors. States on SSDs are kept there, in unlinked files, and read on access; the
-files are freed with the optimizer. So are states in memory that several ranks share, of which each would have a copy.
+files are freed with the optimizer. States in memory that several ranks share are read on access, too, and weights there
+are mapped by each rank, as each would have a copy else. That memory is freed with the last model and optimizer.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class ModelRestorer:
 
     Threads: the training thread; states on SSDs are read on the thread that accesses them.
 
-    Ownership: states on SSDs belong to the lazy tensors, which share the detached files. States in memory that ranks
+    Ownership: states on SSDs belong to the lazy tensors, which share the detached files. Values in memory that ranks
     share are not written any more: a rank restores its model when the last step of each flat parameter has ended.
 
     Args:
@@ -54,7 +55,14 @@ class ModelRestorer:
         """Files of states on SSDs; set by `close_scratch`, before any state is read."""
         self._on_ssd = False
 
-    def restore_parameters(self, shutdown: Shutdown, ahead: Sequence[str], *, hand_over: bool) -> None:
+    def restore_parameters(
+        self,
+        shutdown: Shutdown,
+        ahead: Sequence[str],
+        *,
+        hand_over: bool,
+        private: Callable[[Tensor], Tensor | None] | None,
+    ) -> None:
         """Makes the parameters whole on the CPU, with the weights of the last completed step.
 
         Args:
@@ -62,6 +70,7 @@ class ModelRestorer:
             ahead: names of flat parameters that are one step ahead of the others.
             hand_over: whether optimizer states are handed over, too: one flat parameter after the other, since host
                 memory may not have room for all of them twice.
+            private: maps values that several ranks share, none of which writes them any more.
         """
         lost: list[str] = []
         for flat, store in self._stores.items():
@@ -69,7 +78,7 @@ class ModelRestorer:
                 store.drain()
             except Exception as error:  # the last step failed; the weights are those before it
                 self._failed[flat] = error
-            if (unread := store.restore_to_cpu()) is not None:
+            if (unread := store.restore_to_cpu(private)) is not None:
                 shutdown.add(unread)
                 lost.append(flat.name)
             if hand_over:

@@ -19,8 +19,9 @@ class RankStates:
     Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
     read them from the message about the step until it posts its gradient for the next one, or `Topic.EVICTED` if user
     code may read gradients: the owner writes only when it has these messages of all ranks. The same holds for weights
-    that user code writes (`RankSteps.write`). Rank 0 writes the initial values, before the first exchange of all ranks,
-    and those of the first host on all hosts.
+    that user code writes (`RankSteps.write`). Rank 0 writes the initial values, those of the first host on all hosts:
+    after owners have committed the pages, and before the first message that `build` broadcasts. A rank frees the memory
+    of its own gradients when the last step of each flat parameter has ended.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.
@@ -36,6 +37,7 @@ class RankStates:
     def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
         self.ranks = ranks
         self._values: list[Slab] = []
+        self._own_gradients: list[Tensor] = []
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
         self._owners = dict(zip(self.numbers, owners, strict=True))
@@ -51,9 +53,15 @@ class RankStates:
 
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `RankMemory.allocate`."""
-        slab = self.ranks.memory.allocate(nbytes, touch=self.owns(flat), pin=pin)
+        slab = self.ranks.memory.allocate(nbytes, own=self.owns(flat), pin=pin)
         self._values.append(slab)
         return slab
+
+    def free_gradients(self) -> None:
+        """Frees the memory of this rank's gradients. All owners have summed them, and nothing is page-locked."""
+        own, self._own_gradients = self._own_gradients, []
+        for gradient in own:
+            self.ranks.memory.release(gradient)
 
     def send_values(self) -> None:
         """Makes the initial values of all flat parameters those of the first host; called by all ranks.
@@ -69,8 +77,10 @@ class RankStates:
         memory, ranks = self.ranks.memory, range(self.ranks.size)
         own = self.ranks.rank
         # This rank's device copies to its own part alone, and only that is unlocked at the end.
-        copies = [memory.allocate(flat.nbytes, touch=rank == own, pin=pin and rank == own) for rank in ranks]
-        return SharedGradient(own, copies, [memory.floats(flat.numel) for _ in ranks])
+        copies = [memory.allocate(flat.nbytes, own=rank == own, pin=pin and rank == own) for rank in ranks]
+        sums = [memory.floats(flat.numel) for _ in ranks]
+        self._own_gradients += [copies[own].tensor, sums[own]]
+        return SharedGradient(own, copies, sums)
 
 
 def describe_training(

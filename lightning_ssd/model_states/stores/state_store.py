@@ -18,7 +18,7 @@ from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, Sta
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.shared_changes import SharedChanges
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
-from lightning_ssd.model_states.units import Loaded, exact_value, same_bits
+from lightning_ssd.model_states.units import Loaded, ParamView, exact_value, same_bits
 from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
 from lightning_ssd.waits import wait_for
 
@@ -342,8 +342,11 @@ class StateStore:
         self.buffers.adopt(version)
         self.flat.adopt()
 
-    def restore_to_cpu(self) -> Exception | None:
+    def restore_to_cpu(self, private: Callable[[Tensor], Tensor | None] | None = None) -> Exception | None:
         """Makes the parameters whole on the CPU, in their own dtype, if they are views of the flat.
+
+        Args:
+            private: maps values that no rank writes any more, in place of copies; see `RankMemory.private`.
 
         Returns:
             The error that their values could not be read for, so that they are NaN; None if they were read.
@@ -364,10 +367,19 @@ class StateStore:
             if memory is not None and (memory.device.type, memory.dtype) == ("cpu", item.dtype):
                 item.parameter.data = memory.copy_(item.of(masters))
             else:
-                item.parameter.data = item.of(masters).to(item.dtype, copy=True)
+                mapped = None if private is None else self._map(staged, item, private)
+                item.parameter.data = item.of(masters).to(item.dtype, copy=True) if mapped is None else mapped
         self.flat.shared.clear()
         self.unstage(staged, changed=False)
         return None
+
+    @staticmethod
+    def _map(staged: StagedState, item: ParamView, private: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """Maps a parameter's values if they are stored in its dtype, in host memory; else returns None."""
+        if staged.memory is not None or staged.master is None or not item.numel:
+            return None
+        stored = [values for values in (staged.weights, staged.master) if values.dtype == item.dtype]
+        return private(item.of(stored[0])) if stored else None
 
     def move(self, weights: StateBuffer | None, opt_state: StateBuffer | None) -> None:
         """Moves values to other buffers, which are owned from then on, and frees the old ones.
