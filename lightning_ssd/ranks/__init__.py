@@ -21,15 +21,3 @@ from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
 from lightning_ssd.ranks.owners import choose_owners
 from lightning_ssd.ranks.rank_memory import RankMemory
 from lightning_ssd.ranks.ranks import Ranks
-
-__all__ = [
-    "FailureWatch",
-    "HostGroup",
-    "RankError",
-    "RankMemory",
-    "RankMessages",
-    "Ranks",
-    "Topic",
-    "check_agreement",
-    "choose_owners",
-]
