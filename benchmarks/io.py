@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from lightning_ssd.doctor import LEAST_DRIVE
 from lightning_ssd.futures import Future
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import (
@@ -108,14 +109,15 @@ def bench_io(paths: Sequence[Path], size: int, device: torch.device) -> list[IOB
 
 
 def format_table(rows: Sequence[IOBenchRow]) -> str:
-    """Returns the rows as a text table, in GB/s (10^9 bytes/s)."""
-    lines = [f"{'backend':8} {'memory':6} {'op':5} {'raw':>10} {'engine':>7} {'(min - max)':>14} {'ratio':>6}"]
+    """Returns the rows as a text table, in GB/s (10^9 bytes/s), with the verdict of `lightning-ssd doctor`."""
+    titles = f"{'backend':8} {'memory':6} {'op':5} {'raw, GB/s':>10} {'engine, GB/s':>12} {'(min - max)':>14}"
+    lines = [f"{titles} {'ratio':>6}"]
     for row in rows:
         raw = f"{row.raw / 1e9:.2f} (x{row.raw_threads})"
         spread = f"({row.engine_low / 1e9:.2f} - {row.engine_high / 1e9:.2f})"
         lines.append(
-            f"{row.backend:8} {row.memory:6} {row.direction:5} {raw:>10} {row.engine / 1e9:7.2f} {spread:>14} "
-            f"{row.ratio:6.1%}"
+            f"{row.backend:8} {row.memory:6} {row.direction:5} {raw:>10} {row.engine / 1e9:12.2f} {spread:>14} "
+            f"{row.ratio:6.1%}  {'slow' if row.engine < LEAST_DRIVE else 'good'}"
         )
     return "\n".join(lines)
 

@@ -57,14 +57,14 @@ def test_every_pass_moves_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert row.ratio == 1.0
     title, *lines = format_table(rows).splitlines()
     assert "ratio" in title and len(lines) == 2
-    assert all(line.endswith("100.0%") and f"{SIZE / 1e9:.2f}" in line for line in lines)
+    assert all(line.endswith("100.0%  slow") and f"{SIZE / 1e9:.2f}" in line for line in lines)
     assert [list(path.iterdir()) for path in paths] == [[], []]
 
 
 def test_ratio_is_of_the_raw_loop() -> None:
     row = io.IOBenchRow("posix", "host", "write", 4e9, 8, 3e9, 2e9, 3.5e9)
     assert row.ratio == 0.75
-    assert "(x8)" in format_table([row]) and " 75.0%" in format_table([row])
+    assert "(x8)" in format_table([row]) and " 75.0%  good" in format_table([row])
 
 
 def test_a_short_transfer_is_an_error_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

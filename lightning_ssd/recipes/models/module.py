@@ -108,7 +108,8 @@ class RecipeModule(pl.LightningModule):
             return
         self.model = self.build_model()
         if self.gradient_checkpointing:
-            enable: Any = self.model.gradient_checkpointing_enable  # untyped in transformers
+            older = "gradient_checkpointing_enable"  # deprecated by transformers that have the other name
+            enable: Any = getattr(self.model, "activation_checkpointing_enable", None) or getattr(self.model, older)
             enable({"use_reentrant": False})
 
     @override
