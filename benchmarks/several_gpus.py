@@ -32,8 +32,9 @@ limit ends has a row of the steps and seconds until then.
 Bound, of `host` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
 
   compute   forward and backward
-  DRAM      bytes a parameter that cross the host's memory, by the rate of a copy: 28 of the states, and for each GPU 2
-            of the gradient written and 2 read, and 4 of weights read in forward and backward; clipped: 2 more read
+  DRAM      the least bytes a parameter that cross the host's memory, by the faster one of two rates, a copy's and the
+            kernel's: 28 of the states, 4 of weights read in forward and backward, by all GPUs at once from the caches,
+            and for each GPU 2 of the gradient written and 2 read; clipped: 2 more read
   CPU       parameters, by the rate of all ranks' kernels
   PCIe      4 bytes a parameter to each GPU
   order     clipped: backward, and then the longer one of the forward and the half of the CPU's steps that it waits for
@@ -58,6 +59,9 @@ from benchmarks.processes import cap_gpu_memory, exit_on_sigterm, run_alone, sav
 
 CASES = ["ddp:1024x24", "fits:1024x24", "machine:3072x34", "host:3072x34", "host:3072x34,clip"]
 PEERS = ("deepspeed", "fsdp", "machine")
+
+STEP_BYTES = 28
+"""Bytes of memory traffic a parameter of a step of AdamW with fp32 master weights, on the CPU."""
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -246,9 +250,10 @@ def bounds(case: dict[str, Any], rates: dict[str, float], devices: int) -> dict[
     """Returns the seconds that each part of the machine needs for a step of `host`; see the module's docstring."""
     parameters, clipped = rates["parameters"], bool(case["clip"])
     stepping = parameters / (rates["adam"] * devices)
+    dram = devices * max(rates["dram"], STEP_BYTES * rates["adam"])
     found = {
         "compute": rates["compute"],
-        "DRAM": parameters * (28 + devices * (10 if clipped else 8)) / (rates["dram"] * devices),
+        "DRAM": parameters * (STEP_BYTES + 4 + devices * (6 if clipped else 4)) / dram,
         "CPU": stepping,
     }
     if "h2d" in rates:
@@ -319,7 +324,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
-    """Draws the throughput of each case by the number of GPUs, and dashed that of its bound."""
+    """Draws the throughput of each case by the number of GPUs, and as crosses that of its bound."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -334,12 +339,13 @@ def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
     for case, numbers in by_case.items():
         numbers.sort()
         tokens = [throughput(f"{case} x{number}", results) for number in numbers]
-        (line,) = axes.plot(numbers, tokens, "o-", label=case)
+        label = ",".join(part for part in case.split(",") if not part.startswith(("warm-up=", "steps=")))
+        (line,) = axes.plot(numbers, tokens, "o-", label=label)
         found = [(number, bound) for number in numbers if (bound := bound_of(f"{case} x{number}", results))]
         settings = parse(case)
         limits = [number * settings["batch"] * settings["tokens"] / seconds for number, (_, seconds) in found]
-        axes.plot([number for number, _ in found], limits, "--", color=line.get_color())
-    axes.set(xlabel="GPUs", ylabel="tokens/s (dashed: bound of the machine)", ylim=(0, None))
+        axes.plot([number for number, _ in found], limits, "x--", color=line.get_color())
+    axes.set(xlabel="GPUs", ylabel="tokens/s (crosses: bound of the machine)", ylim=(0, None))
     axes.set_xticks(sorted({number for numbers in by_case.values() for number in numbers}))
     axes.legend(fontsize=8)
     figure.tight_layout()
