@@ -27,6 +27,7 @@ from lightning_ssd.recipes import (
     check_recipe,
     copy_recipe,
     describe_os_error,
+    did_you_mean,
     machine_file,
     read_recipe,
     recipes,
@@ -52,6 +53,8 @@ class _Parser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2]))
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

@@ -150,7 +150,7 @@ def describe_totals(
         paths = ", ".join(str(path) for path in config.paths(default))
         # Written bytes are read once, so that a busy drive writes for a part of the time.
         rate = 1 / (1 / store.write_bandwidth + 1 / store.read_bandwidth)
-        limits.append(f"{rate * DAY / 1e12:.3g} TB a day to {paths} ({store.backend_name})")
+        limits.append(f"at most {rate * DAY / 1e12:.3g} TB a day to {paths} ({store.backend_name})")
     lines = {"totals": totals, "limits": limits}
     return [f"{title}: {', '.join(parts)}" for title, parts in lines.items() if parts]
 

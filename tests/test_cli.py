@@ -201,7 +201,8 @@ class TestRun:
             (["run", "recipe.yaml", "--trainer.strategy.offload=many"], "`offload='many'` is not a number of bytes"),
             (["run", "recipe.yaml", "--model=GTP"], "model=GTP: there is no class of that name"),
             (["run", "recipe.yaml", "--model=nomod.X"], "model: nomod.X: No module named 'nomod'"),
-            (["init", "mine", "gtp"], "argument RECIPE: invalid choice: 'gtp'"),
+            (["init", "mine", "gtp"], "argument RECIPE: invalid choice: 'gtp' .* Did you mean 'gpt'"),
+            (["pln", "gpt"], "argument COMMAND: invalid choice: 'pln' .* Did you mean 'plan'"),
             (["init", "."], "gpt.yaml exists"),
         ],
     )

@@ -79,7 +79,7 @@ class WideModel(SmallModel):
             {"states": "ssd", "checksum": False, "ssd_capacity": "64MiB"},
             "32-true",
             rf"weights: {MEGABYTES} on SSD\n.*optimizer states: {TWICE} on SSD; (?s:.*), SSD 9.0\d MiB\n"
-            r".*limits: [\d.e+]+ TB a day to ",
+            r".*limits: at most [\d.e+]+ TB a day to ",
         ),
         (
             {"states": "host"},

@@ -179,7 +179,7 @@ def render_report(report: Report) -> str:
 def render_answer(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, *, more_host: Plan, endurance: float | None = None
 ) -> str:
-    """Returns what a plan means for its user as text: fit, speed, wear, the bound, and the best improvement.
+    """Returns the answer of a plan as text: fit, speed, wear, the bound, and the best improvement.
 
     Args:
         model: the profile.
@@ -189,19 +189,25 @@ def render_answer(
         endurance: as in `make_report`.
     """
     prediction = simulate(model, hardware, plan)
-    seconds, excess = prediction.step_seconds, prediction.excess_bytes(hardware)
-    over = " is written to SSDs in a step for the daily limit" if prediction.excess_written(hardware) else ""
+    seconds = prediction.step_seconds
+    excess = {
+        "of GPU memory": prediction.gpu_peak_bytes - hardware.gpu_bytes,
+        "of RAM": prediction.host_peak_bytes - hardware.host_bytes,
+        "of SSD space": prediction.ssd_peak_bytes - hardware.ssd_bytes,
+        "of the daily writes to SSDs in a step": prediction.excess_written(hardware),
+    }
+    missing = [f"{format_bytes(nbytes)} {where}" for where, nbytes in excess.items() if nbytes > 0]
     counted = "samples" if model.tokens == model.samples else "tokens"
     written = bytes_per_day(prediction.ssd_written_bytes, seconds)
     lines = [
-        "It fits." if not excess else f"It does not fit: {format_bytes(excess)} too much{over}.",
+        "It fits." if not missing else f"It does not fit: it lacks {', '.join(missing)}.",
         f"memory      GPU {format_bytes(prediction.gpu_peak_bytes)} of {format_bytes(hardware.gpu_bytes)}, RAM "
         f"{format_bytes(prediction.host_peak_bytes)} of {format_bytes(hardware.host_bytes)}, SSD "
         f"{format_bytes(prediction.ssd_peak_bytes)}",
         f"step        {format_seconds(seconds)}, {_throughput(model, prediction):.0f} {counted}/s",
         f"SSD writes  {written / 1e12:.1f} TB a day of training" if written else "SSD writes  none",
         f"bound by    {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)} of a step",
-        f"would help  {_best_improvement(model, hardware, plan, more_host, seconds)}",
+        f"would help  {_best_improvement(model, hardware, plan, more_host, prediction)}",
     ]
     if endurance is not None and written:
         years = lifetime_seconds(endurance, prediction.ssd_written_bytes, seconds) / YEAR
@@ -209,10 +215,12 @@ def render_answer(
     return "\n".join(lines)
 
 
-def _best_improvement(model: ModelProfile, hardware: HardwareProfile, plan: Plan, more_host: Plan, now: float) -> str:
+def _best_improvement(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, more_host: Plan, now: Prediction
+) -> str:
     """Returns the doubled resource with which a step is shortest, and its time; none if it saves less than 5 %.
 
-    `now` is the step in seconds; the other arguments are those of `render_answer`.
+    `now` is the prediction for the plan; the other arguments are those of `render_answer`.
     """
     memory = hardware.host_memory_bandwidth
     faster = replace(
@@ -229,7 +237,9 @@ def _best_improvement(model: ModelProfile, hardware: HardwareProfile, plan: Plan
     }
     best = min(steps, key=lambda name: steps[name].step_seconds)
     least = steps[best].step_seconds
-    if least > 0.95 * now:
+    if least > 0.95 * now.step_seconds:
+        if now.excess_bytes(hardware):
+            return "a smaller micro-batch, or more of the memory that it lacks"
         return "a faster GPU: no other doubled resource makes the step 5 % shorter"
     return f"{best}: {format_seconds(least)} a step"
 

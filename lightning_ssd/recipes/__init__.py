@@ -4,7 +4,7 @@ their classes, each entered by its own `__init__`.
 `models` needs the extra `recipes`. This `__init__` imports neither of them, so that commands start quickly.
 """
 
-from lightning_ssd.recipes.files import copy_recipe, machine_file, recipes
+from lightning_ssd.recipes.files import copy_recipe, did_you_mean, machine_file, recipes
 from lightning_ssd.recipes.recipe import (
     check_recipe,
     read_recipe,

@@ -15,6 +15,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.holistic import min_memory_plan
 from lightning_ssd.planning.report import largest_samples, largest_transient
+from lightning_ssd.sizes import format_bytes
 from lightning_ssd.types import Tier
 from tests.support.profiles import GB, GIB, H100
 from tests.support.transformer import transformer_profile
@@ -50,10 +51,15 @@ def test_figures_agree_with_the_simulation() -> None:
 
 def test_plans_and_budgets_that_do_not_fit() -> None:
     """The report says that the plan does not fit, and by how many bytes."""
-    report = make_report(GPT, SMALL, make_plan(GPT, SMALL, "ssdtrain"))
+    plan = make_plan(GPT, SMALL, "ssdtrain")
+    report = make_report(GPT, SMALL, plan)
     assert not report.fits
     assert report.excess_bytes == report.prediction.gpu_peak_bytes - SMALL.gpu_bytes
     assert "does not fit" in render_report(report)
+    answer = render_answer(GPT, SMALL, plan, more_host=plan)
+    lacked = format_bytes(report.excess_bytes)
+    assert answer.startswith(f"It does not fit: it lacks {lacked} of GPU memory.\n")
+    assert "would help  a smaller micro-batch" in answer
 
 
 @pytest.mark.parametrize(("planner", "exceeds"), [("ssdtrain", True), ("holistic", False)])
