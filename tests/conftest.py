@@ -25,6 +25,7 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+from lightning_ssd.model_states.optimizers.adam_c import adam_library  # noqa: E402
 from tests.support.measurements import measure_few_bytes  # noqa: E402
 from tests.support.steps import worker  # noqa: E402, F401
 
@@ -45,6 +46,13 @@ def short_collections() -> None:
     """Full garbage collections, which trainings make, do not examine the objects that are older than a module."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def compiled_optimizer() -> None:
+    """The CPU optimizer is compiled before a test, not on a thread that its first strategy would begin: some tests
+    count threads, or have calls of the system fail."""
+    adam_library()
 
 
 @pytest.fixture(autouse=True)

@@ -47,8 +47,7 @@ def some_stay() -> SSDOffloadStrategy:
 
 def assert_nothing_is_left(path: Path) -> None:
     assert not list(path.glob("lightning_ssd-*"))
-    names = {thread.name for thread in threading.enumerate()} - {"lightning_ssd-compiler"}  # the process owns it
-    assert not [name for name in names if name.startswith("lightning_ssd")]
+    assert not trainings.package_threads()
 
 
 class Large(pl.LightningModule):

@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_release_in_fork)
 
 def begin_loading_kernel() -> None:
     """Begins to load the library on a thread of its own. The first run on a machine compiles it, for seconds."""
-    if not load_library.cache_info().currsize:
+    if not (_loading.locked() or load_library.cache_info().currsize):
         # No daemon: a process that ends meanwhile leaves a library for the next one, and no unfinished files.
         threading.Thread(target=adam_library, name="lightning_ssd-compiler", daemon=False).start()
 

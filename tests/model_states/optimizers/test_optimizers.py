@@ -18,6 +18,7 @@ from lightning_ssd.model_states.optimizers.optimizers import AdamOptimizer, Step
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.split import join, split
 from lightning_ssd.model_states.units.flat import FlatParameter
+from tests.support.trainings import package_threads
 
 CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -312,7 +313,7 @@ def test_a_compiler_that_fails(
 
 
 def test_a_strategy_begins_to_compile_and_steps_wait_for_that(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler runs once, from when the strategy was made, and a step meanwhile gets its library."""
+    """The compiler runs once, from when the first strategy was made, and a step meanwhile gets its library."""
     if (real := shutil.which("cc")) is None:
         pytest.skip("no C compiler")
     made = compile_library(adam_c.SOURCE, real)
@@ -329,6 +330,8 @@ def test_a_strategy_begins_to_compile_and_steps_wait_for_that(tmp_path: Any, mon
     adam_c.load_library.cache_clear()
     SSDOffloadStrategy(states="host")
     begun.read_text()
+    SSDOffloadStrategy(states="host")
+    assert package_threads() == ["lightning_ssd-compiler"]
     with ThreadPoolExecutor() as threads:
         steps = [threads.submit(adam_c.adam_library) for _ in range(2)]
         may_end.write_text("\n")
