@@ -111,7 +111,7 @@ def plan_of(path: Path, states: str, **how: Any) -> tuple[Plan, ModelProfile]:
     return first.cycle.plan, first.cycle.runner.profile
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("make", "states", "how"),
     [

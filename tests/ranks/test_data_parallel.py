@@ -69,7 +69,7 @@ def test_a_recipe_trains_on_two_devices(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1 and scratch_directories(tmp_path) == []
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "hosts"])
 def test_launchers(tmp_path: Path, launcher: str) -> None:
     """Processes that other programs have launched; the last case has one on each of two hosts."""

@@ -34,7 +34,7 @@ def test_two_stages(results: tuple[Path, str], name: str) -> None:
         assert file.read_text() == ""
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [1, 0])
 def test_an_error_of_one_stage_ends_both(tmp_path: Path, rank: int) -> None:
     done = run(tmp_path, "failing", str(rank))
