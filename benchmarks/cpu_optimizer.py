@@ -2,10 +2,10 @@
 
     python -m benchmarks.cpu_optimizer [--millions 200]
 
-Each steps one flat parameter; the result is the median of 10 steps. DeepSpeed's kernel steps fp32
-weights from fp32 gradients, without the conversions; ours steps from bf16 gradients to bf16 weights. Of each format of
-the states, GB/s of the arrays that a step reads and writes are printed, and their share of the memory's bandwidth: that
-of a negation in place, by the same number of threads.
+Each steps one flat parameter; the result is the median of 10 steps. DeepSpeed's kernel steps fp32 weights from fp32
+gradients, without the conversions; ours steps from bf16 gradients to bf16 weights. Of each format of the states, GB/s
+of the arrays that a step reads and writes are printed, and their share of the memory's bandwidth: that of a negation in
+place, by the same number of threads.
 """
 
 import argparse

@@ -210,7 +210,7 @@ SETTINGS = {
     "fsdp-fused+checkpoint": "FSDPStrategy(cpu_offload=True), fused AdamW,\nall blocks checkpointed, not clipped",
     "deepspeed+checkpoint": 'strategy="deepspeed_stage_3_offload",\nall blocks checkpointed',
 }
-"""What a person writes for a mode, in figures of one shape."""
+"""A user's code for a mode, in figures of one shape and cap."""
 
 
 def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
@@ -221,9 +221,10 @@ def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 0.6 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
     colors = ["tab:blue" if any(word in name for word in ("default", " checkpoint")) else "0.7" for name, _ in rows]
-    shapes = {name.partition(" ")[0] for name, _ in rows}
-    # The figure of one shape in one cap has their names in the text beside it.
-    names = [SETTINGS.get(name.split()[1], name) if len(shapes) == 1 else name for name, _ in rows]
+    words = [name.split() for name, _ in rows]
+    alike = len({(shape, *cap) for shape, _, *cap in words}) == 1
+    # The text beside the figure of one shape in one cap has their names.
+    names = [SETTINGS.get(mode, name) if alike else name for (name, _), (_, mode, *_) in zip(rows, words, strict=True)]
     bars = axes.barh(names, [run["step"] for _, run in rows], color=colors)
     labels = [label(run) for _, run in rows]
     axes.bar_label(bars, labels, padding=3)

@@ -29,7 +29,7 @@ def cap_gpu_memory(gib: float, index: int = 0) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Has SIGTERM raise `SystemExit`, so that `run_alone` ends its process, and the caller can print what it has."""
+    """Has SIGTERM raise `SystemExit`, so that `run_alone` ends its process, and the caller can print its results."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -69,7 +69,7 @@ def run_alone(
 
     result: dict[str, Any] = {}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=_end_with_parent
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=end_with_parent
     ) as process:
         assert process.stdout is not None
         watcher = threading.Thread(target=watch)
@@ -91,7 +91,7 @@ def run_alone(
     return result | {"ram": before - least}
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Has the kernel kill this process when its parent ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

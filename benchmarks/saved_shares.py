@@ -35,7 +35,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", 
 
 
 class Partitions:
-    """A compiler that runs traced code as it is, and records what each budget would save.
+    """A compiler that runs traced code as it is, and records the bytes that each budget would save.
 
     Attributes:
         saved: of each graph, the bytes that it saves with each of `BUDGETS`.

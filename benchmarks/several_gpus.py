@@ -41,21 +41,18 @@ Bound, of `host` with the `machine` of the same shape, batch and GPUs: the large
 """
 
 import argparse
-import ctypes
 import itertools
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import cap_gpu_memory, exit_on_sigterm, run_alone, save
+from benchmarks.processes import cap_gpu_memory, end_with_parent, exit_on_sigterm, run_alone, save
 
 CASES = ["ddp:1024x24", "fits:1024x24", "machine:3072x34", "host:3072x34", "host:3072x34,clip"]
 PEERS = ("deepspeed", "fsdp", "machine")
@@ -90,7 +87,6 @@ def start_ranks(devices: int) -> list[subprocess.Popen[bytes]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(devices), "NODE_RANK": "0"}
-    end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     started = [
         subprocess.Popen(sys.orig_argv, env=os.environ | {"LOCAL_RANK": str(rank)}, preexec_fn=end_with_parent)
         for rank in range(1, devices)
@@ -129,7 +125,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
             return torch.randint(50304, (case["tokens"],), generator=generator)
 
     class Printed(StepTimes):
-        """Prints the result as it is known so far."""
+        """Prints the result of the steps so far, after each one."""
 
         def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
             note("launch")
@@ -210,8 +206,6 @@ def seconds_of_process() -> float:
 
 def command_of(text: str, devices: int, path: str) -> list[str]:
     """Returns the command of a case."""
-    from lightning_ssd.device import available_cores
-
     case = parse(text)
     python = [sys.executable, "-W", "ignore", "-m"]
     if case["mode"] not in PEERS:
