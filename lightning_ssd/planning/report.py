@@ -1,5 +1,6 @@
 """Reports on plans before the first step: fit, speed, bottleneck, and wear of the SSDs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.endurance import (
@@ -44,7 +45,7 @@ class Report:
         prediction: result of the simulation.
         fits: whether the plan fits the budgets of all tiers.
         excess_bytes: bytes by which the plan exceeds the budgets of the tiers, or the daily limit of SSD writes.
-        over: text that names the exceeded limit.
+        lacking: these bytes by the name of the exceeded limit.
         placed: bytes of each class in each tier.
         swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
         counted: name of the counted items, "tokens", or "samples" where each sample of a batch counts as one token.
@@ -57,7 +58,7 @@ class Report:
     prediction: Prediction
     fits: bool
     excess_bytes: int
-    over: str
+    lacking: Mapping[str, int]
     placed: tuple[TierBytes, ...]
     swap_coefficient: float
     counted: str
@@ -89,13 +90,13 @@ def make_report(
     years = None
     if endurance is not None:
         years = lifetime_seconds(endurance, prediction.ssd_written_bytes, prediction.step_seconds) / YEAR
-    excess = prediction.excess_bytes(hardware)
+    lacking = prediction.lacking_bytes(hardware)
     placed, coefficient = _bytes_by_tier(model, plan)
     return Report(
         prediction=prediction,
-        fits=excess == 0,
-        excess_bytes=excess,
-        over=" is written to SSDs in a step for the daily limit" if prediction.excess_written(hardware) else "",
+        fits=not lacking,
+        excess_bytes=sum(lacking.values()),
+        lacking=lacking,
         placed=placed,
         swap_coefficient=coefficient,
         counted="samples" if model.tokens == model.samples else "tokens",
@@ -152,7 +153,7 @@ def render_report(report: Report) -> str:
     busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in prediction.busy_seconds.items())
     throughput, counted = report.tokens_per_second, report.counted
     lines = [
-        "It fits." if report.fits else f"It does not fit: {format_bytes(report.excess_bytes)} too much{report.over}.",
+        _fit(report.lacking),
         f"step               {format_seconds(prediction.step_seconds)}, {throughput:.0f} {counted}/s",
         f"peak               GPU {format_bytes(prediction.gpu_peak_bytes)}, host "
         f"{format_bytes(prediction.host_peak_bytes)}, SSD {format_bytes(prediction.ssd_peak_bytes)}",
@@ -190,17 +191,10 @@ def render_answer(
     """
     prediction = simulate(model, hardware, plan)
     seconds = prediction.step_seconds
-    excess = {
-        "of GPU memory": prediction.gpu_peak_bytes - hardware.gpu_bytes,
-        "of RAM": prediction.host_peak_bytes - hardware.host_bytes,
-        "of SSD space": prediction.ssd_peak_bytes - hardware.ssd_bytes,
-        "of the daily writes to SSDs in a step": prediction.excess_written(hardware),
-    }
-    missing = [f"{format_bytes(nbytes)} {where}" for where, nbytes in excess.items() if nbytes > 0]
     counted = "samples" if model.tokens == model.samples else "tokens"
     written = bytes_per_day(prediction.ssd_written_bytes, seconds)
     lines = [
-        "It fits." if not missing else f"It does not fit: it lacks {', '.join(missing)}.",
+        _fit(prediction.lacking_bytes(hardware)),
         f"memory      GPU {format_bytes(prediction.gpu_peak_bytes)} of {format_bytes(hardware.gpu_bytes)}, RAM "
         f"{format_bytes(prediction.host_peak_bytes)} of {format_bytes(hardware.host_bytes)}, SSD "
         f"{format_bytes(prediction.ssd_peak_bytes)}",
@@ -213,6 +207,11 @@ def render_answer(
         years = lifetime_seconds(endurance, prediction.ssd_written_bytes, seconds) / YEAR
         lines.insert(4, f"SSD life    {years:.2f} years of training without a pause")
     return "\n".join(lines)
+
+
+def _fit(lacking: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in lacking.items())
+    return f"It does not fit: it lacks {parts}." if lacking else "It fits."
 
 
 def _best_improvement(

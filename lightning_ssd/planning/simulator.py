@@ -50,12 +50,17 @@ class Prediction:
 
     def excess_bytes(self, hardware: HardwareProfile) -> int:
         """Returns the sum of bytes by which the plan exceeds the limits of memory and SSD writes, 0 if it fits."""
-        return (
-            max(0, self.gpu_peak_bytes - hardware.gpu_bytes)
-            + max(0, self.host_peak_bytes - hardware.host_bytes)
-            + max(0, self.ssd_peak_bytes - hardware.ssd_bytes)
-            + self.excess_written(hardware)
-        )
+        return sum(self.lacking_bytes(hardware).values())
+
+    def lacking_bytes(self, hardware: HardwareProfile) -> dict[str, int]:
+        """Returns the bytes by which the plan exceeds each limit, by name; limits that it keeps are absent."""
+        excess = {
+            "GPU memory": self.gpu_peak_bytes - hardware.gpu_bytes,
+            "RAM": self.host_peak_bytes - hardware.host_bytes,
+            "SSD space": self.ssd_peak_bytes - hardware.ssd_bytes,
+            "SSD writes in a step, by the daily limit": self.excess_written(hardware),
+        }
+        return {name: nbytes for name, nbytes in excess.items() if nbytes > 0}
 
     def excess_written(self, hardware: HardwareProfile) -> int:
         """Returns the bytes that a step writes to SSDs beyond its share of the daily limit."""
