@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _until_reader_ends() -> Iterator[None]:
-    """Ends the command quietly if the reader of its output has ended, such as `head`; other errors are shown."""
+    """Ends the command without a message if the reader of its output, such as `head`, has closed the pipe."""
     try:
         yield
         print(end="", flush=True)
@@ -99,7 +99,7 @@ def _until_reader_ends() -> Iterator[None]:
 
 
 def _reader_has_ended() -> bool:
-    """Returns whether standard output is a pipe that nobody can read from any more."""
+    """Returns whether standard output is a pipe whose reading end is closed."""
     poll = select.poll()
     poll.register(1, 0)
     return (1, select.POLLERR) in poll.poll(0)

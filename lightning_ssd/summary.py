@@ -113,10 +113,10 @@ def describe_totals(
     """Returns the lines with the bytes of a run in each memory, and with the most that it may use.
 
     Host memory has gradients and staging, too; steps that are made before their norm is known add a second version of
-    their values. There is no line of totals without model states and SSDs, since the line
-    of activations has the bytes of host memory then, and no line of limits if there is none beside the totals.
-    Directories and backend of the SSDs are named if data may be written there. The time of a step is not known yet: the
-    bytes of a day are those of drives that are always busy, and `OffloadMonitor` logs the measured number.
+    their values. There is no line of totals without model states and SSDs, since the line of activations has the bytes
+    of host memory then, and no line of limits if there is none beside the totals. Directories and backend of the SSDs
+    are named if data may be written there. The time of a step is not known yet: the bytes of a day are those of drives
+    that are always busy, and `OffloadMonitor` logs the measured number.
 
     Args:
         offloader: activation offloader of the training.
@@ -133,12 +133,9 @@ def describe_totals(
         totals.append(f"{name} {format_bytes(resident)} for model states")
     if states is not None:
         memory = host_memory_of(states, offloader)
-        spare = states.nbytes.spare
-        if seconds := spare.nbytes - spare.reserved:
-            most = format_bytes(memory.total + seconds)
-            totals.append(f"host memory {format_bytes(memory.total)}, {most} while few steps are clipped")
-        else:
-            totals.append(f"host memory {format_bytes(memory.total)}")
+        totals.append(f"host memory {format_bytes(memory.total)}")
+        if seconds := states.nbytes.host_limit - states.nbytes.host:
+            totals.append(f"{format_bytes(memory.total + seconds)} while few steps are clipped")
         if memory.limit > memory.total:
             limits.append(f"host memory {format_bytes(memory.limit)}")
         others = max(0, process_ram() - memory.total)

@@ -215,8 +215,7 @@ class _StepLifetimes:
         allocated: int | None = None,
         freed: int | None = None,
     ) -> None:
-        """Adds a tensor, unless it has no bytes, by the indices of the operators that use it, allocate it and are its
-        last.
+        """Adds a tensor, unless it has no bytes, by the indices of the operators that use, allocate and free it.
 
         If no operator allocates it, it exists in every step from begin to end.
         """

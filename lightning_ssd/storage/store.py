@@ -401,7 +401,7 @@ class BlobStore:
     def _close_opened(self, directories: Sequence[ScratchDirectory], *, remove: bool) -> None:
         """Closes the volumes and directories of a store that could not be made, the last ones first.
 
-        The first directories have volumes. Unless all files are to be removed, directories without files are.
+        The first directories have volumes. Without `remove`, only directories that have no files are removed.
         """
         for index, directory in reversed(list(enumerate(directories))):
             if index < len(self._volumes):

@@ -3,7 +3,7 @@
 `trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer use them.
 States in host memory become ordinary tensors. States on SSDs are kept there, in unlinked files, and read on access; the
 files are freed with the optimizer. States in memory that several ranks share are read on access, too, and weights there
-are mapped by each rank, as each would have a copy else. That memory is freed with the last model and optimizer.
+are mapped by each rank, which would have a copy otherwise. That memory is freed with the last model and optimizer.
 """
 
 import logging
