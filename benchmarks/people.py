@@ -29,10 +29,10 @@ the measurements up to then. The limit is that of one training, and counts from 
 written every few seconds; SIGTERM ends all, and prints the table.
 
 The processes are forked from one that has imported torch, Lightning and the models' classes, which takes up to a
-minute. They share its memory, of which each has its part in the RAM of its row: some hundred MiB less than a program
-that imports for itself. With `--gpus`, each row has a GPU alone, and an equal share of the processor's cores. Rows that
-are trained at once share the machine's RAM and drives, and their bandwidths; `ram`, the decrease of its available
-memory, is that of all of them.
+minute. Each row counts a part of the memory that they share with it as its RAM: some hundred MiB less than a program
+that imports for itself. DeepSpeed is imported by its own rows. With `--gpus`, each row has a GPU alone, and an equal
+share of the processor's cores. Rows that are trained at once share the machine's RAM and drives, and their bandwidths;
+`ram`, the decrease of available memory, is that of all of them.
 """
 
 import argparse
@@ -250,6 +250,10 @@ def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
 def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], object]]]:
     """Yields the name of each row, and a function that trains it, until `--budget` has passed."""
     end = time.monotonic() + arguments.budget
+    if any(mode.startswith("deepspeed") for mode in arguments.modes):
+        # It compiles its optimizer at the first use, which takes a minute, neither timed nor limited here.
+        build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+        run_alone([sys.executable, "-c", build])
     # `torch.cuda.is_available()` in an import must not initialize CUDA here: forked processes could not use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from benchmarks.people_training import preload, train
@@ -268,10 +272,6 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], o
 
 def measure(arguments: argparse.Namespace, runs: dict[str, Any]) -> None:
     """Trains each shape in each mode and cap, in processes of their own, and adds all results to `runs`, by row."""
-    if any(mode.startswith("deepspeed") for mode in arguments.modes):
-        # It compiles its optimizer at the first use, which takes a minute, neither timed nor limited here.
-        build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-        run_alone([sys.executable, "-c", build])
     with contextlib.closing(run_all(rows(arguments), arguments.gpus, arguments.limit)) as results:
         for name, run, ended in results:
             runs[name] = run
