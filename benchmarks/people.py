@@ -3,6 +3,7 @@
     python -m benchmarks.people --out people.json --shapes qwen2.5-1.5b vit-l --caps 24 16
     python -m benchmarks.people --shapes qwen2.5-0.5b --ragged --caps 27      # a new length in each batch
     python -m benchmarks.people --shapes llama-1536 --compiled --caps 22      # every layer compiled
+    python -m benchmarks.people --gpus 4 --budget 1200                        # four rows at once, none after 20 minutes
     python -m benchmarks.people --report people.json [--draw people.png]      # of earlier results
 
 A row is a training in a process of its own, with random weights and samples, in the shapes of published models. Modes:
@@ -24,19 +25,31 @@ workers. A row has: the median step after `--warm-up` steps and after the plan i
 the GPU's peak in these steps; RAM at its most, and at the end (the proportional set size of the process); the first
 step, and the steps and seconds until the plan is final; the seconds of the first `--warm-up` steps; and the loss of a
 fixed step, which is the same in all modes as far as matrix products are. If `--limit` ends a training, its row has
-the measurements up to then. The limit is that of one training, and counts from the start of its process, which may
-need a minute until its first step. `--out` is written every few seconds; SIGTERM ends all, and prints the table.
+the measurements up to then. The limit is that of one training, and counts from the start of its process. `--out` is
+written every few seconds; SIGTERM ends all, and prints the table.
+
+The processes are forked from one that has imported torch, Lightning and the models' classes, which takes up to a
+minute. Each row counts a part of the memory that they share with it as its RAM: some hundred MiB less than a program
+that imports for itself. DeepSpeed is imported by its own rows. With `--gpus`, each row has a GPU alone, and an equal
+share of the processor's cores. Rows that are trained at once share the machine's RAM and drives, and their bandwidths;
+`ram`, the decrease of available memory, is that of all of them.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import exit_on_sigterm, run_alone, save
+from benchmarks.processes import exit_on_sigterm, run_all, run_alone, save
 
 MODES = ("plain", "plain+checkpoint", "default", "checkpoint", "ssdtrain")
 
@@ -234,30 +247,37 @@ def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def measure(arguments: argparse.Namespace, runs: dict[str, Any]) -> None:
-    """Trains each shape in each mode and cap, in processes of their own, and adds all results to `runs`, by row."""
+def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], object]]]:
+    """Yields the name of each row, and a function that trains it, until `--budget` has passed."""
+    end = time.monotonic() + arguments.budget
     if any(mode.startswith("deepspeed") for mode in arguments.modes):
         # It compiles its optimizer at the first use, which takes a minute, neither timed nor limited here.
         build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         run_alone([sys.executable, "-c", build])
-    for shape in arguments.shapes:
-        for cap in arguments.caps:
-            for mode in arguments.modes:
-                kind = " ragged" * arguments.ragged + " compiled" * arguments.compiled
-                name = f"{shape}{kind} {mode}" + (f" {cap:g} GiB" if mode != "plain" else "")
-                if name in runs:
-                    continue
-                options = [f"--steps={arguments.steps}", f"--warm-up={arguments.warm_up}"]
-                options += ["--ragged"] * arguments.ragged + ["--compiled"] * arguments.compiled
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.people", "--one"]
-                case = ["--shapes", shape, "--modes", mode, "--caps", str(cap)]
+    # `torch.cuda.is_available()` in an import must not initialize CUDA here: forked processes could not use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    from benchmarks.people_training import preload, train
 
-                def keep(run: dict[str, Any], name: str = name) -> None:
-                    runs[name] = run
-                    save(runs, arguments.out)
+    preload(arguments.shapes, compiled=arguments.compiled)
+    named = {}
+    for shape, cap, mode in itertools.product(arguments.shapes, arguments.caps, arguments.modes):
+        kind = " ragged" * arguments.ragged + " compiled" * arguments.compiled
+        # "plain" has no cap, and is one row.
+        named[f"{shape}{kind} {mode}" + (f" {cap:g} GiB" if mode != "plain" else "")] = shape, mode, cap
+    for name, row in named.items():
+        if time.monotonic() >= end:
+            return
+        yield name, partial(train, arguments, *row)
 
-                keep(run_alone([*command, *case, *options], arguments.limit, keep))
-                print(table({name: runs[name]}).splitlines()[-1], flush=True)
+
+def measure(arguments: argparse.Namespace, runs: dict[str, Any]) -> None:
+    """Trains each shape in each mode and cap, in processes of their own, and adds all results to `runs`, by row."""
+    with contextlib.closing(run_all(rows(arguments), arguments.gpus, arguments.limit)) as results:
+        for name, run, ended in results:
+            runs[name] = run
+            save(runs, arguments.out)
+            if ended:
+                print(table({name: run}).splitlines()[-1], flush=True)
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -272,15 +292,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--ragged", action="store_true", help="texts of 128 tokens to all, padded to the longest")
     parser.add_argument("--compiled", action="store_true", help="compile every layer")
     parser.add_argument("--limit", type=float, help="seconds after which a process of a training is ended")
-    parser.add_argument("--one", action="store_true", help="train the first row in this process, and print the result")
+    parser.add_argument("--gpus", type=int, default=1, help="rows that are trained at once, each on a GPU of its own")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no other row is begun")
     parser.add_argument("--report", nargs="+", type=Path, help="files of earlier results; measures nothing")
     parser.add_argument("--draw", type=Path, help="file for a picture of the results")
     arguments = parser.parse_args(given)
-    if arguments.one:
-        from benchmarks.people_training import fit
-
-        print(json.dumps(fit(arguments)))
-        return
     exit_on_sigterm()
     runs: dict[str, Any] = {}
     try:

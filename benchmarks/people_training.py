@@ -1,15 +1,19 @@
-"""The training of a row of `benchmarks.people`, in the process that it starts for it."""
+"""The training of a row of `benchmarks.people`, in the process that it forks for it."""
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -221,10 +225,44 @@ def strategy_of(mode: str) -> Any:
     return SSDOffloadStrategy(offload="ssdtrain") if kind == "ssdtrain" else "ssd_offload"
 
 
-def fit(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains the first shape in the first mode and cap, and returns the measurements, or `error`."""
+def preload(shapes: Sequence[str], *, compiled: bool) -> None:
+    """Imports modules that trainings of the shapes would import at first use. They start no threads, and no CUDA."""
+    for shape in shapes:
+        getattr(transformers, SHAPES[shape].model)
+    if compiled:
+        import_module("torch._inductor.compile_fx")
+
+
+def train(arguments: argparse.Namespace, shape: str, mode: str, cap: float, place: int) -> None:
+    """Trains a row in this process, and prints its measurements.
+
+    Args:
+        arguments: options of all rows.
+        shape: name of a shape.
+        mode: see `benchmarks.people`.
+        cap: GiB of the GPU that may be used.
+        place: number of the GPU.
+    """
+    warnings.simplefilter("ignore")
+    if arguments.gpus > 1:
+        take_share(place, arguments.gpus)
+    print(json.dumps(fit(arguments, SHAPES[shape], mode, cap)))
+
+
+def take_share(place: int, count: int) -> None:
+    """Has this process use GPU number `place` of those that it may use, and one of `count` shares of its cores."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(place) if visible is None else visible.split(",")[place]
+    cores = sorted(os.sched_getaffinity(0))
+    width = max(1, len(cores) // count)
+    begin = place * width % len(cores)
+    os.sched_setaffinity(0, cores[begin : begin + width])  # before threads are started, which inherit it
+    torch.set_num_threads(max(1, torch.get_num_threads() // count))
+
+
+def fit(arguments: argparse.Namespace, shape: Shape, mode: str, cap: float) -> dict[str, Any]:
+    """Trains a shape in a mode and cap, and returns the measurements, or `error`."""
     torch.manual_seed(0)
-    shape, mode = SHAPES[arguments.shapes[0]], arguments.modes[0]
     cuda = torch.cuda.is_available()
     with torch.device("cuda" if cuda else "cpu"):  # random weights are drawn faster there
         model = shape.build()
@@ -232,7 +270,7 @@ def fit(arguments: argparse.Namespace) -> dict[str, Any]:
     if cuda:
         torch.cuda.empty_cache()
         if mode != "plain":
-            cap_gpu_memory(arguments.caps[0])
+            cap_gpu_memory(cap)
     if "checkpoint" in mode:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if mode.startswith("plain="):

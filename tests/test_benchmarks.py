@@ -1,6 +1,8 @@
 """Benchmarks run end to end on a CPU with a tiny model."""
 
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,8 @@ import pytest
 
 from benchmarks import bounds, default, people, pipeline, planning_cost, saved_shares, teraio
 from benchmarks.default_models import FAMILIES
-from benchmarks.processes import run_alone
+from benchmarks.people_training import take_share
+from benchmarks.processes import run_all, run_alone
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.autoplan.recompilation import SAVED_SHARES
 from lightning_ssd.planning import HardwareProfile
@@ -71,6 +74,51 @@ def test_a_caller_that_is_ended_has_had_all_results_and_its_process_ends(ended_b
 def test_a_process_without_a_result_has_an_error() -> None:
     assert run_alone([sys.executable, "-c", "import signal; signal.pause()"], 0.0) == {"error": "no result in 0 s"}
     assert run_alone([sys.executable, "-c", "raise SystemExit(3)"]) == {"error": "exit code 3"}
+
+
+def test_cases_run_at_once_each_in_its_place_and_the_next_one_in_a_place_that_is_free() -> None:
+    both_run = multiprocessing.get_context("fork").Barrier(2)
+
+    def wait(place: int) -> None:
+        both_run.wait(60)
+        take_share(place, 2)
+        cores = sorted(os.sched_getaffinity(0))
+        print(json.dumps({"place": place, "gpu": os.environ["CUDA_VISIBLE_DEVICES"], "cores": cores}))
+
+    def fail(place: int) -> None:
+        raise SystemExit(place + 2)
+
+    before, cores = dict(os.environ), os.sched_getaffinity(0)
+    results = {name: run for name, run, ended in run_all([("a", wait), ("b", wait), ("c", fail)], places=2) if ended}
+    assert [results[name]["place"] for name in "ab"] == [0, 1]
+    assert [results[name]["gpu"] for name in "ab"] == ["0", "1"]
+    assert {core for name in "ab" for core in results[name]["cores"]} <= cores
+    assert len(cores) == 1 or not set(results["a"]["cores"]) & set(results["b"]["cores"])
+    assert results["c"]["error"] in ("exit code 2", "exit code 3")
+    assert dict(os.environ) == before and os.sched_getaffinity(0) == cores
+
+
+ROWS = """
+import sys
+from benchmarks import people
+
+sizes = people._decoder(64, 2, 2, 2, 128, 256)
+people.SHAPES["tiny"] = people.Shape("LlamaForCausalLM", "LlamaConfig", sizes, batch=2, tokens=16)
+modes = ["plain", "default", "checkpoint"]
+people.main(["--shapes", "tiny", "--steps", "12", "--warm-up", "4", *sys.argv[1:], "--modes", *modes])
+"""
+
+
+@pytest.mark.thorough
+def test_rows_of_what_people_train(tmp_path: Path) -> None:
+    out = tmp_path / "people.json"
+    for options in ["--gpus=2"], ["--budget=0"]:
+        command = [sys.executable, "-c", ROWS, "--out", str(out), *options]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        trained = json.loads(out.read_text())
+        assert trained.keys() == {"tiny plain", "tiny default 24 GiB", "tiny checkpoint 24 GiB"}
+        assert len({run["loss"] for run in trained.values()}) == 1
+        assert printed.count("| tiny ") == (6 if options == ["--gpus=2"] else 0)  # when a row ends, and in the table
 
 
 @pytest.mark.thorough
