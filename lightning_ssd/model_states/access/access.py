@@ -346,12 +346,14 @@ class Access:
         if kind is Kind.MATMUL and computing:
             self._note_repeated((*args, *kwargs.values()))
         with self._values(found, computing=computing, kind=kind) as values, references_saved():
+            given, named = substitute(args, values), substitute(kwargs, values)
+            if kind is Kind.MATMUL:  # it writes no argument and returns no view
+                if computing:
+                    given, named = in_order_of_casts(given, named)
+                return func(*given, **named)
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: internals.version_of(value) for key, value in values.items()}
             shapes = {key: geometry(value) for key, value in values.items()}
-            given, named = substitute(args, values), substitute(kwargs, values)
-            if kind is Kind.MATMUL and computing:
-                given, named = in_order_of_casts(given, named)
             result = func(*given, **named)
             changed = [key for key, value in values.items() if internals.version_of(value) != versions[key]]
             unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
@@ -431,7 +433,9 @@ class Access:
 
     def _note_repeated(self, args: Sequence[Any]) -> None:
         """Has gradients of 16-bit weights that a product is given twice summed in fp32: autocast casts each of them."""
-        given = [arg for arg in args if isinstance(arg, OffloadedParameter) and arg.flat.mixed and arg.requires_grad]
+        given = [arg for arg in args if type(arg) is OffloadedParameter and arg.flat.mixed and arg.requires_grad]
+        if len(given) < 2:
+            return
         for parameter, uses in Counter(given).items():
             if uses > 1 and not _weights(parameter).whole and autocast_to(parameter.flat.dtype, parameter.flat.device):
                 self.grad_dtype.sum_in_fp32(parameter)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.access.parameter import OffloadedParameter, OffloadedTensor, map_tensors, offloaded_in
+from lightning_ssd.model_states.access.parameter import OffloadedParameter, map_tensors, offloaded_in
 
 
 def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -55,7 +55,7 @@ def geometry(tensor: Tensor) -> tuple[object, ...]:
 
 def substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
     """Returns a tree of arguments with offloaded tensors replaced by `values`, which are keyed by identity."""
-    return map_tensors(lambda tensor: values[id(tensor)] if isinstance(tensor, OffloadedTensor) else tensor, value)
+    return map_tensors(lambda tensor: values.get(id(tensor), tensor), value)
 
 
 def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -543,7 +543,8 @@ def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
     """Returns the offloaded tensors in trees of arguments, by identity, in order."""
     found: dict[int, OffloadedTensor] = {}
     for tree in trees:
-        if isinstance(tree, OffloadedTensor):
+        of = type(tree)  # `isinstance` of a parameter's class runs Python code, for each argument of each product
+        if of is OffloadedParameter or issubclass(of, OffloadedView):
             found[id(tree)] = tree
         elif isinstance(tree, list | tuple):
             found |= offloaded_in(*tree)
@@ -655,7 +656,7 @@ def _recomputed(tensor: Tensor) -> Tensor:
     return tensor.detach() if type(tensor) is OffloadedParameter and not tensor.requires_grad else tensor
 
 
-def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Returns arguments of a matrix product whose gradients autograd accumulates in the order of plain training.
 
     In plain training the node of autocast's cast is between a parameter and the product, and casts of later arguments
@@ -667,6 +668,8 @@ def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[l
     leaves = [
         name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
     ]
+    if len(leaves) < 2:  # most products: their input is no leaf, and there is no bias
+        return args, kwargs
     for name in reversed(leaves[1:]):
         parameter = given[name]
         if type(parameter) is OffloadedParameter and parameter.flat.mixed:
