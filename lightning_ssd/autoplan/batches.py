@@ -211,7 +211,8 @@ class RecordedBatch:
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
     """Returns the indices of the parameters that require gradients now."""
-    return frozenset(index for index, one in enumerate(parameters) if one.requires_grad)
+    with internals.without_torch_function():  # which offloaded parameters run for each attribute
+        return frozenset([index for index, one in enumerate(parameters) if one.requires_grad])
 
 
 def row_of(size: float) -> int:

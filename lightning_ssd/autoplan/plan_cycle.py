@@ -3,8 +3,8 @@
 A training has these phases, in the order of the methods. All of them are called on the training thread.
 
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
-   a calibration plan, which checkpoints all units that may be, and correct the profile (`_apply_calibration`). Where
-   there is none, they offload all saved tensors.
+   a calibration plan, which checkpoints all units that may be and keeps all else, and correct the profile
+   (`_apply_calibration`). Where that does not fit, they offload all saved tensors.
 2. plan: `PlanMaker` makes a plan, for other tiers of model states if that is faster: then states are moved, once.
    `PlanRunner` applies it (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
 3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
@@ -407,13 +407,13 @@ class PlanCycle(ProfiledSteps):
             return False
         profile = self._profile(0)
         runner = self._make_runner(profile)
-        plan = self._maker.make_calibration(runner) if self._calibration_fits else None
-        plan = plan or checkpoint_all(profile, offloading_plan(profile, runner.placement, self.training.offloader))
-        if plan is None:
+        offloading = checkpoint_all(profile, offloading_plan(profile, runner.placement, self.training.offloader))
+        if offloading is None:
             self.runner = None
             return False
+        keeping = self._maker.make_calibration(runner) if self._calibration_fits else None
         self.phase, self.stage = "idle", "final"
-        runner.apply(plan)
+        runner.apply(keeping or offloading)
         return True
 
     # ---- the size of a micro-batch ----

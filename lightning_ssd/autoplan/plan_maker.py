@@ -139,15 +139,15 @@ class PlanMaker:
     def make_calibration(self, runner: PlanRunner) -> Plan | None:
         """Returns the plan that checkpoints all units that may be and keeps all else; `None`: it does not fit.
 
-        It needs little memory, pins none for saved tensors, and keeps the device busy.
+        It needs little memory, pins none for saved tensors, and keeps the device busy. Where no unit may be, as in a
+        model that checkpoints its layers itself, it is the plan that is made next if states stay where they are.
         """
         if self.options.plan is not None:
             return None
         model, placement = runner.profile, runner.placement
         kept = default_plan(model, placement, {}, default_window(model, placement.weights))
-        plan = checkpoint_all(model, kept)
-        fits = plan is not None and not simulate(model, runner.hardware, plan).excess_bytes(runner.hardware)
-        return plan if fits else None
+        plan = checkpoint_all(model, kept) or kept
+        return None if simulate(model, runner.hardware, plan).excess_bytes(runner.hardware) else plan
 
     def make_row(self, runner: PlanRunner, plan: Plan, size: float) -> Plan:
         """Returns the plan for micro-batches of another size, which is relative to that of the profile.

@@ -440,6 +440,15 @@ def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
         assert any(unit.checkpoint for unit in applied.found[0].plan.units.values()) or not expected[0]
 
 
+def test_a_model_that_checkpoints_its_layers_is_timed_as_it_is_trained() -> None:
+    """No unit of it may be checkpointed, and offloading its saved tensors would take host memory and time."""
+    first, module = planner(), TinyGPT("none")
+    module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    applied = AppliedPlans(first)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: module, steps=7)
+    assert [(item.calibrating, item.plan.keeps_all) for item in applied.found] == [(True, True), (False, True)]
+
+
 class Clock:
     """A fake clock."""
 
