@@ -10,9 +10,6 @@ from torch import Tensor
 from lightning_ssd.ranks.messages import RankError
 from lightning_ssd.uncopied import Uncopied
 
-_TIMEOUT = timedelta(minutes=10)
-"""Time in which another host has to answer; the end of its process is noticed at once."""
-
 
 class HostGroup(Uncopied):
     """Collectives of gloo, on tensors in host memory, which the ranks of a number call in the same order on all hosts.
@@ -33,13 +30,14 @@ class HostGroup(Uncopied):
         self.host = group.rank()
 
     @classmethod
-    def connect(cls, hosts: Sequence[Sequence[int]]) -> "HostGroup":
+    def connect(cls, hosts: Sequence[Sequence[int]], timeout: timedelta) -> "HostGroup":
         """Makes the groups of all ranks, and returns that of this rank; called by all ranks.
 
         Args:
             hosts: global ranks of each host.
+            timeout: time in which another host has to answer; the end of its process is noticed at once.
         """
-        groups = [dist.new_group(list(ranks), _TIMEOUT, backend="gloo") for ranks in zip(*hosts, strict=True)]
+        groups = [dist.new_group(list(ranks), timeout, backend="gloo") for ranks in zip(*hosts, strict=True)]
         return next(cls(group) for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER)
 
     def exchange(self, content: bytes) -> list[bytes]:
@@ -76,4 +74,7 @@ class HostGroup(Uncopied):
         try:
             work.wait()
         except RuntimeError as error:
-            raise RankError(f"a process of another host has ended or does not answer: {error}") from error
+            raise RankError(
+                "a process of another host has ended, or is busy for longer than `ddp={'timeout': ...}` allows: "
+                f"{error}"
+            ) from error

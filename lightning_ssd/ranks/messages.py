@@ -7,7 +7,10 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import timedelta
 from enum import IntEnum, auto
+
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.futures import Future
 from lightning_ssd.uncopied import Uncopied
@@ -100,6 +103,7 @@ class RankMessages(Uncopied):
         rank: number of this rank.
         sockets: connections to all other ranks, which keep the boundaries of messages; owned.
         first: what errors add to the numbers of ranks, which count those of this host.
+        timeout: time in which another rank, which is alive, may send nothing, such as in a validation of its own.
 
     Attributes:
         rank: number of this rank.
@@ -108,7 +112,13 @@ class RankMessages(Uncopied):
         failed: completes with the first failure of any rank, this one included.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], first: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        first: int = 0,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
         self.rank = rank
         self.failed: Future[None] = Future()
         self._first = first
@@ -126,7 +136,7 @@ class RankMessages(Uncopied):
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._thread.start()
-        watch(self)
+        watch(self, timeout.total_seconds())
         _open.add(self)
 
     # ---- messages ----
@@ -295,7 +305,8 @@ class RankMessages(Uncopied):
                 for (topic, number, _), box in self._boxes.items()
                 if box.expected is not None
             ]
-        return f"messages {'; '.join(waiting)}" if waiting else ""
+        remedy = "if they are busy for so long, set `ddp={'timeout': timedelta(hours=2)}`"
+        return f"messages missing: {'; '.join(waiting)}; {remedy}" if waiting else ""
 
     # ---- the thread that receives ----
 

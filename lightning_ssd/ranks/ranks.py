@@ -5,9 +5,11 @@ import os
 import secrets
 import socket
 import struct
+from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.ranks.hosts import HostGroup
 from lightning_ssd.ranks.messages import RankError, RankMessages
@@ -41,11 +43,12 @@ class Ranks(Uncopied):
         self.values = values
 
     @classmethod
-    def connect(cls, host: int) -> "Ranks":
+    def connect(cls, host: int, timeout: timedelta = default_pg_timeout) -> "Ranks":
         """Connects the ranks of a host; called by all ranks of torch.distributed's default process group.
 
         Args:
             host: number of this rank's host.
+            timeout: time in which a rank, which is alive, may let others wait.
 
         Raises:
             RankError: a rank does not answer, or hosts have different numbers of ranks.
@@ -80,12 +83,12 @@ class Ranks(Uncopied):
                 raise RankError(f"the ranks of this host could not connect: {error}") from error
             for connection in sockets.values():
                 connection.settimeout(None)
-            messages = RankMessages(rank, sockets, members[0])
+            messages = RankMessages(rank, sockets, members[0], timeout)
             listener.close()
             undo.pop_all()
         if len(hosts) == 1:
             return cls(messages, memory)
-        sums, values = (HostGroup.connect(list(hosts.values())) for _ in range(2))
+        sums, values = (HostGroup.connect(list(hosts.values()), timeout) for _ in range(2))
         return cls(messages, memory, sums, values)
 
     @property
