@@ -152,6 +152,8 @@ def make_model_states(
             commit()
         if ranks is not None:
             ranks.ranks.exchange(b"committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
+            if not gives:
+                ranks.begin_fill()
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
         if gives:
             commit()

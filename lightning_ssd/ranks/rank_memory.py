@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.sizes import format_bytes_exactly
-from lightning_ssd.storage import Slab, StorageFullError, align_up, commit
+from lightning_ssd.storage import Slab, StorageFullError, align_up, commit, page_lock
 from lightning_ssd.uncopied import Uncopied
 
 _HUGE_PAGE = 2 * 2**20
@@ -92,13 +92,13 @@ class RankMemory(Uncopied):
         commit(own, pin=False)
 
     def pin(self) -> None:
-        """Page-locks the allocations made with `pin`, whose pages are committed, and which no rank writes meanwhile.
+        """Page-locks the allocations made with `pin`, whose pages are committed, unless an earlier call has.
 
         Raises:
             StorageError: they can't be page-locked.
         """
         unpinned, self._unpinned = self._unpinned, []
-        commit(unpinned, pin=True)
+        page_lock(unpinned)
 
     def release(self, memory: Tensor) -> None:
         """Frees the pages of an allocation, which no rank uses any more."""

@@ -26,6 +26,8 @@ def test_a_rank_page_locks_its_own_gradients_which_it_unlocks(monkeypatch: pytes
         states = RankStates(
             Ranks(messages, memory), [Layout(flat, False, ("exp_avg",), steps=True, versions=1)], pin=True
         )
+        states.begin_fill()  # in which rank 0 writes
+        assert len(pinned) == rank
         memory.pin()
         assert pinned == [states.gradients[flat].copies[rank]]
         pinned.clear()

@@ -10,7 +10,7 @@ from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import Ranks, choose_owners
-from lightning_ssd.storage import Slab
+from lightning_ssd.storage import Slab, commit
 
 
 class RankStates:
@@ -56,6 +56,17 @@ class RankStates:
         slab = self.ranks.memory.allocate(nbytes, own=self.owns(flat), pin=pin)
         self._values.append(slab)
         return slab
+
+    def begin_fill(self) -> None:
+        """Prepares initial values, whose pages are committed: rank 0 maps them, and other ranks page-lock meanwhile.
+
+        Both use several cores. Page faults of rank 0's training thread take longer than its writes otherwise, and ranks
+        that page-lock at once wait for each other in the driver.
+        """
+        if self.ranks.rank == 0:
+            commit(self._values, pin=False)
+        else:
+            self.ranks.memory.pin()
 
     def free_gradients(self) -> None:
         """Frees the memory of this rank's gradients. All owners have summed them, and nothing is page-locked."""
