@@ -15,7 +15,7 @@ from lightning_ssd.ranks.rank_memory import make_files
 from lightning_ssd.storage import Slab
 
 
-def test_a_rank_page_locks_its_own_gradients_which_it_unlocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_commits_and_page_locks_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[Slab] = []
     monkeypatch.setattr(Slab, "pin", lambda slab: pinned.append(slab))
     descriptors = make_files(2)
@@ -26,7 +26,9 @@ def test_a_rank_page_locks_its_own_gradients_which_it_unlocks(monkeypatch: pytes
         states = RankStates(
             Ranks(messages, memory), [Layout(flat, False, ("exp_avg",), steps=True, versions=1)], pin=True
         )
-        states.begin_fill()  # in which rank 0 writes
+        states.commit()
+        assert [os.fstat(descriptor).st_blocks > 0 for descriptor in descriptors] == [True, rank == 1]
+        states.begin_fill()  # other ranks page-lock while rank 0 writes
         assert len(pinned) == rank
         states.pin()
         assert pinned == [states.gradients[flat].copies[rank]]
