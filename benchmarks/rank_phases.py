@@ -36,6 +36,9 @@ SECONDS = 0.5
 PIECE = 2**28
 """Bytes of a slab."""
 
+_LIMIT = 120
+"""Seconds after which a process ends whose peer has failed."""
+
 
 def prepare_and_free(
     rank: int,
@@ -69,12 +72,12 @@ def prepare_and_free(
     phases["remove"] = lambda: [file.release(slab.tensor) for file, slab in halves]
     seconds = {}
     for name, run in phases.items():
-        barrier.wait()
+        barrier.wait(_LIMIT)
         begin = time.perf_counter()
         run()
         seconds[name] = round(time.perf_counter() - begin, 2)
     print(f"  rank {rank}: {seconds}", flush=True)
-    end.wait()
+    end.wait(_LIMIT)
     os._exit(0)
 
 
@@ -93,7 +96,7 @@ def measure_memory(ranks: int, files: int, nbytes: int) -> None:
         process.start()
     for descriptor in descriptors:
         os.close(descriptor)
-    end.wait()
+    end.wait(_LIMIT)
     begin = time.perf_counter()
     for process in processes:
         process.join()
