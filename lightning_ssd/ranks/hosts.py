@@ -43,12 +43,12 @@ class HostGroup(Uncopied):
     def exchange(self, content: bytes) -> list[bytes]:
         """Returns the contents of all hosts."""
         longest = int(self.maximum(torch.tensor([len(content)]))[0])
-        own = torch.zeros(longest + 8, dtype=torch.uint8)
-        own[:8].view(torch.int64)[0] = len(content)
-        own[8 : 8 + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        padded = len(content).to_bytes(8, "little") + content.ljust(longest, b"\0")
+        own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         self._wait(dist.all_gather(found, own, self._group, async_op=True))
-        return [one[8 : 8 + int(one[:8].view(torch.int64)[0])].numpy().tobytes() for one in found]
+        parts = [one.numpy().tobytes() for one in found]
+        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in parts]
 
     def maximum(self, values: Tensor) -> Tensor:
         """Replaces values by their maximum over hosts, and returns them."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ssd.device import Worker
-from lightning_ssd.futures import Future, finished, then
+from lightning_ssd.futures import Future, all_of
 from lightning_ssd.model_states.journal.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, describe, differences
 from lightning_ssd.model_states.optimizers import FlatOptimizer
@@ -295,8 +295,7 @@ class Journal:
 
         if messages is None or messages.rank == 0:
             return self._worker.submit(run, after)
-        recorded = messages.collect(Topic.RECORDED, 0, turn, [0])
-        return then(self._worker.submit(send, after), lambda _: then(recorded, lambda _: finished(None)))
+        return all_of([self._worker.submit(send, after), messages.collect(Topic.RECORDED, 0, turn, [0])])
 
     def forget(self) -> None:
         """Removes the record, because recorded values are about to change, or training has ended, on all ranks.
