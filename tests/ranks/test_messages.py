@@ -35,6 +35,15 @@ def test_messages_are_collected_whether_expected_before_or_after_they_arrive(thr
     assert first.collect(Topic.STEP, 7, 2, [1]).result(timeout=60) == {1: b"c"}
 
 
+def test_a_content_of_any_length_is_collected_whole(three: list[RankMessages]) -> None:
+    first, second, third = three
+    contents = {rank: bytes([rank]) * 10**6 + b"end" for rank in (1, 2)}
+    collected = first.collect(Topic.TRAINING, 0, 0, [1, 2])
+    for one in (second, third):
+        one.post(Topic.TRAINING, 0, 0, contents[one.rank], [0])
+    assert collected.result(timeout=60) == contents
+
+
 def test_a_rank_that_ends_fails_only_what_it_has_not_sent(three: list[RankMessages]) -> None:
     first, second, third = three
     of_second, of_third = first.collect(Topic.STEP, 0, 0, [1]), first.collect(Topic.STEP, 0, 0 + 1, [2])
