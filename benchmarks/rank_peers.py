@@ -136,10 +136,11 @@ def measure_machine(hidden: int, layers: int, batch: dict[str, Tensor], millions
     size, numel = dist.get_world_size(), millions * 10**6 // 64 * 64
     restore = share_cores([os.sched_getaffinity(0)] * size)
     ranks = Ranks.connect(0)
-    shared = ranks.memory.allocate(2 * numel, own=dist.get_rank() == 0, pin=CUDA)
-    ranks.memory.commit()
+    shared = ranks.memory[0].allocate(2 * numel, commit=True, pin=CUDA)
+    if dist.get_rank() == 0:
+        ranks.memory[0].commit()
     ranks.exchange(b"committed")
-    ranks.memory.pin()
+    ranks.memory[0].pin()
     one, other = torch.zeros(numel), torch.ones(numel)
     found = {"dram": 8 * numel / best(partial(one.copy_, other))}
     del one, other

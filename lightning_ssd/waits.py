@@ -3,6 +3,7 @@
 The waiting thread finds out by itself: every few seconds it compares counters of the objects that work for it.
 """
 
+import math
 import sys
 import threading
 import weakref
@@ -17,7 +18,8 @@ POLL_SECONDS = 5.0
 """Seconds between two comparisons of the counters."""
 
 LIMIT = 120
-"""Comparisons in a row without a change, after which a wait ends. No time: the process may be suspended meanwhile."""
+"""Comparisons in a row without a change, after which a wait ends, unless an object of `watch` asks for more. No time:
+the process may be suspended meanwhile."""
 
 Result = TypeVar("Result")
 Counters = dict[int, tuple[int, ...]]
@@ -36,15 +38,21 @@ class Watched(Protocol):
 
 _lock = threading.Lock()
 """Guards the next one. Not held while objects are asked, which have locks of their own."""
-_watched: "weakref.WeakSet[Watched]" = weakref.WeakSet()
+_watched: "weakref.WeakKeyDictionary[Watched, float]" = weakref.WeakKeyDictionary()
+"""Objects, and seconds without a change in which each of them may still be at work."""
 _stuck: Counters | None = None
 """Counters when a wait was given up. As long as none changes, later waits end at once, so that training ends."""
 
 
-def watch(watched: Watched) -> None:
-    """Has all waits of this process compare the counters of `watched`, as long as it exists."""
+def watch(watched: Watched, seconds: float = 0.0) -> None:
+    """Has all waits of this process compare the counters of `watched`, as long as it exists.
+
+    Args:
+        watched: the object.
+        seconds: time without a change that no wait takes for an end of its work, if it is longer than that of `LIMIT`.
+    """
     with _lock:
-        _watched.add(watched)
+        _watched[watched] = seconds
 
 
 def wait_for(future: "Future[Result]", work: str) -> Result:
@@ -78,14 +86,20 @@ def _wait(future: "Future[Any]", work: str) -> None:
             timeout, counters = POLL_SECONDS, _counters()
             unchanged = unchanged + 1 if counters == before else 0
             before = counters
-            if unchanged == LIMIT or _still_stuck(counters):
+            if unchanged >= _limit() or _still_stuck(counters):
                 _stuck = counters
                 raise RuntimeError(
                     f"{threading.current_thread().name} waits for {work}, and no transfer, copy or job of an optimizer "
-                    f"has ended for {LIMIT * POLL_SECONDS:.0f} seconds. A drive or device does not answer (see "
+                    f"has ended for {_limit() * POLL_SECONDS:.0f} seconds. A drive or device does not answer (see "
                     "`dmesg`), or threads of lightning_ssd wait for each other: then report this text, and set "
                     f"`states='host'` meanwhile. {_pending()} Threads: {_threads()}."
                 )
+
+
+def _limit() -> int:
+    """Returns the number of comparisons without a change after which a wait ends."""
+    with _lock:
+        return max([LIMIT, *(math.ceil(seconds / POLL_SECONDS) for seconds in _watched.values())])
 
 
 def _counters() -> Counters:

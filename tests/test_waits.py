@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(waits, "LIMIT", 5)
     monkeypatch.setattr(waits, "_stuck", None)
-    monkeypatch.setattr(waits, "_watched", weakref.WeakSet())  # without objects that earlier tests have left
+    monkeypatch.setattr(waits, "_watched", weakref.WeakKeyDictionary())  # without objects that earlier tests have left
 
 
 WAITS: dict[str, Callable[[Future[int]], Any]] = {

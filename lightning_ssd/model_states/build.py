@@ -143,7 +143,7 @@ def make_model_states(
                 if uninitialized.parameters.isdisjoint(item.parameter for item in flat.param_views):
                     stores[flat].adopt(version)
         pin = device.type == "cuda"
-        commit = partial(commit_memory, stores.values(), pin=pin) if ranks is None else ranks.ranks.memory.commit
+        commit = partial(commit_memory, stores.values(), pin=pin) if ranks is None else ranks.commit
         # A model in host memory first gives its memory to the stores: the host need not have room for both. Otherwise
         # pages are committed on several cores before values are written to them: copies from the device use one core.
         waiting = [item.parameter for flat in stores if not flat.attached for item in flat.param_views]
@@ -152,13 +152,15 @@ def make_model_states(
             commit()
         if ranks is not None:
             ranks.ranks.exchange(b"committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
+            if not gives:
+                ranks.begin_fill()
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
         if gives:
             commit()
         if ranks is not None:
             ranks.send_values()
             _share_values(ranks, stores, space.staging)
-            ranks.ranks.memory.pin()
+            ranks.pin()
             RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:

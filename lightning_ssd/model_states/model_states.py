@@ -771,7 +771,7 @@ class ModelStates(Uncopied):
         private = None
         if self._ranks is not None and shutdown.failure is None:  # all owners have made the last steps
             shutdown.run(self._ranks.free_gradients)
-            private = self._ranks.ranks.memory.private
+            private = self._ranks.private
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
             shutdown, self.steps.history.revert_partial_steps(), hand_over=not self.records.enabled, private=private

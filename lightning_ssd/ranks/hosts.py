@@ -10,9 +10,6 @@ from torch import Tensor
 from lightning_ssd.ranks.messages import RankError
 from lightning_ssd.uncopied import Uncopied
 
-_TIMEOUT = timedelta(minutes=10)
-"""Time in which another host has to answer; the end of its process is noticed at once."""
-
 
 class HostGroup(Uncopied):
     """Collectives of gloo, on tensors in host memory, which the ranks of a number call in the same order on all hosts.
@@ -33,24 +30,25 @@ class HostGroup(Uncopied):
         self.host = group.rank()
 
     @classmethod
-    def connect(cls, hosts: Sequence[Sequence[int]]) -> "HostGroup":
+    def connect(cls, hosts: Sequence[Sequence[int]], timeout: timedelta) -> "HostGroup":
         """Makes the groups of all ranks, and returns that of this rank; called by all ranks.
 
         Args:
             hosts: global ranks of each host.
+            timeout: time in which another host has to answer; the end of its process is noticed at once.
         """
-        groups = [dist.new_group(list(ranks), _TIMEOUT, backend="gloo") for ranks in zip(*hosts, strict=True)]
+        groups = [dist.new_group(list(ranks), timeout, backend="gloo") for ranks in zip(*hosts, strict=True)]
         return next(cls(group) for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER)
 
     def exchange(self, content: bytes) -> list[bytes]:
         """Returns the contents of all hosts."""
         longest = int(self.maximum(torch.tensor([len(content)]))[0])
-        own = torch.zeros(longest + 8, dtype=torch.uint8)
-        own[:8].view(torch.int64)[0] = len(content)
-        own[8 : 8 + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        padded = len(content).to_bytes(8, "little") + content.ljust(longest, b"\0")
+        own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         self._wait(dist.all_gather(found, own, self._group, async_op=True))
-        return [one[8 : 8 + int(one[:8].view(torch.int64)[0])].numpy().tobytes() for one in found]
+        parts = [one.numpy().tobytes() for one in found]
+        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in parts]
 
     def maximum(self, values: Tensor) -> Tensor:
         """Replaces values by their maximum over hosts, and returns them."""
@@ -76,4 +74,7 @@ class HostGroup(Uncopied):
         try:
             work.wait()
         except RuntimeError as error:
-            raise RankError(f"a process of another host has ended or does not answer: {error}") from error
+            raise RankError(
+                "a process of another host has ended, or is busy for longer than `ddp={'timeout': ...}` allows: "
+                f"{error}"
+            ) from error

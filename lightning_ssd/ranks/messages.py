@@ -1,13 +1,18 @@
 """Messages between the ranks of one host, futures of messages that are expected, and the end of a rank."""
 
+import contextlib
 import os
 import selectors
 import socket
 import struct
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import timedelta
 from enum import IntEnum, auto
+
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.futures import Future
 from lightning_ssd.uncopied import Uncopied
@@ -54,17 +59,14 @@ class Topic(IntEnum):
     """The receiver, rank 0, may change these values in shared memory, because the sender has read them."""
 
 
-_HEADER = struct.Struct("<BxxxIQ")
-"""Topic, number and turn of a message, before its content."""
+_HEADER = struct.Struct("<B?xxIQ")
+"""Topic of a message, whether a part of its content follows, and number and turn, before a part of the content."""
 
 _MAX_BYTES = 2**17
-"""Largest message. The kernel's default for the memory of sent messages has room for it."""
+"""Largest packet of a socket. The kernel's default for the memory of sent packets has room for it."""
 
 _LARGEST = _MAX_BYTES - _HEADER.size
-"""Bytes of the content of the largest message."""
-
-_MAX_PARTS = 2**20
-"""More messages than one `send` takes; they are numbered."""
+"""Bytes of the content in the largest packet."""
 
 _Key = tuple[int, int, int]
 
@@ -78,6 +80,8 @@ class _Box:
 
     def __init__(self) -> None:
         self.contents: dict[int, bytes] = {}
+        self.parts: defaultdict[int, list[bytes]] = defaultdict(list)
+        """Parts of contents that have not arrived whole."""
         self.expected: frozenset[int] | None = None
         self.done: Future[dict[int, bytes]] = Future()
 
@@ -100,6 +104,7 @@ class RankMessages(Uncopied):
         rank: number of this rank.
         sockets: connections to all other ranks, which keep the boundaries of messages; owned.
         first: what errors add to the numbers of ranks, which count those of this host.
+        timeout: time in which another rank, which is alive, may send nothing, such as in a validation of its own.
 
     Attributes:
         rank: number of this rank.
@@ -108,7 +113,13 @@ class RankMessages(Uncopied):
         failed: completes with the first failure of any rank, this one included.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], first: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        first: int = 0,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
         self.rank = rank
         self.failed: Future[None] = Future()
         self._first = first
@@ -126,7 +137,7 @@ class RankMessages(Uncopied):
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._thread.start()
-        watch(self)
+        watch(self, timeout.total_seconds())
         _open.add(self)
 
     # ---- messages ----
@@ -138,17 +149,18 @@ class RankMessages(Uncopied):
             topic: subject of the message.
             number: number of the subject, such as that of a flat parameter.
             turn: which message about it.
-            content: at most 128 KiB.
+            content: its content, of any length.
             to: its receivers, other ranks.
         """
-        message = _HEADER.pack(topic, number, turn) + content
-        if len(message) > _MAX_BYTES:
-            raise ValueError(f"a message to other ranks has {len(message)} bytes, and may have {_MAX_BYTES}")
+        starts = range(0, max(1, len(content)), _LARGEST)
+        packets = [
+            _HEADER.pack(topic, start != starts[-1], number, turn) + content[start : start + _LARGEST]
+            for start in starts
+        ]
         for rank in to:
-            try:
-                self._sockets[rank].send(message)
-            except OSError:  # the rank has ended, which the receiving thread finds out, too
-                continue
+            with contextlib.suppress(OSError):  # the rank has ended, which the receiving thread finds out, too
+                for packet in packets:
+                    self._sockets[rank].send(packet)
 
     def post_after(
         self,
@@ -209,37 +221,7 @@ class RankMessages(Uncopied):
         Raises:
             RankError: another rank has failed or ended.
         """
-        nbytes = int(self.exchange(str(len(content)).encode())[0])
-        own = content if self.rank == 0 else b""
-        return b"".join(self.exchange(own[start : start + _LARGEST])[0] for start in range(0, nbytes, _LARGEST))
-
-    def send(self, topic: Topic, turn: int, content: bytes, to: int) -> None:
-        """Sends content of any length, in several messages, for `receive`.
-
-        Args:
-            topic: subject of the messages.
-            turn: which content about it.
-            content: the content.
-            to: its receiver.
-        """
-        first = self.rank * _MAX_PARTS
-        self.post(topic, first, turn, str(len(content)).encode(), [to])
-        for number, start in enumerate(range(0, len(content), _LARGEST), first + 1):
-            self.post(topic, number, turn, content[start : start + _LARGEST], [to])
-
-    def receive(self, topic: Topic, turn: int, rank: int) -> bytes:
-        """Returns the content that `rank` has sent to this rank by `send`, and waits for it.
-
-        Raises:
-            RankError: a rank has failed, or this one has ended.
-        """
-
-        def part(number: int) -> bytes:
-            collected = self.collect(topic, rank * _MAX_PARTS + number, turn, [rank])
-            return wait_for(collected, f"messages of rank {rank}")[rank]
-
-        num_parts = -(-int(part(0)) // _LARGEST)
-        return b"".join(part(number) for number in range(1, num_parts + 1))
+        return self.exchange(content if self.rank == 0 else b"")[0]
 
     # ---- the end ----
 
@@ -260,8 +242,7 @@ class RankMessages(Uncopied):
         with self._lock:
             first = self._failure is None
         if first:
-            content = text.encode()[:_LARGEST]
-            self.post(Topic.FAILURE, 0, 0, content, self.others)
+            self.post(Topic.FAILURE, 0, 0, text.encode()[:_LARGEST], self.others)
             self._fail_all(own)
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -295,7 +276,8 @@ class RankMessages(Uncopied):
                 for (topic, number, _), box in self._boxes.items()
                 if box.expected is not None
             ]
-        return f"messages {'; '.join(waiting)}" if waiting else ""
+        remedy = "if they are busy for so long, set `ddp={'timeout': timedelta(hours=2)}`"
+        return f"messages missing: {'; '.join(waiting)}; {remedy}" if waiting else ""
 
     # ---- the thread that receives ----
 
@@ -326,20 +308,22 @@ class RankMessages(Uncopied):
                 )
             return False
         self._received += 1
-        topic, number, turn = _HEADER.unpack_from(message)
+        topic, continues, number, turn = _HEADER.unpack_from(message)
         content = message[_HEADER.size :]
         if topic == Topic.FAILURE:
             self._fail_all(RankError(f"{self._name(rank)} has failed: {content.decode(errors='replace')}"))
         elif topic == Topic.END:
             self._end(rank)
         else:
-            self._put((topic, number, turn), rank, content)
+            self._put((topic, number, turn), rank, content, continues=continues)
         return True
 
-    def _put(self, key: _Key, rank: int, content: bytes) -> None:
+    def _put(self, key: _Key, rank: int, content: bytes, *, continues: bool) -> None:
         with self._lock:
             box = self._boxes.setdefault(key, _Box())
-            box.contents[rank] = content
+            box.parts[rank].append(content)
+            if not continues:
+                box.contents[rank] = b"".join(box.parts.pop(rank))
             if complete := box.is_complete:
                 del self._boxes[key]
         if complete:

@@ -1,4 +1,8 @@
-"""Host memory that all ranks of a host map: a file without a name, which the kernel frees with the last rank."""
+"""Host memory that all ranks of a host map: files without names, which the kernel frees with the last rank.
+
+Each rank commits and frees pages of a file of its own, because the kernel commits and frees those of one file one after
+the other, whichever process asks for it.
+"""
 
 import contextlib
 import mmap
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.sizes import format_bytes_exactly
-from lightning_ssd.storage import Slab, StorageFullError, align_up, commit
+from lightning_ssd.storage import Slab, StorageFullError, align_up, commit, page_lock
 from lightning_ssd.uncopied import Uncopied
 
 _HUGE_PAGE = 2 * 2**20
@@ -17,19 +21,25 @@ _HUGE_PAGE = 2 * 2**20
 _MAP_NORESERVE = 0x4000
 
 _MAPPED = 16
-"""Size of the mapping, in multiples of the host's memory. A page takes memory when it is first written."""
+"""Size of a mapping, in multiples of the host's memory. A page takes memory when it is first written."""
+
+_ADDRESSES = 2**46
+"""Most bytes of all mappings of a process, half of its addresses."""
 
 
-def make_file() -> tuple[int, int]:
-    """Makes the file. Returns its descriptor, which the caller closes, and its size in bytes."""
-    nbytes = _MAPPED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    descriptor = os.memfd_create("lightning_ssd", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, nbytes)
-    return descriptor, nbytes
+def make_files(number: int) -> list[int]:
+    """Makes a file for each of a number of ranks. Returns the descriptors, which the caller closes."""
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nbytes = align_up(min(_MAPPED * ram, _ADDRESSES // number))
+    descriptors = [os.memfd_create("lightning_ssd", os.MFD_CLOEXEC) for _ in range(number)]
+    for descriptor in descriptors:
+        os.ftruncate(descriptor, nbytes)
+    return descriptors
 
 
 class RankMemory(Uncopied):
-    """Allocates shared memory. All ranks make the same calls of `allocate` in the same order, and get the same bytes.
+    """Allocates the shared memory of one rank. All ranks make the same calls of `allocate` in the same order, and get
+    the same bytes.
 
     Threads: the training thread.
 
@@ -37,11 +47,10 @@ class RankMemory(Uncopied):
 
     Args:
         descriptor: the file, which may be closed afterwards.
-        nbytes: its size.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
         # A forked process (a DataLoader worker) has no part in the training, and its end is not that of a rank.
         self._map.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages in shared memory
@@ -51,15 +60,15 @@ class RankMemory(Uncopied):
         weakref.finalize(self, os.close, self._descriptor)
         self._private: mmap.mmap | None = None
         self._used = 0
-        self._own: list[Slab] = []
+        self._uncommitted: list[Slab] = []
         self._unpinned: list[Slab] = []
 
-    def allocate(self, nbytes: int, *, own: bool = False, pin: bool = False) -> Slab:
+    def allocate(self, nbytes: int, *, commit: bool = False, pin: bool = False) -> Slab:
         """Returns zeros, which all ranks share.
 
         Args:
             nbytes: bytes to allocate, at least one.
-            own: whether this rank's `commit` commits the pages.
+            commit: whether `commit` commits the pages; else they are when they are written.
             pin: whether `pin` page-locks them.
 
         Raises:
@@ -68,13 +77,13 @@ class RankMemory(Uncopied):
         start = -(-self._used // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else align_up(self._used)
         if start + nbytes > len(self._map):
             raise StorageFullError(
-                f"could not allocate {format_bytes_exactly(nbytes)} of host memory: {_MAPPED} times the memory of this "
-                "host are in use. Take a smaller model or fewer devices."
+                f"could not allocate {format_bytes_exactly(nbytes)} of host memory: the address space of a rank is in "
+                "use. Take a smaller model or fewer devices."
             )
         self._used = start + nbytes
         slab = Slab.over(torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes))
-        if own:
-            self._own.append(slab)
+        if commit:
+            self._uncommitted.append(slab)
         if pin:
             self._unpinned.append(slab)
         return slab
@@ -84,21 +93,23 @@ class RankMemory(Uncopied):
         return self.allocate(torch.float32.itemsize * numel).tensor.view(torch.float32)
 
     def commit(self) -> None:
-        """Commits the pages of this rank's own allocations, on its NUMA node; no other rank writes them meanwhile.
+        """Commits the pages of allocations made with `commit`, on the NUMA node of this rank, whose memory it is.
+
+        No other rank writes them meanwhile.
 
         Too little memory ends the training here, and not at its first step.
         """
-        own, self._own = self._own, []
-        commit(own, pin=False)
+        uncommitted, self._uncommitted = self._uncommitted, []
+        commit(uncommitted, pin=False)
 
     def pin(self) -> None:
-        """Page-locks the allocations made with `pin`, whose pages are committed, and which no rank writes meanwhile.
+        """Page-locks the allocations made with `pin`, whose pages are committed, unless an earlier call has.
 
         Raises:
             StorageError: they can't be page-locked.
         """
         unpinned, self._unpinned = self._unpinned, []
-        commit(unpinned, pin=True)
+        page_lock(unpinned)
 
     def release(self, memory: Tensor) -> None:
         """Frees the pages of an allocation, which no rank uses any more."""

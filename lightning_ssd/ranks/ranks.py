@@ -5,13 +5,16 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.ranks.hosts import HostGroup
 from lightning_ssd.ranks.messages import RankError, RankMessages
-from lightning_ssd.ranks.rank_memory import RankMemory, make_file
+from lightning_ssd.ranks.rank_memory import RankMemory, make_files
 from lightning_ssd.uncopied import Uncopied
 
 _TIMEOUT_SECONDS = 120.0
@@ -23,7 +26,7 @@ class Ranks(Uncopied):
 
     Args:
         messages: messages of this rank; owned.
-        memory: memory that all ranks map.
+        memory: memory that all ranks map, of each rank.
         sums, values: collectives with other hosts, of the thread that sums gradients and of the training thread; owned.
             None: there is one host.
     """
@@ -31,7 +34,7 @@ class Ranks(Uncopied):
     def __init__(
         self,
         messages: RankMessages,
-        memory: RankMemory,
+        memory: Sequence[RankMemory],
         sums: HostGroup | None = None,
         values: HostGroup | None = None,
     ) -> None:
@@ -41,11 +44,12 @@ class Ranks(Uncopied):
         self.values = values
 
     @classmethod
-    def connect(cls, host: int) -> "Ranks":
+    def connect(cls, host: int, timeout: timedelta = default_pg_timeout) -> "Ranks":
         """Connects the ranks of a host; called by all ranks of torch.distributed's default process group.
 
         Args:
             host: number of this rank's host.
+            timeout: time in which a rank, which is alive, may let others wait.
 
         Raises:
             RankError: a rank does not answer, or hosts have different numbers of ranks.
@@ -80,12 +84,12 @@ class Ranks(Uncopied):
                 raise RankError(f"the ranks of this host could not connect: {error}") from error
             for connection in sockets.values():
                 connection.settimeout(None)
-            messages = RankMessages(rank, sockets, members[0])
+            messages = RankMessages(rank, sockets, members[0], timeout)
             listener.close()
             undo.pop_all()
         if len(hosts) == 1:
             return cls(messages, memory)
-        sums, values = (HostGroup.connect(list(hosts.values())) for _ in range(2))
+        sums, values = (HostGroup.connect(list(hosts.values()), timeout) for _ in range(2))
         return cls(messages, memory, sums, values)
 
     @property
@@ -149,16 +153,17 @@ def _check_user(connection: socket.socket) -> None:
         raise RankError(f"the user {user} has connected to a rank of user {os.getuid()}")
 
 
-def _share_memory(rank: int, sockets: dict[int, socket.socket]) -> RankMemory:
-    """Returns memory that rank 0 has made, whose file it sends to the others."""
+def _share_memory(rank: int, sockets: dict[int, socket.socket]) -> list[RankMemory]:
+    """Returns the memory of each rank, in files that rank 0 has made and sends to the others."""
+    size = len(sockets) + 1
     if rank == 0:
-        descriptor, nbytes = make_file()
+        descriptors = make_files(size)
         for connection in sockets.values():
-            socket.send_fds(connection, [struct.pack("<Q", nbytes)], [descriptor])
+            socket.send_fds(connection, [b"files"], descriptors)
     else:
-        content, (descriptor, *_), _, _ = socket.recv_fds(sockets[0], 8, 1)
-        (nbytes,) = struct.unpack("<Q", content)
+        _, descriptors, _, _ = socket.recv_fds(sockets[0], len(b"files"), size)
     try:
-        return RankMemory(descriptor, nbytes)
+        return [RankMemory(descriptor) for descriptor in descriptors]
     finally:
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)

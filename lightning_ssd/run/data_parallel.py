@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
@@ -132,7 +133,7 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
     def _connect_ranks(self) -> None:
         """Connects the processes of this host, from now to the end of the run."""
         if self._ddp is not None:
-            self.ranks = Ranks.connect(self.node_rank)
+            self.ranks = Ranks.connect(self.node_rank, self._ddp_arguments.get("timeout") or default_pg_timeout)
             self._watch = FailureWatch(self.ranks.messages)
 
     def _check_ranks(self) -> None:

@@ -1,14 +1,13 @@
 """`RunStates`: the activation offloader and the offloaded model states of one run, and the moves of model states."""
 
 import contextlib
+import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -214,8 +213,10 @@ class RunStates(Uncopied, StatesOwner):
             compiles=self._compiles,
             start_over=self.starts_from_checkpoint,
         )
-        if self._strategy.is_distributed:
-            self._undo.append(share_cores(_affinities()))  # before the threads that step begin
+        if self._strategy.ranks is not None:
+            own = json.dumps(list(os.sched_getaffinity(0))).encode()
+            affinities = [set(json.loads(cores)) for cores in self._strategy.ranks.messages.exchange(own)]
+            self._undo.append(share_cores(affinities))  # before the threads that step begin
         self.model_states = make_model_states(
             self._model,
             optimizers,
@@ -496,11 +497,3 @@ class RunStates(Uncopied, StatesOwner):
     def _trainer(self) -> pl.Trainer:
         assert self._strategy.lightning_module is not None
         return self._strategy.lightning_module.trainer
-
-
-def _affinities() -> list[set[int]]:
-    """Returns the cores that each process of this training on this host may use; called by all processes."""
-    host, own = socket.gethostname(), os.sched_getaffinity(0)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (host, own))
-    return [cores for other, cores in found if other == host]

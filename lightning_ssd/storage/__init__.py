@@ -15,7 +15,7 @@ from lightning_ssd.storage.posix_backend import PosixBackend
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, striped_free_bytes
-from lightning_ssd.storage.slab import Slab, commit
+from lightning_ssd.storage.slab import Slab, commit, page_lock
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
 from lightning_ssd.storage.smart import DriveWear, read_wear, read_wears
 from lightning_ssd.storage.store import BlobStore, IOStats, SharedFiles, StoreManifest

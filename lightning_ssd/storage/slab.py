@@ -114,22 +114,33 @@ class Slab:
 def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
     """Commits all pages of slabs, and page-locks them on request, on several cores; their bytes do not change.
 
-    The kernel clears a page on the core that touches it first, and CUDA would have one core touch all of them. It also
-    locks pages on the calling thread.
+    The kernel clears a page on the core that touches it first, and CUDA would have one core touch all of them.
 
     Args:
-        slabs: the slabs, which no other thread uses meanwhile.
-        pin: page-lock them. After an error, those are that were before.
+        slabs: the slabs, which no other thread or process uses meanwhile.
+        pin: page-lock them, as `page_lock` does.
 
     Raises:
         StorageError: they can't be page-locked.
     """
     pieces = [piece for slab in slabs for piece in slab.tensor.split(_PIECE)]
-    before = [slab for slab in slabs if not slab.pinned] if pin else []
-    num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces)))
-    with ThreadPoolExecutor(num_threads, "lightning_ssd-commit", device_setter()) as threads:
+    with _commit_threads(len(pieces)) as threads:
         for touched in [threads.submit(_touch, piece) for piece in pieces]:
             touched.result()
+    if pin:
+        page_lock(slabs)
+
+
+def page_lock(slabs: Sequence[Slab]) -> None:
+    """Page-locks slabs on several cores; CUDA locks pages on the calling thread. Their memory may be in use.
+
+    After an error, those are page-locked that were before.
+
+    Raises:
+        StorageError: they can't be page-locked.
+    """
+    before = [slab for slab in slabs if not slab.pinned]
+    with _commit_threads(len(before)) as threads:
         locked = [threads.submit(slab.pin) for slab in before]
     try:
         for future in locked:
@@ -138,6 +149,11 @@ def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
         for slab in before:
             slab.unpin()
         raise
+
+
+def _commit_threads(most: int) -> ThreadPoolExecutor:
+    number = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), most))
+    return ThreadPoolExecutor(number, "lightning_ssd-commit", device_setter())
 
 
 def device_setter() -> Callable[[], None]:

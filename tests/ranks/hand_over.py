@@ -18,8 +18,8 @@ def torn_hand_overs() -> int:
     """
     torn = 0
     with Ranks.connect(0) as ranks:
-        slabs = [ranks.memory.floats(NUMEL) for _ in range(ranks.size)]
-        total = ranks.memory.floats(NUMEL)
+        slabs = [memory.floats(NUMEL) for memory in ranks.memory]
+        total = ranks.memory[0].floats(NUMEL)
         messages, delays = ranks.messages, random.Random(ranks.rank)
         for turn in range(TURNS):
             _work(delays)

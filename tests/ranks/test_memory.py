@@ -11,31 +11,36 @@ from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankMemory, RankMessages, Ranks
-from lightning_ssd.ranks.rank_memory import make_file
+from lightning_ssd.ranks.rank_memory import make_files
 from lightning_ssd.storage import Slab
 
 
-def test_a_rank_page_locks_its_own_gradients_which_it_unlocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_commits_and_page_locks_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[Slab] = []
     monkeypatch.setattr(Slab, "pin", lambda slab: pinned.append(slab))
-    descriptor, nbytes = make_file()
+    descriptors = make_files(2)
     for rank, connection in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
         messages = RankMessages(rank, {1 - rank: connection})
         flat = FlatParameter("flat", [("weight", nn.Parameter(torch.zeros(8)))], torch.float32, torch.device("cpu"))
-        memory = RankMemory(descriptor, nbytes)
+        memory = [RankMemory(descriptor) for descriptor in descriptors]
         states = RankStates(
             Ranks(messages, memory), [Layout(flat, False, ("exp_avg",), steps=True, versions=1)], pin=True
         )
-        memory.pin()
+        states.commit()
+        assert [os.fstat(descriptor).st_blocks > 0 for descriptor in descriptors] == [True, rank == 1]
+        states.begin_fill()  # other ranks page-lock while rank 0 writes
+        assert len(pinned) == rank
+        states.pin()
         assert pinned == [states.gradients[flat].copies[rank]]
         pinned.clear()
         messages.close()
-    os.close(descriptor)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_private_values_change_for_one_rank_alone() -> None:
-    descriptor, nbytes = make_file()
-    ranks = [RankMemory(descriptor, nbytes) for _ in range(2)]
+    (descriptor,) = make_files(1)
+    ranks = [RankMemory(descriptor) for _ in range(2)]
     for memory in ranks:
         memory.floats(5)
     shared = [memory.floats(6).view(2, 3).T for memory in ranks]
@@ -51,8 +56,8 @@ def test_private_values_change_for_one_rank_alone() -> None:
 
 
 def test_released_memory_takes_no_pages() -> None:
-    descriptor, nbytes = make_file()
-    memory = RankMemory(descriptor, nbytes)
+    (descriptor,) = make_files(1)
+    memory = RankMemory(descriptor)
     released, kept = (memory.floats(3 * 4096) for _ in range(2))
     released.fill_(1)
     kept.fill_(1)

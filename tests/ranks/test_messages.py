@@ -2,10 +2,13 @@
 
 import os
 import socket
+import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
+from lightning_ssd import waits
 from lightning_ssd.ranks import RankError, RankMessages, Topic
 
 
@@ -30,6 +33,15 @@ def test_messages_are_collected_whether_expected_before_or_after_they_arrive(thr
     third.post(Topic.STEP, 7, 1, b"b", [0])
     assert before.result(timeout=60) == {1: b"a", 2: b"b"}
     assert first.collect(Topic.STEP, 7, 2, [1]).result(timeout=60) == {1: b"c"}
+
+
+def test_a_content_of_any_length_is_collected_whole(three: list[RankMessages]) -> None:
+    first, second, third = three
+    contents = {rank: bytes([rank]) * 10**6 + b"end" for rank in (1, 2)}
+    collected = first.collect(Topic.TRAINING, 0, 0, [1, 2])
+    for one in (second, third):
+        one.post(Topic.TRAINING, 0, 0, contents[one.rank], [0])
+    assert collected.result(timeout=60) == contents
 
 
 def test_a_rank_that_ends_fails_only_what_it_has_not_sent(three: list[RankMessages]) -> None:
@@ -87,3 +99,37 @@ def test_a_forked_process_does_not_keep_connections(three: list[RankMessages]) -
     if child == 0:
         os._exit(sum(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Busy:
+    """Work of another rank, which sends its message after some comparisons of the waiting rank's counters."""
+
+    def __init__(self, sender: RankMessages) -> None:
+        self.sender, self.polls = sender, 0
+
+    def progress(self) -> tuple[int, ...]:
+        self.polls += 1
+        if self.polls == 20:
+            self.sender.post(Topic.WEIGHTS, 7, 0, b"late", [0])
+        return ()
+
+    def pending(self) -> str:
+        return ""
+
+
+def test_a_wait_for_a_busy_rank_lasts_as_long_as_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(waits, "LIMIT", 5)
+    monkeypatch.setattr(waits, "_stuck", None)
+    monkeypatch.setattr(waits, "_watched", weakref.WeakKeyDictionary())
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    timeout = timedelta(seconds=0.04)
+    first, second = (RankMessages(rank, {1 - rank: one}, timeout=timeout) for rank, one in enumerate(sockets))
+    busy = Busy(second)
+    waits.watch(busy)
+    assert waits.wait_for(first.collect(Topic.WEIGHTS, 7, 0, [1]), "weights") == {1: b"late"}
+    assert busy.polls >= 20
+    with pytest.raises(RuntimeError, match=r"missing: STEP 3 of ranks \[1\]; .*set `ddp={'timeout'"):
+        waits.wait_for(first.collect(Topic.STEP, 3, 0, [1]), "weights")
+    for one in (first, second):
+        one.close()

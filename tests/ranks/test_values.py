@@ -8,18 +8,18 @@ import torch
 
 from lightning_ssd.model_states.weights import RankValues
 from lightning_ssd.ranks import RankMemory, RankMessages, Ranks
-from lightning_ssd.ranks.rank_memory import make_file
+from lightning_ssd.ranks.rank_memory import make_files
 
 
 def test_rank_0_changes_its_values_when_the_other_rank_has_read_them() -> None:
-    descriptor, nbytes = make_file()
+    (descriptor,) = make_files(1)
     messages = [
         RankMessages(rank, {1 - rank: connection})
         for rank, connection in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     ]
     buffers = [torch.zeros(1), torch.zeros(1)]
     source, reader = (
-        RankValues(Ranks(one, RankMemory(descriptor, nbytes)), 1, lambda buffer=buffer: [buffer])
+        RankValues(Ranks(one, [RankMemory(descriptor)]), 1, lambda buffer=buffer: [buffer])
         for one, buffer in zip(messages, buffers, strict=True)
     )
     os.close(descriptor)

@@ -8,6 +8,7 @@ are mapped by each rank, which would have a copy otherwise. That memory is freed
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class ModelRestorer:
         ahead: Sequence[str],
         *,
         hand_over: bool,
-        private: Callable[[Tensor], Tensor | None] | None,
+        private: Callable[[FlatParameter, Tensor], Tensor | None] | None,
     ) -> None:
         """Makes the parameters whole on the CPU, with the weights of the last completed step.
 
@@ -70,7 +71,7 @@ class ModelRestorer:
             ahead: names of flat parameters that are one step ahead of the others.
             hand_over: whether optimizer states are handed over, too: one flat parameter after the other, since host
                 memory may not have room for all of them twice.
-            private: maps values that several ranks share, none of which writes them any more.
+            private: maps values of a flat parameter that several ranks share, none of which writes them any more.
         """
         lost: list[str] = []
         for flat, store in self._stores.items():
@@ -78,7 +79,7 @@ class ModelRestorer:
                 store.drain()
             except Exception as error:  # the last step failed; the weights are those before it
                 self._failed[flat] = error
-            if (unread := store.restore_to_cpu(private)) is not None:
+            if (unread := store.restore_to_cpu(private and partial(private, flat))) is not None:
                 shutdown.add(unread)
                 lost.append(flat.name)
             if hand_over:

@@ -31,7 +31,7 @@ class ResidentMeans:
         self._share = 1.0 / ranks.world_size
         self._parameters = parameters
         numel = max(1, sum(parameter.numel() for _, parameter in parameters))
-        self._memory = [[ranks.memory.floats(numel) for _ in range(ranks.size)] for _ in range(2)]
+        self._memory = [[memory.floats(numel) for memory in ranks.memory] for _ in range(2)]
         self._turn = 0
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ssd.device import Worker
-from lightning_ssd.futures import Future, finished, then
+from lightning_ssd.futures import Future, all_of, finished
 from lightning_ssd.model_states.journal.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint, describe, differences
 from lightning_ssd.model_states.optimizers import FlatOptimizer
@@ -271,11 +271,9 @@ class Journal:
 
         def send() -> None:  # on the journal's thread of other ranks than rank 0
             assert messages is not None
-            messages.send(Topic.TRAINING, turn, to_bytes({"training": training_state()}), 0)
+            messages.post(Topic.TRAINING, 0, turn, to_bytes({"training": training_state()}), [0])
 
         def run() -> None:
-            others = () if messages is None else messages.others
-            states = {rank: messages.receive(Topic.TRAINING, turn, rank) for rank in others if messages is not None}
             self._blob_store.sync()  # what other ranks have written, too
             stores = list(self._stores.values())
             own = {
@@ -288,15 +286,15 @@ class Journal:
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
             parts = {"journal": encode(own, "the journal"), _training_of(0): training_state()}
-            parts |= {_training_of(rank): from_bytes(state)["training"] for rank, state in states.items()}
+            parts |= {_training_of(rank): from_bytes(state)["training"] for rank, state in states.result().items()}
             self._replace(to_bytes(parts))
             if messages is not None:
-                messages.post(Topic.RECORDED, 0, turn, b"", others)
+                messages.post(Topic.RECORDED, 0, turn, b"", messages.others)
 
         if messages is None or messages.rank == 0:
-            return self._worker.submit(run, after)
-        recorded = messages.collect(Topic.RECORDED, 0, turn, [0])
-        return then(self._worker.submit(send, after), lambda _: then(recorded, lambda _: finished(None)))
+            states = finished({}) if messages is None else messages.collect(Topic.TRAINING, 0, turn, messages.others)
+            return self._worker.submit(run, [*after, states])
+        return all_of([self._worker.submit(send, after), messages.collect(Topic.RECORDED, 0, turn, [0])])
 
     def forget(self) -> None:
         """Removes the record, because recorded values are about to change, or training has ended, on all ranks.

@@ -10,7 +10,7 @@ from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import Ranks, choose_owners
-from lightning_ssd.storage import Slab
+from lightning_ssd.storage import Slab, commit
 
 
 class RankStates:
@@ -53,15 +53,39 @@ class RankStates:
 
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `RankMemory.allocate`."""
-        slab = self.ranks.memory.allocate(nbytes, own=self.owns(flat), pin=pin)
+        slab = self.ranks.memory[self._owners[flat]].allocate(nbytes, commit=True, pin=pin)
         self._values.append(slab)
         return slab
+
+    def commit(self) -> None:
+        """Commits the pages of flat parameters that this rank owns, and of its gradients."""
+        self.ranks.memory[self.ranks.rank].commit()
+
+    def begin_fill(self) -> None:
+        """Prepares initial values, whose pages are committed: rank 0 maps them, and other ranks page-lock meanwhile.
+
+        Both use several cores. Page faults of rank 0's training thread take longer than its writes otherwise, and ranks
+        that page-lock at once wait for each other in the driver.
+        """
+        if self.ranks.rank == 0:
+            commit(self._values, pin=False)
+        else:
+            self.pin()
+
+    def pin(self) -> None:
+        """Page-locks compute weights and this rank's gradients, unless that is done."""
+        for memory in self.ranks.memory:
+            memory.pin()
+
+    def private(self, flat: FlatParameter, values: Tensor) -> Tensor | None:
+        """Returns values of a flat parameter, which no rank writes any more, for this rank alone; see `RankMemory`."""
+        return self.ranks.memory[self._owners[flat]].private(values)
 
     def free_gradients(self) -> None:
         """Frees the memory of this rank's gradients. All owners have summed them, and nothing is page-locked."""
         own, self._own_gradients = self._own_gradients, []
         for gradient in own:
-            self.ranks.memory.release(gradient)
+            self.ranks.memory[self.ranks.rank].release(gradient)
 
     def send_values(self) -> None:
         """Makes the initial values of all flat parameters those of the first host; called by all ranks.
@@ -74,11 +98,13 @@ class RankStates:
                 self.ranks.values.broadcast(slab.tensor)
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
-        memory, ranks = self.ranks.memory, range(self.ranks.size)
         own = self.ranks.rank
         # This rank's device copies to its own part alone, and only that is unlocked at the end.
-        copies = [memory.allocate(flat.nbytes, own=rank == own, pin=pin and rank == own) for rank in ranks]
-        sums = [memory.floats(flat.numel) for _ in ranks]
+        copies = [
+            memory.allocate(flat.nbytes, commit=True, pin=pin and rank == own)
+            for rank, memory in enumerate(self.ranks.memory)
+        ]
+        sums = [memory.floats(flat.numel) for memory in self.ranks.memory]
         self._own_gradients += [copies[own].tensor, sums[own]]
         return SharedGradient(own, copies, sums)
 

@@ -247,23 +247,17 @@ class RankSteps:
         own = _describe((), True, options)
         number, turn, messages = self._states.numbers[flat], self._next(self._evictions, flat), self._messages
         read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
-        if self.owns(flat):
-            others = messages.collect(Topic.EVICTED, number, turn, messages.others)
+        if not self.owns(flat):
+            messages.post_after(read, Topic.EVICTED, number, turn, lambda: own, [self._states.owner_of(flat)])
+            return read
 
-            def check(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`, or the caller's
-                self._check_alike(flat, {**contents, messages.rank: own})
-                return finished(None)
-
-            checked = then(others, check)
-            checked.add_done_callback(messages.fail_with)
-            return all_of([read, checked])
-        owner = self._states.owner_of(flat)
-
-        def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
-            messages.post(Topic.EVICTED, number, turn, own, [owner])
+        def check(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`, or the caller's
+            self._check_alike(flat, {**contents, messages.rank: own})
             return finished(None)
 
-        return then(read, post)
+        checked = then(messages.collect(Topic.EVICTED, number, turn, messages.others), check)
+        checked.add_done_callback(messages.fail_with)
+        return all_of([read, checked])
 
     def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
         """Returns the mean of all ranks' gradients, which belong to this rank.
@@ -404,17 +398,13 @@ class RankSteps:
             written = then(self._worker.submit(run, [read, others], priority=0), store.written)
             messages.post_after(written, Topic.WRITTEN, number, turn, store.hashes, messages.others)
         else:
-            collected = messages.collect(Topic.WRITTEN, number, turn, [owner])
-
-            def post(_: None) -> "Future[None]":  # on the thread `d2h-done`, or the caller's
-                messages.post(Topic.GRADIENT, number, turn, own, [owner])
-                return then(collected, adopt)
+            messages.post_after(read, Topic.GRADIENT, number, turn, lambda: own, [owner])
 
             def adopt(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
                 store.adopt_hashes(contents[owner])
                 return finished(None)
 
-            written = then(read, post)
+            written = then(messages.collect(Topic.WRITTEN, number, turn, [owner]), adopt)
         store.announce_step(written, written)
 
     def begin_load(self) -> None:

@@ -32,7 +32,7 @@ class RankValues:
         self._number = number
         self._tensors = tensors
         self._nbytes = sum(map(_aligned, tensors()))
-        self._memory = ranks.memory.allocate(max(1, self._nbytes)).tensor
+        self._memory = ranks.memory[0].allocate(max(1, self._nbytes)).tensor
         self._turn = 0
 
     @torch.no_grad()
