@@ -47,6 +47,9 @@ class ResidentLimit:
     SPARE = 1.1
     #: Share of the limit above which the first micro-batch waits for copies: its backward's memory is not known yet.
     UNKNOWN = 0.5
+    #: Share of the limit up to which a micro-batch keeps all its saved storages after `begin_anew`. The rest is for the
+    #: backward, whose memory is not known yet.
+    ASSUMED = 0.8
     #: Share of the limit by which it is lowered when a micro-batch with a known limit has run out of memory.
     WITHHELD = 0.05
 
@@ -88,6 +91,8 @@ class ResidentLimit:
         """The most saved bytes of a micro-batch."""
         self._lowest = 2**63
         """The least bytes that were allocated before a micro-batch."""
+        self._kept_anew: int | None = None
+        """Bytes of storages that were kept since `begin_anew`, up to the end of the micro-batch; `None` afterwards."""
         self._unfinished = False
         """Whether the last micro-batch was to be measured, and had no backward."""
 
@@ -110,7 +115,10 @@ class ResidentLimit:
             self._levels = [*self._levels, self._level][-self.MOST_LEVELS :]
             self._measured_bytes = expected_bytes
         elif self._peak and not self._others:
-            self._others = self._peak
+            # Storages that were kept count as allocated at the peak: a micro-batch that keeps no more bytes needs no
+            # more memory.
+            self._others = max(1.0, self._peak - (self._kept_anew or 0))
+            self._kept_anew = None
         elif self._peak > max(most, self._peak_before):
             self._others += self._peak - most
             if self._peak > limit:
@@ -145,6 +153,18 @@ class ResidentLimit:
         self.measuring = self.scarce = True
         self._room = 0.0
         self.meter.reset_peak()
+
+    def begin_anew(self) -> None:
+        """Forgets measured micro-batches, because later storages are fewer: units are checkpointed from now on.
+
+        The present micro-batch, or the next one, keeps all storages while at most `ASSUMED` of the memory is allocated.
+        """
+        if self.measuring:  # it offloads all, whatever it saves
+            return
+        self._others, self._peak, self._kept_anew = 0.0, 0, 0
+        self._levels.clear()
+        self._largest_bytes = 0
+        self.scarce = False
 
     def lower(self) -> None:
         """Called when the present micro-batch has run out of memory, before it is run again and measured."""
@@ -242,4 +262,11 @@ class ResidentLimit:
         if nbytes > self._room:
             return False
         self._room -= nbytes
+        return True
+
+    def keep_anew(self, nbytes: int) -> bool:
+        """Returns what `keep` does, for a micro-batch whose memory is not known: False without `begin_anew`."""
+        if self.measuring or self._kept_anew is None or self.meter.allocated() > self.ASSUMED * self._limit:
+            return False
+        self._kept_anew += nbytes
         return True
