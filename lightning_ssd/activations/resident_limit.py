@@ -47,7 +47,7 @@ class ResidentLimit:
     SPARE = 1.1
     #: Share of the limit above which the first micro-batch waits for copies: its backward's memory is not known yet.
     UNKNOWN = 0.5
-    #: Share of the limit up to which a micro-batch keeps all its saved storages after `begin_anew`. The rest is for the
+    #: Share of the limit up to which a micro-batch with `keeps_unknown` keeps its saved storages. The rest is for the
     #: backward, whose memory is not known yet.
     ASSUMED = 0.8
     #: Share of the limit by which it is lowered when a micro-batch with a known limit has run out of memory.
@@ -91,8 +91,10 @@ class ResidentLimit:
         """The most saved bytes of a micro-batch."""
         self._lowest = 2**63
         """The least bytes that were allocated before a micro-batch."""
-        self._kept_anew: int | None = None
-        """Bytes of storages that were kept since `begin_anew`, up to the end of the micro-batch; `None` afterwards."""
+        self.keeps_unknown = False
+        """Whether a micro-batch whose memory is not known keeps storages. Otherwise it offloads those that can be."""
+        self._kept_unknown = 0
+        """Bytes that the present micro-batch has kept so."""
         self._unfinished = False
         """Whether the last micro-batch was to be measured, and had no backward."""
 
@@ -117,15 +119,15 @@ class ResidentLimit:
         elif self._peak and not self._others:
             # Storages that were kept count as allocated at the peak: a micro-batch that keeps no more bytes needs no
             # more memory.
-            self._others = max(1.0, self._peak - (self._kept_anew or 0))
-            self._kept_anew = None
+            self._others = max(1.0, self._peak - self._kept_unknown)
+            self.keeps_unknown = False
         elif self._peak > max(most, self._peak_before):
             self._others += self._peak - most
             if self._peak > limit:
                 self.meter.reset_peak()
         if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
             self.meter.reset_peak()
-        self._level = allocated
+        self._level, self._kept_unknown = allocated, 0
         self.expected_bytes = self.placed_bytes = expected_bytes
         self._limit_room()
         self._peak = 0
@@ -157,14 +159,13 @@ class ResidentLimit:
     def begin_anew(self) -> None:
         """Forgets measured micro-batches, because later storages are fewer: units are checkpointed from now on.
 
-        The present micro-batch, or the next one, keeps all storages while at most `ASSUMED` of the memory is allocated.
+        The present micro-batch, or the next one, keeps all storages while there is memory, unless it is measured.
         """
-        if self.measuring:  # it offloads all, whatever it saves
-            return
-        self._others, self._peak, self._kept_anew = 0.0, 0, 0
-        self._levels.clear()
-        self._largest_bytes = 0
-        self.scarce = False
+        if not self.measuring:
+            self._lowest = 2**63 if self._peak else self._level  # of the micro-batches from now on
+            self._others, self._peak, self._largest_bytes = 0.0, 0, 0
+            self._levels.clear()
+            self.scarce, self.keeps_unknown = False, True
 
     def lower(self) -> None:
         """Called when the present micro-batch has run out of memory, before it is run again and measured."""
@@ -264,9 +265,9 @@ class ResidentLimit:
         self._room -= nbytes
         return True
 
-    def keep_anew(self, nbytes: int) -> bool:
-        """Returns what `keep` does, for a micro-batch whose memory is not known: False without `begin_anew`."""
-        if self.measuring or self._kept_anew is None or self.meter.allocated() > self.ASSUMED * self._limit:
+    def keep_unknown(self, nbytes: int) -> bool:
+        """Returns what `keep` does, for a micro-batch whose memory is not known."""
+        if self.measuring or not self.keeps_unknown or self.meter.allocated() > self.ASSUMED * self._limit:
             return False
-        self._kept_anew += nbytes
+        self._kept_unknown += nbytes
         return True

@@ -34,6 +34,10 @@ from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.profiling import TraceMode
 from lightning_ssd.uncopied import ModuleHook, Uncopied
 
+SURELY_FITS = 0.5
+"""Share of memory that allocated memory and saved tensors of units take, up to which all saved tensors are kept in a
+micro-batch whose other memory is not known."""
+
 
 class UnplannedCheckpoints(Uncopied):
     """Checkpoints units in micro-batches before a plan. All methods are called on the training thread.
@@ -71,6 +75,8 @@ class UnplannedCheckpoints(Uncopied):
         self._checkpoint: tuple[nn.Module, CheckpointedCall] | None = None
         """The unit whose call runs and is checkpointed."""
         self._thread = 0
+        self._mode: object = None
+        """The mode of user code in which the present micro-batch has begun."""
         self._is_hooked = False
         """Whether the units were hooked: in the first micro-batch, as modules may be in evaluation mode before."""
         self._removals: list[Callable[[], None]] = []
@@ -95,8 +101,10 @@ class UnplannedCheckpoints(Uncopied):
         self._limit = limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
+        if self._kinds:
+            self._lacks_room(limit)
         self._calls.clear()
-        self._thread = threading.get_ident()
+        self._thread, self._mode = threading.get_ident(), internals.innermost_dispatch_mode()
 
     def end_forward(self) -> None:
         """Called when the forward has ended, or an error has ended it: no unit is checkpointed from now on."""
@@ -136,8 +144,8 @@ class UnplannedCheckpoints(Uncopied):
         limit, offloader = self._limit, self._training.offloader
         if limit is None or in_backward() or threading.get_ident() != self._thread:
             return
-        hooks = internals.innermost_saved_hooks(False), internals.count_dispatch_modes()
-        if hooks != ((offloader.pack, offloader.unpack), 0):
+        around = internals.innermost_saved_hooks(False), internals.innermost_dispatch_mode()
+        if around != ((offloader.pack, offloader.unpack), self._mode):
             return  # the micro-batch is recorded or checked, or the call is within one of another unit or of the user
         kind = self._kinds[module]
         call = UnitCall(index, self._calls[module])
@@ -145,11 +153,12 @@ class UnplannedCheckpoints(Uncopied):
         self._calls[module] += 1
         if arguments is None:
             return
+        lacks_room = self._lacks_room(limit)
         if kind not in self._may_run_again:
             assert self._trace is not None
             self._recorded = index
             self._trace.__enter__()
-        elif self._may_run_again[kind] and self._lacks_room(limit):
+        elif lacks_room and self._may_run_again[kind]:
             self._checkpoint = module, CheckpointedCall(module, arguments)
             self._checkpoint[1].begin()
         if call.call_index == 0:
@@ -158,10 +167,15 @@ class UnplannedCheckpoints(Uncopied):
             self._begun = module, self._saved()
 
     def _lacks_room(self, limit: ResidentLimit) -> bool:
-        """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room."""
+        """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room.
+
+        If they take at most `SURELY_FITS` of the memory, as far as is known, they are kept.
+        """
         if not self.short:
             left = sum(self._bytes[kind] * count for kind, count in self._left.items() if kind in self._bytes)
-            if self._level + self._saved() - self._saved_before + left > limit.meter.limit():
+            needed, most = self._level + self._saved() - self._saved_before + left, limit.meter.limit()
+            limit.keeps_unknown = needed <= SURELY_FITS * most
+            if needed > most:
                 self.checkpoint_all(limit)
         return self.short
 

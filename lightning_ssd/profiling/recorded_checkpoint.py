@@ -70,12 +70,12 @@ class RecordedCheckpoint:
         torchs = internals.innermost_saved_hooks(False)
         assert torchs is not None
         self._drop, self._remake = torchs
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
+        # Without a reference, which would be a cycle that keeps the call's arguments: another object leaves the hooks.
+        saved_tensors_hooks(self._pack, self._unpack).__enter__()
 
     def end(self, *, interrupted: bool = False) -> None:
         """Called when the call has returned or raised an error; `interrupted`: torch has called no hook since."""
-        self._hooks.__exit__()
+        saved_tensors_hooks(self._pack, self._unpack).__exit__()
         internals.pop_dispatch_mode()
         if interrupted:
             self._call.interrupt()

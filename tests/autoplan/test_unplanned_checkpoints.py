@@ -17,6 +17,7 @@ from lightning_ssd.autoplan import auto_plan, unplanned_checkpoints
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.find import find_offloader
 from tests.support.compare import assert_same
+from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
 from tests.support.parity import TinyGPT, train
 from tests.support.plans import BOTH, quiet_trainer
@@ -121,18 +122,30 @@ def test_the_profile_is_that_of_a_training_that_offloads(
     assert profile == see.profile and profile["units"]
 
 
-def test_no_unit_is_checkpointed_where_all_tensors_have_room(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(Meter(1e9, 10**6), monkeypatch)
-    train(SSDOffloadStrategy(**BOTH), callbacks=[see], steps=4)
-    assert see.reruns == [0] * 4
+@pytest.mark.parametrize(("most", "reruns"), [(1e9, [0, 0, 0]), (4e5, [2, 3, 2])])
+def test_nothing_is_offloaded_where_checkpointing_makes_room_or_all_have_room(
+    most: float, reruns: list[int], see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block's tensors are kept, too, if less than half of the memory is allocated."""
+    how: dict[str, Any] = {"steps": 3}
+    plain = train("auto", **how)
+    use(Meter(most, 300_000), monkeypatch)
+    see.running = 0
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
+    assert see.stored == [0, 0, 0] and see.reruns == reruns
 
 
-def fit(model: TinyGPT, rows: Sequence[int], path: Path, see: See | None, strategy: Any = None) -> list[Tensor]:
+def fit(
+    model: TinyGPT, rows: Sequence[int], path: Path, see: See | None, strategy: Any = None, *callbacks: pl.Callback
+) -> list[Tensor]:
     """Trains on batches of `rows` samples, and returns the weights."""
     torch.manual_seed(3)
     batches = [torch.randn(count, 16, generator=torch.Generator().manual_seed(7)) for count in rows]
     trainer = quiet_trainer(
-        path, strategy=strategy or SSDOffloadStrategy(**BOTH), callbacks=[see] if see else [], max_epochs=1
+        path,
+        strategy=strategy or SSDOffloadStrategy(**BOTH),
+        callbacks=[*callbacks, *([see] if see else [])],
+        max_epochs=1,
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return [one.detach().clone() for one in model.parameters()]
@@ -141,6 +154,33 @@ def fit(model: TinyGPT, rows: Sequence[int], path: Path, see: See | None, strate
 def model(kind: Callable[..., TinyGPT] = TinyGPT) -> TinyGPT:
     torch.manual_seed(1)
     return kind("none")
+
+
+class Levels(pl.Callback):
+    """Bytes that were allocated before each micro-batch."""
+
+    def __init__(self, memory: LimitedMemory) -> None:
+        self._memory = memory
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.append(self._memory.level)
+
+
+def test_first_steps_fit_in_limited_memory_and_keep_none_of_it(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a second attempt, in 70 % of the memory of plain training. The first step allocates optimizer states."""
+    rows = [16] * 4
+    with LimitedMemory() as memory:
+        plain = fit(model(), rows, tmp_path, None, "auto", memory.counting)
+    with LimitedMemory(0.7 * memory.highest_ever) as limited:
+        use(limited, monkeypatch)
+        see.running, levels = 0, Levels(limited)
+        assert_same(plain, fit(model(), rows, tmp_path, see, None, limited.counting, levels))
+    assert not limited.failures
+    assert see.stored[0] == 0 and see.reruns[:3] == [2, 3, 2]
+    assert len(set(levels.seen[1:])) == 1
 
 
 def test_units_are_checkpointed_from_a_larger_batch_on(
