@@ -16,7 +16,13 @@ The modules, by subject, in the order in which they are best read:
 
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.backward_graph import backward_nodes
-from lightning_ssd.activations.checkpointed_call import EmptyCaches, rerun_arguments
+from lightning_ssd.activations.checkpointed_call import (
+    CheckpointedCall,
+    EmptyCaches,
+    allows_checkpointing,
+    kind_of,
+    rerun_arguments,
+)
 from lightning_ssd.activations.compiled_code import (
     GuardHook,
     around_call,
@@ -27,6 +33,7 @@ from lightning_ssd.activations.compiled_code import (
     wrap_function,
 )
 from lightning_ssd.activations.config import HOST_MEMORY, OffloadConfig, make_auto_placement, make_offloader
+from lightning_ssd.activations.decide import is_activation
 from lightning_ssd.activations.graph import (
     COMPILED_OPERATOR,
     Buffer,

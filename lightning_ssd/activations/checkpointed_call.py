@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.compiled_code import calls_are_compiled, run_again
-from lightning_ssd.activations.rerun_state import RerunState
+from lightning_ssd.activations.rerun_state import KEEP_UNIT, RerunState
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
@@ -52,6 +52,16 @@ def allows_checkpointing(module: nn.Module) -> bool:
     if internals.count_function_modes() or internals.has_global_module_hooks() or any(map(is_users_hook, around)):
         return False
     return all(_is_plain(inner, module, compiled=compiled) for inner in module.modules())
+
+
+def kind_of(module: nn.Module) -> Hashable:
+    """Returns the kind of a unit's module: its class, and names, shapes and dtypes of its parameters.
+
+    Forwards of modules of one kind run the same operators, unless data or settings of the module make them differ.
+    """
+    with internals.without_torch_function():
+        parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
+    return type(module), parameters
 
 
 def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:
@@ -260,8 +270,8 @@ class CheckpointedCall:
         if self._is_interrupted:
             raise RuntimeError(
                 f"{type(self._module).__name__} has raised an error that is no `Exception`, and the model caught it. "
-                "What the model computed then can't be told from that layer's forward, which the plan checkpoints. "
-                "Raise a subclass of `Exception`, or set `checkpoint: false` in the plan's unit."
+                "What the model computed then can't be told from that layer's forward, which is checkpointed. "
+                f"Raise a subclass of `Exception`, or {KEEP_UNIT}."
             )
         self._state.check_versions()
         args, kwargs = self._arguments.unpack(tensors)

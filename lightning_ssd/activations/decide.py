@@ -113,15 +113,8 @@ def decide(tensor: Tensor, rules: Rules) -> Decision:
     nbytes = storage.nbytes()
     if (
         choice == "keep"
-        or nbytes < rules.min_bytes
         or getattr(storage, KEPT_IN, 0) == rules.batch_number
-        or is_weight(tensor, storage)
-        or tensor.device != rules.device
-        or type(tensor) not in PLAIN
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor.is_quantized
-        or internals.is_zero_tensor(tensor)
+        or not is_activation(tensor, storage, rules.device, rules.min_bytes)
         or in_backward()  # recomputed, or made by a double backward: needed at once
     ):
         return None
@@ -158,6 +151,20 @@ def decide(tensor: Tensor, rules: Rules) -> Decision:
     batch.add_without_record(nbytes)
     setattr(storage, KEPT_IN, rules.batch_number)
     return None
+
+
+def is_activation(tensor: Tensor, storage: torch.UntypedStorage, device: torch.device, min_bytes: int) -> bool:
+    """Returns whether a saved tensor may be offloaded: it is large, no weight, and of the device and a plain class."""
+    return not (
+        storage.nbytes() < min_bytes
+        or is_weight(tensor, storage)
+        or tensor.device != device
+        or type(tensor) not in PLAIN
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_quantized
+        or internals.is_zero_tensor(tensor)
+    )
 
 
 def is_unwrapped(tensor: Tensor, rules: Rules) -> bool:

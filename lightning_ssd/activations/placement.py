@@ -91,7 +91,7 @@ class OffloadExcess(PlacementPolicy):
     """Keeps the storages for which the device has room, and offloads the others, evenly spread over the forward.
 
     Until a micro-batch has shown how many bytes fit (see `ResidentLimit`), it offloads all storages that can be
-    offloaded without blocking the training.
+    offloaded without blocking the training, or, if `limit.keeps_unknown`, keeps them while there is memory.
 
     Args:
         tiers: the tiers, in the order in which they are filled.
@@ -131,9 +131,9 @@ class OffloadExcess(PlacementPolicy):
         self.limit.end()
 
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
-        if not self.limit.known or self._excess.pick(nbytes) or not self.limit.keep(nbytes):
-            return self._tiers
-        return ()
+        if not self.limit.known:
+            return () if self.limit.keep_unknown(nbytes) else self._tiers
+        return self._tiers if self._excess.pick(nbytes) or not self.limit.keep(nbytes) else ()
 
 
 class FixedAmount(PlacementPolicy):

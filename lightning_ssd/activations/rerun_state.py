@@ -20,6 +20,9 @@ from torch import nn
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.record import check_version
 
+KEEP_UNIT = "set `checkpoint: false` in the unit of your plan, or `offload=1.0`, which checkpoints no unit"
+"""Remedy for user code that does not allow that units are checkpointed."""
+
 _CONTAINERS = frozenset({dict, list, set, OrderedDict})
 """Types of attributes whose elements are recorded, among them the parameters, buffers and hooks of a module."""
 
@@ -75,8 +78,8 @@ class RerunState:
 
     def _remedy(self) -> str:
         return (
-            f" It is a parameter of {type(self._module).__name__}, which the plan checkpoints. Change it after "
-            "backward, or set `checkpoint: false` in the plan's unit."
+            f" It is a parameter of {type(self._module).__name__}, which is checkpointed. Change it after backward, "
+            f"or {KEEP_UNIT}."
         )
 
     @contextlib.contextmanager

@@ -47,6 +47,9 @@ class ResidentLimit:
     SPARE = 1.1
     #: Share of the limit above which the first micro-batch waits for copies: its backward's memory is not known yet.
     UNKNOWN = 0.5
+    #: Share of the limit up to which a micro-batch with `keeps_unknown` keeps its saved storages. The rest is for the
+    #: backward, whose memory is not known yet.
+    ASSUMED = 0.8
     #: Share of the limit by which it is lowered when a micro-batch with a known limit has run out of memory.
     WITHHELD = 0.05
 
@@ -88,6 +91,10 @@ class ResidentLimit:
         """The most saved bytes of a micro-batch."""
         self._lowest = 2**63
         """The least bytes that were allocated before a micro-batch."""
+        self.keeps_unknown = False
+        """Whether a micro-batch whose memory is not known keeps storages. Otherwise it offloads those that can be."""
+        self._kept_unknown = 0
+        """Bytes that the present micro-batch has kept so."""
         self._unfinished = False
         """Whether the last micro-batch was to be measured, and had no backward."""
 
@@ -110,14 +117,17 @@ class ResidentLimit:
             self._levels = [*self._levels, self._level][-self.MOST_LEVELS :]
             self._measured_bytes = expected_bytes
         elif self._peak and not self._others:
-            self._others = self._peak
+            # Storages that were kept count as allocated at the peak: a micro-batch that keeps no more bytes needs no
+            # more memory.
+            self._others = max(1.0, self._peak - self._kept_unknown)
+            self.keeps_unknown = False
         elif self._peak > max(most, self._peak_before):
             self._others += self._peak - most
             if self._peak > limit:
                 self.meter.reset_peak()
         if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
             self.meter.reset_peak()
-        self._level = allocated
+        self._level, self._kept_unknown = allocated, 0
         self.expected_bytes = self.placed_bytes = expected_bytes
         self._limit_room()
         self._peak = 0
@@ -145,6 +155,17 @@ class ResidentLimit:
         self.measuring = self.scarce = True
         self._room = 0.0
         self.meter.reset_peak()
+
+    def begin_anew(self) -> None:
+        """Forgets measured micro-batches, because later storages are fewer: units are checkpointed from now on.
+
+        The present micro-batch, or the next one, keeps all storages while there is memory, unless it is measured.
+        """
+        if not self.measuring:
+            self._lowest = 2**63 if self._peak else self._level  # of the micro-batches from now on
+            self._others, self._peak, self._largest_bytes = 0.0, 0, 0
+            self._levels.clear()
+            self.scarce, self.keeps_unknown = False, True
 
     def lower(self) -> None:
         """Called when the present micro-batch has run out of memory, before it is run again and measured."""
@@ -242,4 +263,11 @@ class ResidentLimit:
         if nbytes > self._room:
             return False
         self._room -= nbytes
+        return True
+
+    def keep_unknown(self, nbytes: int) -> bool:
+        """Returns what `keep` does, for a micro-batch whose memory is not known."""
+        if self.measuring or not self.keeps_unknown or self.meter.allocated() > self.ASSUMED * self._limit:
+            return False
+        self._kept_unknown += nbytes
         return True

@@ -3,7 +3,8 @@
 The modules, by subject, in the order in which they are best read:
 
 - the meeting with Lightning: `protocol`.
-- the decision of `offload="auto"`: `auto_plan`, `known_memory` (a micro-batch that may need more memory), `obstacles`.
+- the decision of `offload="auto"`: `auto_plan`, `known_memory` (a micro-batch that may need more memory), `obstacles`,
+  `unplanned_checkpoints` (checkpointed units in the first steps).
 - a plan: `plan_cycle` (its life), `profiled_steps`, `plan_maker`, `recompilation` (compiled code saves less),
   `plan_runner` (applies and measures it), `plan_report`, `step_timer`.
 - sizes of micro-batches, and rows of a plan: `batches`.

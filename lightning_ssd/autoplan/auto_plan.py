@@ -3,7 +3,7 @@
 A training has these phases. All methods are called on the training thread.
 
 1. measure: each micro-batch keeps the saved tensors that have room (`KnownMemory`, `_apply_limit`), and so do those
-   that are recorded and checked for a plan.
+   that are recorded and checked for a plan. If not all have room, units are checkpointed (`UnplannedCheckpoints`).
 2. decide, at the end of each step until there is a plan (`_decide`).
 3. plan: a `PlanCycle`, to which the events of the training are passed. Compiled code may be compiled again before
    there is a plan, once (`Recompilation`): then all begins anew.
@@ -40,6 +40,7 @@ from lightning_ssd.autoplan.plan_cycle import PlanCycle
 from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.autoplan.recompilation import Recompilation
+from lightning_ssd.autoplan.unplanned_checkpoints import UnplannedCheckpoints
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -84,6 +85,8 @@ class AutoPlan(Uncopied):
         self._batches = SeenBatches()
         """Batches of the whole training."""
         self._failed_profiles = 0
+        self._checkpoints: UnplannedCheckpoints | None = None
+        """Checkpoints units before there is a plan; `None`: the training can't be planned."""
         self._begin()
         if self._known is not None:
             self._code = CompiledCode(compiled_units(training))
@@ -92,6 +95,9 @@ class AutoPlan(Uncopied):
         """Begins to decide for the steps with the present offloader."""
         self.outcome = "measuring"
         self.cycle = None
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._checkpoints = None
         self._known: KnownMemory | None = None
         """Compares micro-batches with measured ones; `None`: nothing is decided."""
         self._shape: BatchShape | None = None
@@ -126,6 +132,8 @@ class AutoPlan(Uncopied):
             self._enable_hooks(False)
             return
         self._known = KnownMemory(placement.limit)
+        if self._training.automatic and (self._obstacle or obstacle_to_planning(self._training)) is None:
+            self._checkpoints = UnplannedCheckpoints(self._training)
 
     @property
     def decides(self) -> bool:
@@ -165,6 +173,7 @@ class AutoPlan(Uncopied):
             self._batches.add(self._shape)
         self._begins_step, self._at_boundary = self._at_boundary, False
         if self.cycle is not None:
+            self.cycle.checkpointed = frozenset() if self._checkpoints is None else self._checkpoints.modules
             self.cycle.begin_micro_batch(batch)
         self._limited = self.cycle is None or self.cycle.keeps_excess
         if self._limited:
@@ -173,12 +182,15 @@ class AutoPlan(Uncopied):
                 self._known.limit.reserve(self.cycle.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
+        self._begin_checkpoints(self._known)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
 
     def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
+        if self._checkpoints is not None:
+            self._checkpoints.end_forward()
         if self._code is not None and self._steps == 0 and records_cuda_graphs(self._training.offloader.device):
             self._cuda_graphs |= self._code.ran or has_compiled_nodes(loss)  # not those of other trainings
         if self.cycle is not None:
@@ -261,10 +273,14 @@ class AutoPlan(Uncopied):
             if self.cycle.planned:
                 self.cycle.report()
             self.cycle.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def close(self) -> None:
         """Ends all decisions."""
         self._known = None
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         code, self._code = self._code, None
         if code is not None:
             code.close()
@@ -290,6 +306,16 @@ class AutoPlan(Uncopied):
             peak, most = format_bytes(known.limit.needed_bytes), format_bytes(known.limit.meter.limit())
             self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
 
+    def _begin_checkpoints(self, known: KnownMemory) -> None:
+        """Checkpoints units in the present micro-batch if it is one before a plan."""
+        checkpoints, cycle = self._checkpoints, self.cycle
+        if checkpoints is None:
+            return
+        if self.outcome != "measuring" if cycle is None else cycle.phase in ("timing", "idle"):
+            checkpoints.close()
+        elif self._shape is not None:  # without shapes of batches there is no plan
+            checkpoints.begin_micro_batch(known.limit)
+
     def _end_backward(self) -> None:
         """Passes the peak of a micro-batch without hooks to the limit, because the offloader did not follow it."""
         if self._known is not None and not self._training.offloader.policy.hooks_enabled:
@@ -300,14 +326,21 @@ class AutoPlan(Uncopied):
         movable = self._states_are_movable()
         pattern = self._training.offloader.last_pattern
         first_lacks_room = self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0))
-        self._short = self._short or first_lacks_room
-        if not first_lacks_room and (self._steps < FIRST_STEPS or known.limit.measuring):
+        checkpoints = self._checkpoints
+        checkpointed = checkpoints is not None and bool(checkpoints.modules)
+        self._short = self._short or first_lacks_room or checkpointed
+        if not (first_lacks_room or checkpointed) and (self._steps < FIRST_STEPS or known.limit.measuring):
             return
         if not (movable or self._short):
             return
         obstacle = self._find_obstacle()
         if obstacle is None:
+            if checkpoints is not None and self._short and not checkpointed:
+                checkpoints.checkpoint_all(known.limit)
             self._begin_plan(known)
+        elif checkpointed:  # such as compiled code that ran later: nothing is known of steps that checkpoint no unit
+            self._obstacle = obstacle
+            self._begin()
         elif self._short:
             self._offload_excess(obstacle)
 
@@ -403,6 +436,9 @@ class AutoPlan(Uncopied):
             self._policy = offloader.policy
         offloader.begin_micro_batch()
         offloader.free_discarded()
+        if self._checkpoints is not None:
+            self._checkpoints.short = True
+            self._begin_checkpoints(known)
         policy = replace(offloader.policy, window_bytes=0, hooks_enabled=True, mode=None)
         if self.cycle is not None:
             offloader.run(replace(policy, placement=OffloadAll(tuple(offloader.tiers))))
@@ -433,6 +469,7 @@ class AutoPlan(Uncopied):
         self._limited, self._at_boundary, self._ran_out = True, False, True
         self._apply_limit(self._known)
         self._known.limit.measure()
+        self._begin_checkpoints(self._known)
         offloader.run(replace(offloader.policy, window_bytes=0))
 
     def _restore(self) -> None:

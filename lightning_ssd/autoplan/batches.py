@@ -173,21 +173,16 @@ class RecordedBatch:
         self._trained: frozenset[int] = frozenset()
         """Indices of the parameters that it has trained."""
         self._sizes = BatchSizes()
-        self._present: tuple[BatchShape | None, int] | None = None
-        """Shape of the present micro-batch, and the bytes that were saved before it; `None`: they can't be counted."""
+        self._present: BatchShape | None = None
+        """Shape of the present micro-batch; `None`: it is unknown, or saved bytes can't be counted."""
 
     def record(self, shape: BatchShape | None) -> None:
         """Called when a micro-batch is recorded that replaces the one before."""
         self.shape, self._trained, self._sizes = shape, trained_parameters(self._parameters), BatchSizes()
 
-    def begin(self, shape: BatchShape | None, saved_bytes: int) -> None:
-        """Called when a micro-batch begins.
-
-        Args:
-            shape: shape of its batch; `None`: unknown.
-            saved_bytes: bytes that the training has saved so far.
-        """
-        self._present = shape, saved_bytes
+    def begin(self, shape: BatchShape | None) -> None:
+        """Called when a micro-batch begins; `shape` is that of its batch, or `None` if that is unknown."""
+        self._present = shape
 
     def discard(self) -> None:
         """Called when the present micro-batch runs again, so that its saved bytes can't be counted."""
@@ -195,9 +190,9 @@ class RecordedBatch:
 
     def end(self, saved_bytes: int) -> None:
         """Called when a micro-batch has ended whose saved bytes were all counted."""
-        present, self._present = self._present, None
-        if present is not None and present[0] is not None and self.trains_all:
-            self._sizes.add(present[0], saved_bytes - present[1])
+        shape, self._present = self._present, None
+        if shape is not None and self.trains_all:
+            self._sizes.add(shape, saved_bytes)
 
     @property
     def trains_all(self) -> bool:

@@ -113,6 +113,8 @@ class PlanCycle(ProfiledSteps):
         self._recorded = RecordedBatch(training.module.parameters())
         self._calibration_fits = True
         """Whether no timed step has run out of memory under the calibration plan."""
+        self._saved_before = 0
+        """Bytes that the training had saved before the present micro-batch."""
         self._seen_rows: set[int] = set()
         """Numbers of the rows for which there were micro-batches."""
         self._allocated = 0
@@ -172,7 +174,8 @@ class PlanCycle(ProfiledSteps):
         """Called when a micro-batch begins, after its parameters were frozen or thawed for it."""
         begins = self._at_boundary
         shape = BatchShape.of(batch)
-        self._recorded.begin(shape, self.training.offloader.stats().saved)
+        self._recorded.begin(shape)
+        self._saved_before = self.training.offloader.stats().saved
         if begins and self._meter is not None and self.training.states is None:
             self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
         if self.phase in ("waiting", "recording") and not self.keeps_excess:
@@ -208,8 +211,10 @@ class PlanCycle(ProfiledSteps):
             self.runner.skip_step()
         if self.calibrating and ends_step and self.runner is not None:
             self.runner.end_step()
-        if self.offloads_all:
-            self._recorded.end(self.training.offloader.stats().saved)
+        if self.checkpointed and self.phase == "recording":
+            self._recorded.end(sum(item.nbytes for item in self.profiler.saved))
+        elif self.offloads_all and not (self.checkpointed and self.phase == "checking"):
+            self._recorded.end(self.training.offloader.stats().saved - self._saved_before)
         super().end_micro_batch(ends_step=ends_step)
         if ends_step and self.phase == "checking" and self._calibration_fits:
             self._apply_calibration()

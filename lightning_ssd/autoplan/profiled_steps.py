@@ -7,7 +7,7 @@ can't be undone.
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
@@ -38,6 +38,7 @@ class ProfiledSteps(Uncopied):
         training: the training.
         phase: purpose of the present micro-batch, or of the last one.
         profiler: measures the training. A move of model states replaces it.
+        checkpointed: modules of units that are checkpointed while a micro-batch is recorded, and in the next one.
         recordable: batches of which a large one is recorded, if there is one within `MAX_WAIT` steps; `None`: any is.
     """
 
@@ -45,6 +46,7 @@ class ProfiledSteps(Uncopied):
         self, training: Training, warm_up: int, steps: int, on_profile: Callable[[ModelProfile], None]
     ) -> None:
         self.training = training
+        self.checkpointed: frozenset[nn.Module] = frozenset()
         self.recordable: SeenBatches | None = None
         self._on_profile = on_profile
         self._num_timed = steps
@@ -99,7 +101,7 @@ class ProfiledSteps(Uncopied):
         if self.phase == "waiting" and at_boundary and self._is_due(batch):
             self.phase = "recording"
             self._num_compiled = internals.count_compiled()
-            self.profiler.begin_recording()
+            self.profiler.begin_recording(self.checkpointed)
         elif self.phase == "recording":
             self.phase = "checking"
             self.profiler.begin_checking()

@@ -16,8 +16,9 @@ from lightning_ssd.callbacks.training_events import TrainingEvents
 class AutoPlanner(TrainingEvents):
     """Decides for `offload="auto"`, from the memory of the first steps, how saved tensors are treated.
 
-    In the first steps, saved tensors for which the device has room are kept and the others are offloaded
-    (`OffloadExcess`), which is safe but not the fastest choice. After one to three steps the outcome is one of these:
+    In the first steps, saved tensors for which the device has room are kept (`OffloadExcess`). If they have no room,
+    units that may be are checkpointed (`UnplannedCheckpoints`), and other saved tensors are offloaded. After one to
+    three steps the outcome is one of these:
 
     - `"keep"`: the device has room for all saved tensors, and a tenth more. They are kept, and saved-tensor hooks are
       disabled, so that a step is plain Lightning's, while batches are no larger than earlier ones. Hooks are enabled
@@ -28,8 +29,7 @@ class AutoPlanner(TrainingEvents):
       or offload all saved tensors. Saved tensors of compiled blocks are kept or offloaded, or their block is
       checkpointed; before, code may be compiled again once, so that it saves less.
     - `"offload"`: the device lacks room, and the training can't be planned, because other processes have a part of the
-      weights, or code is compiled that is no block, for example. Saved tensors without room are offloaded, as in the
-      first steps.
+      weights, or code is compiled that is no block, for example. Saved tensors without room are offloaded.
 
     A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded
     (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or

@@ -6,7 +6,7 @@ It records one micro-batch, checks recomputations in the next, and times further
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_ssd.activations import (
     UnitCall,
     UnitDispatchMode,
     around_call,
+    kind_of,
     make_schedule,
 )
 from lightning_ssd.device import WorkCounter, allocator_memory, make_clock
@@ -104,6 +105,8 @@ class Profiler(Uncopied):
         self._optimizer_trace: OptimizerTrace | None = None
         self._plan_mode: PlanMode | None = None
         self._recorded_backward = False
+        self._checkpointed: Collection[nn.Module] = ()
+        """Modules of units that are checkpointed in the recorded micro-batch and the next one."""
         self._policy_before = offloader.policy
         self._memory = allocator_memory(offloader.device)
         self._clock = make_clock(offloader.device)
@@ -146,14 +149,20 @@ class Profiler(Uncopied):
             )
         self._module = module
 
-    def begin_recording(self) -> None:
-        """Records the next forward and its backward."""
+    def begin_recording(self, checkpointed: Collection[nn.Module] = ()) -> None:
+        """Records the next forward and its backward.
+
+        Args:
+            checkpointed: modules of units that are checkpointed meanwhile, and while recomputed tensors are compared.
+        """
+        self._checkpointed = checkpointed
         if self._memory is not None and self._states is None:
             self.allocated_bytes = max(0, self._memory.allocated() - self._step_bytes())
         if self._module is not None:
             self._lifetimes = LifetimeRecorder()
             self._lifetimes.register_model(self.units, self._module, self._optimizers)
-        mode = TraceMode([unit.modules for unit in self.units], self._offloader.device, self._lifetimes)
+        units = [unit.modules for unit in self.units]
+        mode = TraceMode(units, self._offloader.device, self._lifetimes, self._offloader, checkpointed)
         self._trace_mode = mode
         placement = self._offloader.policy.placement if self._lifetimes is None else KeepAll()
         self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement)
@@ -209,7 +218,8 @@ class Profiler(Uncopied):
         """Compares recomputed tensors with the saved ones in the next micro-batch."""
         mode = self._plan_mode = PlanMode([unit.modules for unit in self.units], self._offloader)
         choices: dict[int, Choice] = {item.buffer: "recompute" for item in self.saved if item.recomputable}
-        mode.schedule = make_schedule(self.graph, self.saved, choices)
+        checkpointed = _all_but_first(self.units, self.graph, self._checkpointed)
+        mode.schedule = make_schedule(self.graph, self.saved, choices, checkpointed=checkpointed)
         mode.checking = True
         self._enter_mode(mode, mode.on_saved, mode.check)
 
@@ -220,9 +230,7 @@ class Profiler(Uncopied):
             return
         mode.close()
         self._leave_mode()
-        self.saved = [
-            replace(item, recomputable=item.recomputable and item.buffer in mode.proved) for item in self.saved
-        ]
+        self.saved = _with_proofs(self.graph, self.saved, mode.schedule.checkpointed, mode.proved)
 
     def _stop_recording(self) -> None:
         tracer, self._trace_mode = self._trace_mode, None
@@ -507,6 +515,46 @@ class Profiler(Uncopied):
             if any(item.parameter in owned for item in flat.param_views):
                 nbytes[store.buffers.tiers] += flat.nbytes + store.layout.opt_state_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
+
+
+def _all_but_first(
+    units: Sequence[Unit], graph: ForwardGraph, checkpointed: Collection[nn.Module]
+) -> frozenset[UnitCall]:
+    """Returns the calls of units that may be checkpointed, without the first one of each kind."""
+    seen: set[Hashable] = set()
+    calls = []
+    for call in graph.checkpoint_bytes():
+        module = units[call.unit].modules[0]
+        if module in checkpointed:
+            kind = kind_of(module)
+            if kind in seen:
+                calls.append(call)
+            seen.add(kind)
+    return frozenset(calls)
+
+
+def _with_proofs(
+    graph: ForwardGraph, saved: Sequence[Saved], unchecked: frozenset[UnitCall], proved: Collection[int]
+) -> list[Saved]:
+    """Returns saved buffers, which are recomputable only if a recomputed one was equal.
+
+    Those of `unchecked` calls were not compared. They are recomputable if all compared ones were equal that the same
+    operators compute.
+    """
+
+    def computation(item: Saved) -> Hashable:
+        return item.name, item.nbytes, tuple(graph.operations[index].func for index in item.recompute_ops)
+
+    equal: dict[Hashable, bool] = {}
+    for item in saved:
+        if item.recomputable and item.unit_call not in unchecked:
+            equal[computation(item)] = equal.get(computation(item), True) and item.buffer in proved
+    found = []
+    for item in saved:
+        checked = item.unit_call not in unchecked
+        is_equal = item.buffer in proved if checked else equal.get(computation(item), False)
+        found.append(replace(item, recomputable=item.recomputable and is_equal))
+    return found
 
 
 def _ignore(output: object) -> None:

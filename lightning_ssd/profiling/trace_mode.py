@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
+    ActivationOffloader,
     Buffer,
+    CheckpointedCall,
     EmptyCaches,
     ForwardGraph,
     Operation,
@@ -39,6 +41,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.device import make_clock
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
+from lightning_ssd.profiling.recorded_checkpoint import Dropped, RecordedCheckpoint
 from lightning_ssd.storage_tags import BUFFER
 from lightning_ssd.uncopied import ModuleHook, takes_hooks
 
@@ -82,10 +85,15 @@ class TraceMode(UnitDispatchMode):
     and each of its nodes in backward: the modes are removed meanwhile. Autograd saves tensors at the end of the one and
     unpacks them at the begin of the other, and neither is timed: the host may wait for transfers in them.
 
+    Units may be checkpointed meanwhile. The record is the same (`RecordedCheckpoint`).
+
     Args:
         units: as in `UnitDispatchMode`.
         device: device of the model.
         lifetimes: recorder of all tensors' lifetimes, to which every operation is passed, too.
+        offloader: its hooks are removed in calls of `checkpointed`; `None`: there are none.
+        checkpointed: modules of units whose calls are checkpointed, if their arguments allow it.
+        timed: whether seconds are needed, so that work is queued before the operations.
 
     Attributes:
         graph: graph of the last forward, complete after `finish`.
@@ -96,9 +104,18 @@ class TraceMode(UnitDispatchMode):
         units: Sequence[Sequence[nn.Module]],
         device: torch.device,
         lifetimes: LifetimeRecorder | None = None,
+        offloader: ActivationOffloader | None = None,
+        checkpointed: Collection[nn.Module] = (),
+        *,
+        timed: bool = True,
     ) -> None:
         super().__init__(units)
         self.graph = ForwardGraph()
+        self._offloader = offloader
+        self._checkpointed = checkpointed
+        self._running: tuple[UnitCall, RecordedCheckpoint] | None = None
+        """The running checkpointed call."""
+        self._timed = timed
         self._lifetimes = lifetimes
         self._device = device
         self._clock = make_clock(device)
@@ -106,11 +123,12 @@ class TraceMode(UnitDispatchMode):
         self._last_end: Any = None
         """End of the last work that was queued on the device, on its clock."""
         self._refills_left = 0
-        self._backward = _BackwardMode(self)
+        self.backward_mode: internals.TorchDispatchMode = _BackwardMode(self)
+        """Mode of the following backward."""
         self._backward_spans: list[tuple[UnitCall, Any, Any]] = []
         self._backward_of: UnitCall | None = None
         """The unit call whose backward runs; None: forward runs."""
-        self._numbers: weakref.WeakKeyDictionary[SavedStorage, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[SavedStorage | Dropped, int] = weakref.WeakKeyDictionary()
         """Number of the buffer of each saved storage."""
         self._segment = Segment("start", 0, 0)
         self._caches = EmptyCaches()
@@ -154,11 +172,18 @@ class TraceMode(UnitDispatchMode):
         self._casts.clear()
         self._module_names.clear()
         self._compiled_nodes.clear()
-        self._queue_work(HEAD_START_SECONDS)
-        self._refills_left = MAX_REFILLS
+        if self._timed:
+            self._queue_work(HEAD_START_SECONDS)
+            self._refills_left = MAX_REFILLS
         return super().__enter__()
 
-    def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
+    def __exit__(self, *error: Any) -> None:
+        if self._running is not None:  # an error that is no `Exception`, after which torch calls no hook
+            self._running[1].end(interrupted=True)
+            self._running = None
+        super().__exit__(*error)
+
+    def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage | Dropped) -> None:
         """Called when autograd saves `storage` for the first time in this forward, before it is offloaded."""
         if self._call is not None and self._call_ended is None:
             self._call_ended = self._clock.now()
@@ -169,11 +194,13 @@ class TraceMode(UnitDispatchMode):
             buffer.outlives_call = self._segment.begun_by == "exit"
             self.graph.transients.mark_saved(self.unit_call, number)
 
-    def on_unpacked(self, record: SavedStorage) -> None:
+    def on_unpacked(self, record: SavedStorage | Dropped) -> None:
         """Called when backward unpacks a tensor of `record`, once the compute stream is ordered after its load."""
         if self._node_begun is not None:
             self._node_begun = self._clock.now()
         number = self._numbers.get(record)
+        if isinstance(record, Dropped):
+            self._last_end = self._clock.now()  # of operators that have run again
         if number is not None and (unit_call := self.graph.buffers[number].unit_call) is not None:
             self.graph.transients.first_use(unit_call, number)
 
@@ -202,11 +229,11 @@ class TraceMode(UnitDispatchMode):
             self._lifetimes.phase = "backward"
         self._queue_work(HEAD_START_SECONDS)
         self._refills_left = MAX_REFILLS
-        self._backward.__enter__()  # type: ignore[no-untyped-call]
+        self.backward_mode.__enter__()
 
     def end_backward(self) -> None:
         """Ends the recording of the backward."""
-        self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.backward_mode.__exit__(None, None, None)
         self.graph.transients.close()
 
     def _refill_queue(self) -> None:
@@ -259,6 +286,11 @@ class TraceMode(UnitDispatchMode):
             read = _read(arguments.tensors)
             self.graph.arguments[unit_call] = frozenset(self._number(one) for one, weight in read.items() if not weight)
             self._random_states[unit_call] = other_random_states()
+            if module in self._checkpointed and self._running is None:
+                assert self._offloader is not None
+                if self._offloader.pause(save_weights=False):  # unless user code has entered hooks or modes around it
+                    call = CheckpointedCall(module, arguments)
+                    self._running = unit_call, RecordedCheckpoint(call, self._offloader, self, self)
 
     def compiled_called(
         self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -301,14 +333,14 @@ class TraceMode(UnitDispatchMode):
         self._call = None
 
     def _begin_rerun(self, args: object, kwargs: object) -> None:
-        if in_backward() and internals.innermost_dispatch_mode() is self._backward:
+        if in_backward() and internals.innermost_dispatch_mode() is self.backward_mode:
             self._in_rerun = True
             internals.pop_dispatch_mode()
 
     def _end_rerun(self, output: object) -> None:
         if self._in_rerun:
             self._in_rerun = False
-            internals.push_dispatch_mode(self._backward)
+            internals.push_dispatch_mode(self.backward_mode)
 
     def _follow_backward(self, unit_call: UnitCall, given: Sequence[Tensor], output: object) -> None:
         """Has the compiled nodes of a call run without the mode of backward, each as one operation."""
@@ -326,7 +358,7 @@ class TraceMode(UnitDispatchMode):
     def _follow_node(self, unit_call: UnitCall, node: Node) -> None:
         def begin(_: object) -> None:
             self._backward_of = unit_call
-            if internals.innermost_dispatch_mode() is self._backward:
+            if internals.innermost_dispatch_mode() is self.backward_mode:
                 self.graph.transients.enter(unit_call, backward=True)
                 internals.pop_dispatch_mode()
                 self._refill_queue()
@@ -337,7 +369,7 @@ class TraceMode(UnitDispatchMode):
                 self._last_end = self._clock.now()
                 self._backward_spans.append((unit_call, self._node_begun, self._last_end))
                 self._node_begun = None
-                internals.push_dispatch_mode(self._backward)
+                internals.push_dispatch_mode(self.backward_mode)
                 for storage in _read(results):
                     self._alloc(storage)
 
@@ -357,6 +389,9 @@ class TraceMode(UnitDispatchMode):
         for storage in _read(list(self._caches.tensors())):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].outlives_call = True
+        if self._running is not None and self._running[0] == unit_call:
+            self._running[1].end()
+            self._running = None
 
     def run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""

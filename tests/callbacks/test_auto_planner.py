@@ -26,7 +26,7 @@ from tests.support.plans import BOTH, planner, quiet_trainer
 
 pytestmark = pytest.mark.timeout(120)
 
-AMPLE, SHORT = Meter(1e9, 10**6), Meter(1e6, 900_000)
+AMPLE, SHORT = Meter(1e9, 10**6), Meter(1e6, 990_000)
 
 
 class See(pl.Callback):
@@ -199,7 +199,7 @@ def test_a_training_that_outgrows_its_memory_is_planned(
     class Grow(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 4:
-                meter.level, meter.highest = 500_000, 900_000
+                meter.level, meter.highest = 700_000, 990_000
 
     use(meter, monkeypatch)
     fit(tmp_path, [2] * 20, [Grow(), see])
@@ -252,7 +252,7 @@ def test_the_second_step_is_recorded_if_the_first_one_has_shown_that_memory_is_s
     """Bytes that are allocated after the first step and its saved bytes are more than there are."""
     how: dict[str, Any] = {"model": TinyGPT, "precision": "32-true", "accumulate": 1, "steps": 10}
     plain = train("auto", **how)
-    use(Meter(1e6, 900_000, level), monkeypatch)
+    use(Meter(1e6, 990_000, level), monkeypatch)
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
     assert see.modes.index("TraceMode") == see.outcomes.index("plan") == recorded
     assert see.planned[-1]

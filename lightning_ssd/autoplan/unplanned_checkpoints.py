@@ -1,0 +1,214 @@
+"""`UnplannedCheckpoints`: checkpoints units before there is a plan, if saved tensors have no room.
+
+A plan for short memory checkpoints most units, so that offloading their saved tensors in the first steps would take
+host memory, and seconds to page-lock it, for nothing.
+
+Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
+of unit runs under a `TraceMode`, whose graph shows whether its forward may be run again: the rule of plans. It keeps or
+offloads its saved tensors, whose bytes stand for those of later units of its kind. Compiled units are left alone: their
+first calls compile.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations import (
+    CheckpointedCall,
+    EmptyCaches,
+    ResidentLimit,
+    UnitCall,
+    allows_checkpointing,
+    around_call,
+    calls_are_compiled,
+    in_backward,
+    kind_of,
+    rerun_arguments,
+)
+from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.profiling import TraceMode
+from lightning_ssd.uncopied import ModuleHook, Uncopied
+
+SURELY_FITS = 0.5
+"""Share of memory that allocated memory and saved tensors of units take, up to which all saved tensors are kept in a
+micro-batch whose other memory is not known."""
+
+
+class UnplannedCheckpoints(Uncopied):
+    """Checkpoints units in micro-batches before a plan. All methods are called on the training thread.
+
+    Args:
+        training: the training, which can be planned as far as is known.
+
+    Attributes:
+        short: whether saved tensors are known to have no room, so that units are checkpointed from now on.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.short = False
+        self._training = training
+        self._limit: ResidentLimit | None = None
+        """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
+        self._kinds: dict[nn.Module, Hashable] = {}
+        """Kind of each unit that may be checkpointed by its class."""
+        self._may_run_again: dict[Hashable, bool] = {}
+        """Whether units of a kind may be checkpointed, once one of them was called."""
+        self._bytes: dict[Hashable, int] = {}
+        """Bytes that the last call of a kind has saved that was not checkpointed."""
+        self._left: Counter[Hashable] = Counter()
+        """Units of each kind that the present forward has not called yet."""
+        self._level = self._saved_before = 0
+        """Bytes that were allocated, and that the training had saved, before the present micro-batch."""
+        self._calls: Counter[nn.Module] = Counter()
+        self._caches = EmptyCaches()
+        self._trace: TraceMode | None = None
+        """Records first calls of kinds; `None`: all kinds are known."""
+        self._recorded: int | None = None
+        """Index of the unit whose running call is recorded."""
+        self._begun: tuple[nn.Module, int] | None = None
+        """The unit whose call runs and is not checkpointed, and the bytes that were saved before."""
+        self._checkpoint: tuple[nn.Module, CheckpointedCall] | None = None
+        """The unit whose call runs and is checkpointed."""
+        self._thread = 0
+        self._mode: object = None
+        """The mode of user code in which the present micro-batch has begun."""
+        self._is_hooked = False
+        """Whether the units were hooked: in the first micro-batch, as modules may be in evaluation mode before."""
+        self._removals: list[Callable[[], None]] = []
+
+    @property
+    def modules(self) -> frozenset[nn.Module]:
+        """The units that are checkpointed."""
+        return frozenset(one for one, kind in self._kinds.items() if self.short and self._may_run_again.get(kind))
+
+    def checkpoint_all(self, limit: ResidentLimit) -> None:
+        """Checkpoints all units that may be from now on. `limit` is that of the present or next micro-batch."""
+        self.short = True
+        if self.modules:
+            limit.begin_anew()
+
+    def begin_micro_batch(self, limit: ResidentLimit) -> None:
+        """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room within `limit`."""
+        self.end_forward()
+        if not self._is_hooked:
+            self._is_hooked = True
+            self._hook_units()
+        self._limit = limit
+        self._level, self._saved_before = limit.meter.allocated(), self._saved()
+        self._left = Counter(self._kinds.values())
+        if self._kinds:
+            self._lacks_room(limit)
+        self._calls.clear()
+        self._thread, self._mode = threading.get_ident(), internals.innermost_dispatch_mode()
+
+    def end_forward(self) -> None:
+        """Called when the forward has ended, or an error has ended it: no unit is checkpointed from now on."""
+        self._limit = None
+        self._caches.clear()
+        if self._checkpoint is not None:  # an error that is no `Exception`, after which torch calls no hook
+            self._checkpoint[1].interrupt()
+            self._checkpoint = None
+        self._end_recording()
+
+    def close(self) -> None:
+        """Removes the hooks from the units. `modules` remains."""
+        self.end_forward()
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+        self._end_trace()
+
+    def _hook_units(self) -> None:
+        units = self._training.units()
+        for unit in units:
+            module = unit.modules[0]
+            if len(unit.modules) == 1 and not calls_are_compiled(module) and allows_checkpointing(module):
+                self._kinds[module] = kind_of(module)
+        if not self._kinds:
+            return
+        self._trace = TraceMode([unit.modules for unit in units], self._training.offloader.device, timed=False)
+        for index, unit in enumerate(units):
+            module = unit.modules[0]
+            if module in self._kinds:  # hooked last, so that these hooks begin the trace before its own hooks
+                begin, end = partial(self._begin_call, index, module), partial(self._end_checkpoint, module)
+                self._removals.append(around_call(module, begin, end))
+                last = module.register_forward_hook(ModuleHook(self._end_call), always_call=True)
+                self._removals.append(last.remove)
+
+    def _begin_call(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        limit, offloader = self._limit, self._training.offloader
+        if limit is None or in_backward() or threading.get_ident() != self._thread:
+            return
+        around = internals.innermost_saved_hooks(False), internals.innermost_dispatch_mode()
+        if around != ((offloader.pack, offloader.unpack), self._mode):
+            return  # the micro-batch is recorded or checked, or the call is within one of another unit or of the user
+        kind = self._kinds[module]
+        call = UnitCall(index, self._calls[module])
+        arguments = rerun_arguments(call, module, args, kwargs, self._caches)
+        self._calls[module] += 1
+        if arguments is None:
+            return
+        lacks_room = self._lacks_room(limit)
+        if kind not in self._may_run_again:
+            assert self._trace is not None
+            self._recorded = index
+            self._trace.__enter__()
+        elif lacks_room and self._may_run_again[kind]:
+            self._checkpoint = module, CheckpointedCall(module, arguments)
+            self._checkpoint[1].begin()
+        if call.call_index == 0:
+            self._left[kind] -= 1
+        if self._checkpoint is None:
+            self._begun = module, self._saved()
+
+    def _lacks_room(self, limit: ResidentLimit) -> bool:
+        """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room.
+
+        If they take at most `SURELY_FITS` of the memory, as far as is known, they are kept.
+        """
+        if not self.short:
+            left = sum(self._bytes[kind] * count for kind, count in self._left.items() if kind in self._bytes)
+            needed, most = self._level + self._saved() - self._saved_before + left, limit.meter.limit()
+            limit.keeps_unknown = needed <= SURELY_FITS * most
+            if needed > most:
+                self.checkpoint_all(limit)
+        return self.short
+
+    def _end_checkpoint(self, module: nn.Module, output: object) -> None:
+        """Called first when a call of a unit has returned, or raised an error."""
+        if self._checkpoint is not None and self._checkpoint[0] is module:
+            self._checkpoint[1].end()
+            self._checkpoint = None
+
+    def _end_call(self, module: nn.Module, args: object, output: object) -> None:
+        """Called last when a call of a unit has returned, or with `None` when it has raised an error."""
+        if self._begun is None or self._begun[0] is not module:
+            return
+        begun_at, self._begun = self._begun[1], None
+        index, trace, kind = self._recorded, self._trace, self._kinds[module]
+        self._end_recording()
+        if output is None:
+            return
+        self._bytes[kind] = self._saved() - begun_at
+        if index is not None and trace is not None:
+            self._may_run_again[kind] = UnitCall(index, 0) in trace.graph.checkpoint_bytes()
+            if self._may_run_again.keys() == set(self._kinds.values()):
+                self._end_trace()
+
+    def _end_recording(self) -> None:
+        if self._recorded is not None and self._trace is not None:
+            self._recorded = None
+            self._trace.__exit__(None, None, None)
+
+    def _end_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+
+    def _saved(self) -> int:
+        return self._training.offloader.stats().saved

@@ -1,0 +1,111 @@
+"""`RecordedCheckpoint`: a checkpointed call in a recorded forward, whose record is that of an ordinary call.
+
+Torch's hooks drop the tensors that the call saves. Hooks inside of them record each tensor before, and when backward
+unpacks it. The mode that records the backward is removed while the call runs again.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    CheckpointedCall,
+    SavedStorage,
+    is_activation,
+    offloaded_weights,
+    storage_of,
+)
+
+
+class Recorder(Protocol):
+    """The part of `TraceMode` that a call uses; see there."""
+
+    backward_mode: "internals.TorchDispatchMode"
+
+    def on_saved(self, storage: torch.UntypedStorage, record: "SavedStorage | Dropped", /) -> None: ...
+    def on_unpacked(self, record: "SavedStorage | Dropped", /) -> None: ...
+
+
+class Dropped:
+    """A saved tensor of a checkpointed call, which autograd owns.
+
+    Args:
+        holder: stands for the tensor in torch's hooks.
+        kept: storage of a tensor that is not offloaded, such as autocast's cast of a weight. It lives as long as in an
+            ordinary call, so that transient memory is the same; `None`: the tensor is freed.
+    """
+
+    def __init__(self, holder: Any, kept: torch.UntypedStorage | None) -> None:
+        self.holder = holder
+        self.kept = kept
+
+
+class RecordedCheckpoint:
+    """A checkpointed call that runs in a recorded forward, from its begin to `end`.
+
+    Args:
+        call: the call. Its arguments are saved without hooks, so that they count as saved only if an operator saves
+            them.
+        offloader: the offloader, whose hooks and mode are paused.
+        mode: its mode, which remains in force within the call.
+        recorder: records the forward and its backward.
+    """
+
+    def __init__(
+        self,
+        call: CheckpointedCall,
+        offloader: ActivationOffloader,
+        mode: "internals.TorchDispatchMode",
+        recorder: Recorder,
+    ) -> None:
+        self._call = call
+        self._offloader = offloader
+        self._recorder = recorder
+        call.begin()
+        internals.push_dispatch_mode(mode)
+        torchs = internals.innermost_saved_hooks(False)
+        assert torchs is not None
+        self._drop, self._remake = torchs
+        # Without a reference, which would be a cycle that keeps the call's arguments: another object leaves the hooks.
+        saved_tensors_hooks(self._pack, self._unpack).__enter__()
+
+    def end(self, *, interrupted: bool = False) -> None:
+        """Called when the call has returned or raised an error; `interrupted`: torch has called no hook since."""
+        saved_tensors_hooks(self._pack, self._unpack).__exit__()
+        internals.pop_dispatch_mode()
+        if interrupted:
+            self._call.interrupt()
+        else:
+            self._call.end()
+        self._offloader.resume()
+
+    def _pack(self, tensor: Tensor) -> Dropped:
+        with internals.without_dispatch():
+            dropped = Dropped(self._drop(tensor), None)
+            if tensor.layout is torch.strided and internals.has_storage(tensor):
+                storage = storage_of(tensor)
+                offloader = self._offloader
+                if offloaded_weights(storage) is not None:
+                    return dropped  # a reference in an ordinary call
+                if is_activation(tensor, storage, offloader.device, offloader.min_bytes) and storage.resizable():
+                    self._recorder.on_saved(storage, dropped)
+                else:
+                    dropped.kept = storage
+            return dropped
+
+    def _unpack(self, dropped: Dropped) -> Tensor:
+        mode = self._recorder.backward_mode
+        if internals.innermost_dispatch_mode() is not mode:
+            tensor: Tensor = self._remake(dropped.holder)
+            return tensor
+        internals.pop_dispatch_mode()
+        try:
+            tensor = self._remake(dropped.holder)
+        finally:
+            internals.push_dispatch_mode(mode)
+        self._recorder.on_unpacked(dropped)
+        return tensor

@@ -1,0 +1,270 @@
+"""Before there is a plan, units whose saved tensors have no room are checkpointed, and the plan is the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.autoplan import auto_plan, unplanned_checkpoints
+from lightning_ssd.callbacks import AutoPlanner
+from lightning_ssd.callbacks.find import find_offloader
+from tests.support.compare import assert_same
+from tests.support.limited_memory import LimitedMemory
+from tests.support.meter import Meter, use
+from tests.support.parity import TinyGPT, train
+from tests.support.plans import BOTH, quiet_trainer
+
+pytestmark = pytest.mark.timeout(120)
+
+SHORT = {"32-true": Meter(1e6, 700_000, 600_000), "bf16-mixed": Meter(1e6, 800_000, 700_000)}
+"""Devices on which the 450 or 330 kB that a `TinyGPT` saves have no room, by precision."""
+
+
+SHORTER = Meter(1e6, 780_000, 760_000)
+"""A device on which the 290 kB of a smaller batch have no room."""
+
+
+class See(pl.Callback):
+    """Records each micro-batch before there is a plan.
+
+    Attributes:
+        stored: bytes that each micro-batch has offloaded.
+        reruns: forwards of blocks that ran again in each backward.
+        profile: profile of the training, without seconds.
+    """
+
+    def __init__(self) -> None:
+        self.stored: list[int] = []
+        self.reruns: list[int] = []
+        self.profile: Any = None
+        self.running = 0
+        self._before = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+        stored = offloader.stats().stored
+        if auto.planner is None or auto.planner.measuring:
+            self.stored.append(stored - self._before)
+            self.reruns.append(self.running)
+        self._before, self.running = stored, 0
+        if auto.planner is not None and auto.planner.runner is not None:
+            self.profile = without_seconds(auto.planner.runner.profile)
+
+
+def without_seconds(value: Any) -> Any:
+    """Returns a profile without the times that were measured; whether tensors can be recomputed remains."""
+    if isinstance(value, tuple):
+        return tuple(map(without_seconds, value))
+    if not is_dataclass(value):
+        return value
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    known = {name: without_seconds(one) for name, one in found.items() if not name.endswith("_seconds")}
+    return known | {"recomputable": found.get("recompute_seconds") is not None}
+
+
+@pytest.fixture
+def see(monkeypatch: pytest.MonkeyPatch) -> See:
+    see = See()
+    forward = GPT2MLP.forward
+
+    def counted(self: Any, *args: Any) -> Tensor:
+        see.running += torch._C._current_graph_task_id() != -1
+        return forward(self, *args)
+
+    monkeypatch.setattr(GPT2MLP, "forward", counted)
+    return see
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "states"), [("32-true", 1, "gpu"), ("bf16-mixed", 3, "gpu"), ("bf16-mixed", 1, "host")]
+)
+def test_units_are_checkpointed_in_place_of_offloaded(
+    precision: str, accumulate: int, states: str, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first micro-batch offloads the embeddings' tensors and the first block's, and no other offloads any.
+
+    In the micro-batch in which recomputed tensors are compared, the first block is not checkpointed.
+    """
+    how: dict[str, Any] = {"precision": precision, "accumulate": accumulate, "steps": 9}
+    plain = train("auto", **how)
+    use(SHORT[precision], monkeypatch)
+    see.running = 0
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH | {"states": states}), callbacks=[see], **how))
+    assert see.stored[0] and not any(see.stored[1:])
+    checked = accumulate + 1
+    assert see.reruns == [2, *[3] * (checked - 1), 2, *[3] * (len(see.reruns) - checked - 1)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_profile_is_that_of_a_training_that_offloads(
+    precision: str, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the plan is the same, too: operators, saved tensors, which of them may be recomputed, and transient memory."""
+    use(SHORT[precision], monkeypatch)
+    how: dict[str, Any] = {"precision": precision, "accumulate": 1, "steps": 9}
+    train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how)
+    profile, recorded = see.profile, 1
+    assert see.reruns[recorded] == 3
+    monkeypatch.setattr(unplanned_checkpoints, "allows_checkpointing", lambda _: False)
+    see.reruns.clear()
+    train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how)
+    assert see.reruns[recorded] == 0
+    assert profile == see.profile and profile["units"]
+
+
+@pytest.mark.parametrize(("most", "reruns"), [(1e9, [0, 0, 0]), (4e5, [2, 3, 2])])
+def test_nothing_is_offloaded_where_checkpointing_makes_room_or_all_have_room(
+    most: float, reruns: list[int], see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block's tensors are kept, too, if less than half of the memory is allocated."""
+    how: dict[str, Any] = {"steps": 3}
+    plain = train("auto", **how)
+    use(Meter(most, 300_000), monkeypatch)
+    see.running = 0
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
+    assert see.stored == [0, 0, 0] and see.reruns == reruns
+
+
+def fit(
+    model: TinyGPT, rows: Sequence[int], path: Path, see: See | None, strategy: Any = None, *callbacks: pl.Callback
+) -> list[Tensor]:
+    """Trains on batches of `rows` samples, and returns the weights."""
+    torch.manual_seed(3)
+    batches = [torch.randn(count, 16, generator=torch.Generator().manual_seed(7)) for count in rows]
+    trainer = quiet_trainer(
+        path,
+        strategy=strategy or SSDOffloadStrategy(**BOTH),
+        callbacks=[*callbacks, *([see] if see else [])],
+        max_epochs=1,
+    )
+    trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def model(kind: Callable[..., TinyGPT] = TinyGPT) -> TinyGPT:
+    torch.manual_seed(1)
+    return kind("none")
+
+
+class Levels(pl.Callback):
+    """Bytes that were allocated before each micro-batch."""
+
+    def __init__(self, memory: LimitedMemory) -> None:
+        self._memory = memory
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.append(self._memory.level)
+
+
+def test_first_steps_fit_in_limited_memory_and_keep_none_of_it(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a second attempt, in 70 % of the memory of plain training. The first step allocates optimizer states."""
+    rows = [16] * 4
+    with LimitedMemory() as memory:
+        plain = fit(model(), rows, tmp_path, None, "auto", memory.counting)
+    with LimitedMemory(0.7 * memory.highest_ever) as limited:
+        use(limited, monkeypatch)
+        see.running, levels = 0, Levels(limited)
+        assert_same(plain, fit(model(), rows, tmp_path, see, None, limited.counting, levels))
+    assert not limited.failures
+    assert see.stored[0] == 0 and see.reruns[:3] == [2, 3, 2]
+    assert len(set(levels.seen[1:])) == 1
+
+
+def test_units_are_checkpointed_from_a_larger_batch_on(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step, whose tensors are known to have no room once its first unit has run."""
+    plain = fit(model(), [1, 4, *[2] * 8], tmp_path, None, "auto")
+    use(Meter(1e6, 700_000, 600_000), monkeypatch)
+    see.running = 0
+    assert_same(plain, fit(model(), [1, 4, *[2] * 8], tmp_path, see))
+    assert see.reruns[0] == 0 and see.reruns[1] == 2 and set(see.reruns[2:]) <= {2, 3}
+
+
+def test_units_are_checkpointed_in_the_second_attempt_of_a_micro_batch(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([torch.OutOfMemoryError("test")])
+
+    class RunsOut(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for error in failures:
+                raise error
+            return loss
+
+    plain = fit(model(), [2] * 8, tmp_path, None, "auto")
+    use(Meter(1e6, 700_000, 100_000), monkeypatch)
+    see.running = 0
+    assert_same(plain, fit(model(RunsOut), [2] * 8, tmp_path, see))
+    assert see.reruns[0] == 3
+
+
+def test_a_training_that_proves_not_plannable_offloads(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code that is no unit is found at the end of the first step."""
+    plain = fit(model(), [2] * 8, tmp_path, None, "auto")
+    use(SHORTER, monkeypatch)
+    monkeypatch.setattr(auto_plan.CompiledCode, "ran", property(lambda _: True))
+    see.running = 0
+    assert_same(plain, fit(model(), [2] * 8, tmp_path, see))
+    assert see.reruns == [2, *[0] * 7] and all(see.stored[1:])
+
+
+def test_units_that_draw_other_random_numbers_are_not_checkpointed(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own generator is not set back in backward: the operators of the first call show it."""
+
+    class Noise(nn.Module):
+        generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(x.shape, generator=self.generator)
+
+    class Draws(TinyGPT):
+        def __init__(self, checkpointing: Any) -> None:
+            super().__init__(checkpointing)
+            Noise.generator.manual_seed(5)
+            for block in self.model.transformer.h:
+                block.mlp.act = Noise()
+
+    plain = fit(model(Draws), [2] * 8, tmp_path, None, "auto")
+    use(SHORTER, monkeypatch)
+    see.running = 0
+    assert_same(plain, fit(model(Draws), [2] * 8, tmp_path, see))
+    assert not any(see.reruns) and see.stored[1]
+
+
+def test_no_mode_and_hook_is_left_after_an_interrupt(tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stops(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            blocks = self.model.transformer.h
+
+            def interrupt(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            blocks[self.at].mlp.register_forward_pre_hook(interrupt)
+            return super().training_step(batch, batch_idx)
+
+    use(SHORTER, monkeypatch)
+    for at in (0, 2):  # of the unit that is recorded, and of one that is checkpointed
+        Stops.at = at
+        with pytest.raises(SystemExit):
+            fit(model(Stops), [2] * 2, tmp_path, see)
+        assert torch._C._len_torch_dispatch_stack() == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
