@@ -4,9 +4,9 @@ A plan for short memory checkpoints most units, so that offloading their saved t
 host memory, and seconds to page-lock it, for nothing.
 
 Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
-of unit runs under a `TraceMode`, whose graph shows whether its forward may be run again: the rule of plans. It keeps or
-offloads its saved tensors, whose bytes stand for those of later units of its kind. Compiled units are left alone: their
-first calls compile.
+of unit runs under a `TraceMode`, whose graph shows whether its forward may be run again: the rule of plans. Its saved
+tensors are kept or offloaded, and their bytes stand for those of later units of its kind. Compiled units are not
+checkpointed: their first calls compile.
 """
 
 import threading
