@@ -10,6 +10,7 @@ import torch
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.locations import tensor_locations
 from lightning_ssd.model_states import AdamOptimizer, StagedState, StepHalf, StepInput
+from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from lightning_ssd.model_states.optimizers import adam_c
 from lightning_ssd.profiling import machine
 from tests.support.compare import assert_same, same
@@ -57,6 +58,16 @@ def test_numbers_do_not_depend_on_tiers_overlap_and_kernel(
         adam_c.load_library.cache_clear()
         assert_same(train(tmp_path, host(**how), Model(slow), precision=precision), expected)
     adam_c.load_library.cache_clear()
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_states_stay_in_their_format_after_the_training_until_they_are_read(tmp_path: Path, state_format: Any) -> None:
+    """Copies in fp32 would take several times their bytes, and more host memory than the training."""
+    trained = train(tmp_path, host(state_format=state_format), Model(slow))
+    states = [state["exp_avg"] for state in trained.trainer.optimizers[0].state.values()]
+    assert states and all(isinstance(state, LazyTensor) for state in states)
+    assert all(bool((state != 0).any()) for state in states)
+    assert not any(isinstance(state, LazyTensor) for state in states)
 
 
 @pytest.mark.parametrize("state_format", FORMATS)

@@ -145,18 +145,29 @@ class ModelRestorer:
             staging.close(remove=not kept)
 
     def _put(self, store: StateStore, flat_optimizer: FlatOptimizer, optimizer: Optimizer) -> None:
-        opt_state = store.buffers.opt_state
+        opt_state, layout = store.buffers.opt_state, store.layout
+        weights = torch.empty(store.flat.nbytes, dtype=torch.uint8, device="meta")
+        shapes = layout.views(weights, torch.empty(layout.opt_state_bytes, dtype=torch.uint8, device="meta"))
+        in_memory: StagedState | None = None
         if isinstance(opt_state, HostBuffer):
             values, _ = opt_state.stage(None, read=True)
-        else:  # for states on SSDs, only shapes and offsets are needed
-            values = torch.empty(store.layout.opt_state_bytes, dtype=torch.uint8, device="meta")
-        staged = store.layout.views(torch.empty(store.flat.nbytes, dtype=torch.uint8, device="meta"), values)
+            in_memory = layout.views(weights, values)
+        copied = None if in_memory is None or self._stays(store) else in_memory
         for index, item in enumerate(store.flat.param_views):
-            state = flat_optimizer.state_of(index, staged)
+            state = flat_optimizer.state_of(index, shapes if copied is None else copied)
             if state:
                 optimizer.state[item.parameter] = {
-                    name: self._lasting(name, value, store, staged, item) for name, value in state.items()
+                    name: self._lasting(name, value, store, in_memory, item) for name, value in state.items()
                 }
+
+    @staticmethod
+    def _stays(store: StateStore) -> bool:
+        """Returns whether states in host memory stay there until they are read: they are shared by ranks, or rounded.
+
+        Rounded ones would take several times their bytes in fp32, and time to decode, though few programs read them.
+        """
+        opt_state = store.buffers.opt_state
+        return isinstance(opt_state, HostBuffer) and (opt_state.shared or store.layout.moments != "fp32")
 
     @staticmethod
     def _refuse(store: StateStore, optimizer: Optimizer, why: str) -> None:
@@ -169,15 +180,23 @@ class ModelRestorer:
             like = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(like, read)}
 
-    def _lasting(self, name: str, value: Any, store: StateStore, staged: StagedState, item: ParamView) -> Any:
-        """Returns a copy of a parameter's state in memory, or a lazy tensor of one on SSDs or that ranks share."""
+    def _lasting(self, name: str, value: Any, store: StateStore, in_memory: StagedState | None, item: ParamView) -> Any:
+        """Returns a copy of a parameter's state, or a lazy tensor of one that stays where it is.
+
+        Args:
+            name: name of the state.
+            value: the state; on `meta` if it stays.
+            store: its store.
+            in_memory: states of the flat parameter in host memory, which a lazy tensor keeps; None: they are on SSDs.
+            item: the parameter.
+        """
         if not isinstance(value, Tensor):
             return value
-        opt_state = store.buffers.opt_state
         if not value.is_meta:
-            if name in staged.states and isinstance(opt_state, HostBuffer) and opt_state.shared:
-                return LazyTensor.make(value, lambda: staged.state(name, item).clone())
             return value.clone()
+        if in_memory is not None:
+            return LazyTensor.make(value, lambda: in_memory.state(name, item).clone())
+        opt_state = store.buffers.opt_state
         assert isinstance(opt_state, SSDBuffer)
         self._on_ssd = True
         blob = opt_state.blobs[opt_state.version]

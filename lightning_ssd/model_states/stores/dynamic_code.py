@@ -108,9 +108,12 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     values = torch.empty_like(codes, dtype=torch.float32)
     if codes.is_meta:
         return values
-    for part, blocks in _chunks(len(codes)):
-        numbers = code_numbers(signed=signed)[codes[part].int()]
-        values[part] = numbers * scales[blocks].repeat_interleave(BLOCK)[: len(numbers)]
+    numbers, whole = code_numbers(signed=signed), len(codes) // BLOCK
+    for part, blocks in _chunks(whole * BLOCK):
+        torch.index_select(numbers, 0, codes[part].int(), out=values[part])
+        values[part].view(-1, BLOCK).mul_(scales[blocks, None])
+    rest = codes[whole * BLOCK :].int()
+    values[whole * BLOCK :] = numbers[rest] * scales[whole:]  # of the last block, which may be shorter
     return values
 
 
