@@ -223,8 +223,8 @@ class PlanMaker:
         resident = tiers == {"gpu"}
         fits = not prediction.excess_bytes(runner.hardware)
         if holistic and fits and not resident and "ssd" not in tiers:
-            # Only moves to the device could be faster, by at most the share of the states that moves. The search takes as
-            # long as that for the present plan, half of the longest of the first steps.
+            # Only moves to the device could be faster, by at most the share of the states that moves. The search takes
+            # as long as that for the present plan: half of the longest step after the first.
             offloaded = sum(part.resident_bytes for _, part in runner.profile.parts)
             if runner.hardware.gpu_bytes - prediction.gpu_peak_bytes < MIN_MOVE_GAIN * offloaded:
                 return None
