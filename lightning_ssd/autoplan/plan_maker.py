@@ -218,17 +218,26 @@ class PlanMaker:
         if self.options.plan is not None or self.options.least:
             return None
         prediction = simulate(runner.profile, runner.hardware, present)
+        holistic = self.options.planner == "holistic"
+        tiers = {*runner.placement.weights, *runner.placement.states}
+        resident = tiers == {"gpu"}
+        fits = not prediction.excess_bytes(runner.hardware)
+        if holistic and fits and not resident and "ssd" not in tiers:
+            # Only moves to the device could be faster, by at most the share of the states that moves. The search takes
+            # as long as that for the present plan: half of the longest step after the first.
+            offloaded = sum(part.resident_bytes for _, part in runner.profile.parts)
+            if runner.hardware.gpu_bytes - prediction.gpu_peak_bytes < MIN_MOVE_GAIN * offloaded:
+                return None
         # The training will step as it does now, and the present plan is predicted so.
         plan = runner.placement.clipped(make_plan(runner.profile, runner.hardware, self.options.planner))
         better = simulate(runner.profile, runner.hardware, plan)
         if better.excess_bytes(runner.hardware):
             return None
-        if self.options.planner != "holistic":
+        if not holistic:
             same = runner.placement.apply(runner.profile, plan).units == plan.units
             return None if same else plan
-        if prediction.excess_bytes(runner.hardware):
+        if not fits:
             return plan
-        resident = {*runner.placement.weights, *runner.placement.states} == {"gpu"}
         if not resident and plan.num_freeing > present.num_freeing:
             return None
         gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN

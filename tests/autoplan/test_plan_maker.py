@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ssd.autoplan import plan_maker
 from lightning_ssd.autoplan.plan_maker import PlanMaker, PlanOptions
 from lightning_ssd.planning import FixedPlacement, make_plan, simulate
 from lightning_ssd.planning.holistic import min_memory_plan
@@ -37,3 +38,22 @@ def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
     assert found == (expected if better else None)
     if better:
         assert simulate(model, machine, expected).excess_bytes(machine) > runner.prediction.excess_bytes(machine)
+
+
+@pytest.mark.parametrize(("gpu_bytes", "searches"), [(12 * GB, 0), (60 * GB, 1)])
+def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
+    monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, searches: int
+) -> None:
+    """No plan is searched for. With room, the one that is found has states on the device."""
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=1e9)
+    fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
+    present = make_plan(model, machine, fixed=fixed)
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
+    found = []
+    monkeypatch.setattr(plan_maker, "make_plan", lambda *given: found.append(make_plan(*given)) or found[-1])
+    maker = PlanMaker(PlanOptions(), machine, torch.device("cpu"))
+    elsewhere = maker.make_elsewhere(runner, present)
+    assert not simulate(model, machine, present).excess_bytes(machine)
+    assert len(found) == searches and bool(present.num_freeing) is not bool(searches)
+    assert elsewhere is (found[0] if found else None)
