@@ -4,9 +4,9 @@ A plan for short memory checkpoints most units, so that offloading their saved t
 host memory, and seconds to page-lock it, for nothing.
 
 Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
-of unit runs under a `TraceMode`, whose graph shows whether its forward may be run again: the rule of plans. Its saved
-tensors are kept or offloaded, and their bytes stand for those of later units of its kind. Compiled units are not
-checkpointed: their first calls compile.
+of unit runs under a `TraceMode`, which shows whether its forward may be run again. Its saved tensors are kept or
+offloaded, and their bytes stand for those of later units of its kind. Compiled units are not checkpointed: their first
+calls compile.
 """
 
 import threading
@@ -196,7 +196,8 @@ class UnplannedCheckpoints(Uncopied):
             return
         self._bytes[kind] = self._saved() - begun_at
         if index is not None and trace is not None:
-            self._may_run_again[kind] = UnitCall(index, 0) in trace.graph.checkpoint_bytes()
+            buffers = self._training.module.buffers()
+            self._may_run_again[kind] = trace.may_run_again(UnitCall(index, 0), buffers)
             if self._may_run_again.keys() == set(self._kinds.values()):
                 self._end_trace()
 
