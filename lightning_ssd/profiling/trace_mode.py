@@ -237,7 +237,8 @@ class TraceMode(UnitDispatchMode):
                 known.update(operation.inputs)
             elif any(self.graph.buffers[one].maker is None and one not in known for one in operation.inputs):
                 return False
-        return not any(storage_of(one) in self._readers for one in buffers if one.layout is torch.strided)
+        read = {storage_of(one) for one in buffers if one.layout is torch.strided and internals.has_storage(one)}
+        return read.isdisjoint(self._readers)
 
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
