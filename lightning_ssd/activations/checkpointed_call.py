@@ -55,13 +55,20 @@ def allows_checkpointing(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Returns the kind of a unit's module: its class, and names, shapes and dtypes of its parameters.
+    """Returns the kind of a unit's module: classes, attributes and parameters of the modules in it.
 
-    Forwards of modules of one kind run the same operators, unless data or settings of the module make them differ.
+    Attributes count by their type, flags and texts also by their value; parameters by name, shape and dtype. Forwards
+    of modules of one kind run the same operators, unless data or numbers, such as a layer's index, make them differ.
     """
     with internals.without_torch_function():
         parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
-    return type(module), parameters
+    inner = tuple((type(one), tuple(map(_kind_of_attribute, vars(one).items()))) for one in module.modules())
+    return inner, parameters
+
+
+def _kind_of_attribute(attribute: tuple[str, object]) -> Hashable:
+    name, value = attribute
+    return name, type(value), value if isinstance(value, bool | str) else None
 
 
 def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:

@@ -4,12 +4,11 @@ A plan for short memory checkpoints most units, so that offloading their saved t
 host memory, and seconds to page-lock it, for nothing.
 
 Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
-of unit runs under a `TraceMode`, whose graph shows whether its forward may be run again: the rule of plans. Its saved
-tensors are kept or offloaded, and their bytes stand for those of later units of its kind. Compiled units are not
-checkpointed: their first calls compile.
+of unit runs under a `TraceMode`, which shows whether its forward may be run again. Its saved tensors are kept or
+offloaded, and their bytes stand for those of later units of its kind. Compiled units are not checkpointed: their first
+calls compile.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -54,13 +53,13 @@ class UnplannedCheckpoints(Uncopied):
         self._training = training
         self._limit: ResidentLimit | None = None
         """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
-        self._kinds: dict[nn.Module, Hashable] = {}
-        """Kind of each unit that may be checkpointed by its class."""
-        self._may_run_again: dict[Hashable, bool] = {}
+        self._kinds: dict[nn.Module, int] = {}
+        """Number of the kind of each unit that may be checkpointed by its class."""
+        self._may_run_again: dict[int, bool] = {}
         """Whether units of a kind may be checkpointed, once one of them was called."""
-        self._bytes: dict[Hashable, int] = {}
+        self._bytes: dict[int, int] = {}
         """Bytes that the last call of a kind has saved that was not checkpointed."""
-        self._left: Counter[Hashable] = Counter()
+        self._left: Counter[int] = Counter()
         """Units of each kind that the present forward has not called yet."""
         self._level = self._saved_before = 0
         """Bytes that were allocated, and that the training had saved, before the present micro-batch."""
@@ -74,7 +73,6 @@ class UnplannedCheckpoints(Uncopied):
         """The unit whose call runs and is not checkpointed, and the bytes that were saved before."""
         self._checkpoint: tuple[nn.Module, CheckpointedCall] | None = None
         """The unit whose call runs and is checkpointed."""
-        self._thread = 0
         self._mode: object = None
         """The mode of user code in which the present micro-batch has begun."""
         self._is_hooked = False
@@ -104,7 +102,7 @@ class UnplannedCheckpoints(Uncopied):
         if self._kinds:
             self._lacks_room(limit)
         self._calls.clear()
-        self._thread, self._mode = threading.get_ident(), internals.innermost_dispatch_mode()
+        self._mode = internals.innermost_dispatch_mode()
 
     def end_forward(self) -> None:
         """Called when the forward has ended, or an error has ended it: no unit is checkpointed from now on."""
@@ -125,10 +123,11 @@ class UnplannedCheckpoints(Uncopied):
 
     def _hook_units(self) -> None:
         units = self._training.units()
+        numbers: dict[Hashable, int] = {}
         for unit in units:
             module = unit.modules[0]
             if len(unit.modules) == 1 and not calls_are_compiled(module) and allows_checkpointing(module):
-                self._kinds[module] = kind_of(module)
+                self._kinds[module] = numbers.setdefault(kind_of(module), len(numbers))
         if not self._kinds:
             return
         self._trace = TraceMode([unit.modules for unit in units], self._training.offloader.device, timed=False)
@@ -142,11 +141,11 @@ class UnplannedCheckpoints(Uncopied):
 
     def _begin_call(self, index: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         limit, offloader = self._limit, self._training.offloader
-        if limit is None or in_backward() or threading.get_ident() != self._thread:
+        if limit is None or in_backward():
             return
         around = internals.innermost_saved_hooks(False), internals.innermost_dispatch_mode()
         if around != ((offloader.pack, offloader.unpack), self._mode):
-            return  # the micro-batch is recorded or checked, or the call is within one of another unit or of the user
+            return  # a recorded or checked micro-batch, or a call on another thread, or in one of a unit or the user
         kind = self._kinds[module]
         call = UnitCall(index, self._calls[module])
         arguments = rerun_arguments(call, module, args, kwargs, self._caches)
@@ -196,7 +195,8 @@ class UnplannedCheckpoints(Uncopied):
             return
         self._bytes[kind] = self._saved() - begun_at
         if index is not None and trace is not None:
-            self._may_run_again[kind] = UnitCall(index, 0) in trace.graph.checkpoint_bytes()
+            buffers = self._training.module.buffers()
+            self._may_run_again[kind] = trace.may_run_again(UnitCall(index, 0), buffers)
             if self._may_run_again.keys() == set(self._kinds.values()):
                 self._end_trace()
 

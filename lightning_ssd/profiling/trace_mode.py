@@ -219,6 +219,27 @@ class TraceMode(UnitDispatchMode):
     def _seconds(self, start: Any, end: Any) -> float:
         return max(0.0, self._clock.elapsed(start, end) or 0.0)
 
+    def may_run_again(self, unit_call: UnitCall, buffers: Iterable[Tensor]) -> bool:
+        """Returns whether a call, which alone is recorded, may be checkpointed whatever its forward runs after it.
+
+        Then it reads only its arguments and parameters, whose changes in place are errors: others may be changed or
+        replaced before it runs again.
+
+        Args:
+            unit_call: the call.
+            buffers: the buffers of the model.
+        """
+        if unit_call not in self.graph.checkpoint_bytes():
+            return False
+        known = set(self.graph.arguments[unit_call])
+        for operation in self.graph.operations:
+            if operation.func is torch.ops.aten.lift_fresh.default:  # of `torch.tensor`, which has just made its input
+                known.update(operation.inputs)
+            elif any(self.graph.buffers[one].maker is None and one not in known for one in operation.inputs):
+                return False
+        read = {storage_of(one) for one in buffers if one.layout is torch.strided and internals.has_storage(one)}
+        return read.isdisjoint(self._readers)
+
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
         self._backward_of = self.unit_call

@@ -225,29 +225,85 @@ def test_a_training_that_proves_not_plannable_offloads(
     assert see.reruns == [2, *[0] * 7] and all(see.stored[1:])
 
 
+class Noise(nn.Module):
+    """Draws numbers of its own generator, which is not set back in backward, if it is `on`."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.on = on
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.generator) if self.on else x.tanh()
+
+
+class Scale(nn.Module):
+    """Reads a buffer and a tensor, both of which change after its forward, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.other = [torch.ones(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * self.scale.clone() * self.other[0].clone() * torch.tensor(0.5)
+
+
+class Activations(TinyGPT):
+    """Has an activation of its own in each block."""
+
+    def __init__(self, activations: Sequence[nn.Module]) -> None:
+        super().__init__("none")
+        for block, activation in zip(self.model.transformer.h, activations, strict=True):
+            block.mlp.act = activation
+
+
+@pytest.mark.parametrize("flags", [(True, True, True), (False, False, True), (None, None, True)])
 def test_units_that_draw_other_random_numbers_are_not_checkpointed(
-    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+    flags: Sequence[bool | None], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their own generator is not set back in backward: the operators of the first call show it."""
+    """Units of the same class are of other kinds if modules in them are, or have other flags."""
 
-    class Noise(nn.Module):
-        generator = torch.Generator()
+    def draws() -> TinyGPT:
+        torch.manual_seed(1)
+        return Activations([nn.Tanh() if flag is None else Noise(flag) for flag in flags])
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rand(x.shape, generator=self.generator)
-
-    class Draws(TinyGPT):
-        def __init__(self, checkpointing: Any) -> None:
-            super().__init__(checkpointing)
-            Noise.generator.manual_seed(5)
-            for block in self.model.transformer.h:
-                block.mlp.act = Noise()
-
-    plain = fit(model(Draws), [2] * 8, tmp_path, None, "auto")
+    plain = fit(draws(), [2] * 8, tmp_path, None, "auto")
     use(SHORTER, monkeypatch)
     see.running = 0
-    assert_same(plain, fit(model(Draws), [2] * 8, tmp_path, see))
-    assert not any(see.reruns) and see.stored[1]
+    assert_same(plain, fit(draws(), [2] * 8, tmp_path, see))
+    assert max(see.reruns) <= 3 - sum(map(bool, flags)) and any(see.stored)
+
+
+@pytest.mark.parametrize("changed", ["scale", "other", None])
+def test_units_that_read_tensors_that_may_change_before_backward_are_not_checkpointed(
+    changed: str | None, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a plan shows that they do not change. Constants that a forward makes do not."""
+
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh() * torch.tensor(0.5)
+
+    class Changes(Activations):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for block in self.model.transformer.h:
+                if changed == "scale":
+                    block.mlp.act.scale.add_(0.25)
+                elif changed == "other":
+                    block.mlp.act.other[0] = torch.ones(1) * (2 + batch_idx)
+            return loss
+
+    def changes() -> TinyGPT:
+        torch.manual_seed(1)
+        return Changes([Scale() if changed else Constant() for _ in range(3)])
+
+    plain = fit(changes(), [2] * 8, tmp_path, None, "auto")
+    use(SHORTER, monkeypatch)
+    see.running = 0
+    assert_same(plain, fit(changes(), [2] * 8, tmp_path, see))
+    assert any(see.reruns[:3]) == (changed is None)
 
 
 def test_no_mode_and_hook_is_left_after_an_interrupt(tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch) -> None:
