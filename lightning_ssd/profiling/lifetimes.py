@@ -135,10 +135,6 @@ class LifetimeRecorder:
 
         A gradient that is alive at the end is counted as freed after its last use: `zero_grad` frees it before it is
         written again. Gradients of the step before, which are alive at the begin, are left out.
-
-        Args:
-            name: name of the model.
-            clock: clock of the spans.
         """
         operators = []
         now = 0.0

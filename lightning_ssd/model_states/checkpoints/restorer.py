@@ -42,9 +42,6 @@ class ModelRestorer:
 
     Ownership: states on SSDs belong to the lazy tensors, which share the detached files. Values in memory that ranks
     share are not written any more: a rank restores its model when the last step of each flat parameter has ended.
-
-    Args:
-        offloaded: the flat parameters.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:

@@ -407,11 +407,7 @@ class StateStaging:
             old.close()
 
     def close(self, *, remove: bool = True) -> None:
-        """Ends the threads and closes the files. Nothing is staged, and no copy runs.
-
-        Args:
-            remove: whether the files are removed.
-        """
+        """Ends the threads and closes the files. Nothing is staged, and no copy runs."""
         with contextlib.ExitStack() as stack:  # closes from the last line up, each even if another one fails
             stack.callback(self.states.pool.close)
             stack.callback(self.params.pool.close)
