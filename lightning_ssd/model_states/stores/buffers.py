@@ -89,9 +89,7 @@ class StateBuffer(ABC):
     def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         """Stores staged bytes, which belong to the buffer until the future is done.
 
-        Args:
-            staged: the bytes.
-            uncommitted: whether they are the uncommitted version.
+        `uncommitted`: they are the uncommitted version.
         """
 
     @abstractmethod
