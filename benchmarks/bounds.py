@@ -60,6 +60,7 @@ from lightning_ssd.autoplan import WARMUP_AFTER_CHANGE, PlanRunner
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import simulate
 from lightning_ssd.timeline import BETWEEN, Timeline, TimelineProfile
+from lightning_ssd.timeline.timeline import Span, clip, union
 
 WEIGHTS_SHARE = 16 / 42
 """Bytes that the half of a step before the weights are written moves / bytes of both halves, with fp32 states."""
@@ -225,9 +226,24 @@ def recorded(timeline: Timeline) -> dict[str, Any]:
     return {
         "recorded_step": timeline.seconds / count,
         "busy": {row: timeline.busy_share(row) * timeline.seconds / count for row in rows},
-        "backward": timeline.busy_seconds_in("compute", "backward") / count,
-        "waiting": {label: seconds / count for label, seconds in timeline.seconds_by_label("waiting").items()},
+        "backward": busy_seconds_in(timeline, "compute", "backward") / count,
+        "waiting": {label: seconds / count for label, seconds in seconds_by_label(timeline, "waiting").items()},
     }
+
+
+def busy_seconds_in(timeline: Timeline, row: str, phase: str) -> float:
+    """Returns the seconds in which there was work in a row during a phase."""
+    busy = [Span(*part, row) for part in union(timeline.rows[row])]
+    during = [span for span in timeline.phases if span.label == phase]
+    return sum(part.end - part.start for part in clip(busy, during, ()))
+
+
+def seconds_by_label(timeline: Timeline, row: str) -> dict[str, float]:
+    """Returns the seconds of the spans of each label in a row, the largest first."""
+    seconds: dict[str, float] = {}
+    for start, end, label, _ in timeline.rows[row]:
+        seconds[label] = seconds.get(label, 0.0) + end - start
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def bounds(result: dict[str, Any]) -> tuple[str, float, float]:

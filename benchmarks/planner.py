@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trainer
+from benchmarks.swap_coefficients import plan_with_coefficient
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
@@ -41,7 +42,6 @@ from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
     Plan,
-    plan_with_coefficient,
     simulate,
     swap_coefficient,
 )

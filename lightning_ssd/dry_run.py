@@ -125,10 +125,7 @@ def profile_lifetimes(config: Any, hardware: HardwareProfile, batch: Sequence[st
 
     The step is one micro-batch and the user's optimizers, on the device and in the precision of the weights.
 
-    Args:
-        config: as in `profile_recipe`.
-        hardware: as in `profile_recipe`.
-        batch: as in `profile_recipe`.
+    Arguments as those of `profile_recipe`.
 
     Raises:
         ValueError: as in `profile_recipe`, or the optimizer's step can't be traced.

@@ -25,15 +25,9 @@ def check_extra(package: str, extra: str, purpose: str) -> None:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Returns a module of a package that not every installation has.
+    """Returns a module of a package that not every installation has, by its qualified name.
 
-    Args:
-        module: qualified name of the module.
-        extra: as in `check_extra`.
-        purpose: as in `check_extra`.
-
-    Raises:
-        ModuleNotFoundError: as in `check_extra`.
+    Other arguments and errors are those of `check_extra`.
     """
     package = module.partition(".")[0]
     try:

@@ -218,12 +218,7 @@ def rerun_arguments(
 ) -> Arguments | None:
     """Returns the arguments of a call that may be run again in backward; None: it may not.
 
-    Args:
-        unit_call: the call.
-        module: the module.
-        args: positional arguments of the module.
-        kwargs: its keyword arguments.
-        caches: empty copies of caches, to which those among the arguments are added.
+    Empty copies of caches among the arguments are added to `caches`.
     """
     caches.copy_if_empty(args, kwargs)
     if not torch.is_grad_enabled() or not allows_checkpointing(module):

@@ -471,10 +471,7 @@ class ActivationOffloader(Uncopied):
     def _new_record(self, storage: torch.UntypedStorage, tiers: Tiers, *, dropped: bool) -> SavedStorage:
         """Returns the record of a storage that is saved for the first time in this micro-batch.
 
-        Args:
-            storage: the storage.
-            tiers: tiers to offload it to, in the order in which they are tried; empty: it is kept.
-            dropped: whether it counts as unshared already (`is_dropped`).
+        `tiers` are tried in their order; none: the storage is kept. `dropped`: it counts as unshared (`is_dropped`).
         """
         batch = self._rules.batch
         assert batch is not None

@@ -157,10 +157,6 @@ class PlanMode(UnitDispatchMode):
     With `checking`, no tensor is dropped: tensors that would be recomputed are saved, recomputed when backward unpacks
     them, and compared byte by byte. This detects kernels that write to an earlier result, or whose results depend on
     more than their arguments; the schema of an operation declares neither.
-
-    Args:
-        units: as in `UnitDispatchMode`.
-        hooks: the activation offloader.
     """
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], hooks: SavedTensorHooks) -> None:

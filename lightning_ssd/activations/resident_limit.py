@@ -248,12 +248,7 @@ class ResidentLimit:
         return window_bytes
 
     def fitting_window(self, window_bytes: int, early_bytes: Callable[[int], int]) -> int:
-        """Returns the window, or a smaller one for which the last micro-batch that has begun had room.
-
-        Args:
-            window_bytes: the window.
-            early_bytes: as in `use_window`.
-        """
+        """Returns the window, or a smaller one for which the last micro-batch that has begun had room."""
         while window_bytes and window_bytes + early_bytes(window_bytes) > self.room_bytes:
             window_bytes //= 2
         return window_bytes

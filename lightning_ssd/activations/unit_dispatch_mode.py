@@ -188,14 +188,7 @@ class UnitDispatchMode(Uncopied, internals.TorchDispatchMode):
     def unit_called(  # noqa: B027  # optional
         self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Called before the forward of a unit's module, after `begin_segment`.
-
-        Args:
-            unit_call: the call.
-            module: the module.
-            args: positional arguments of the module.
-            kwargs: its keyword arguments.
-        """
+        """Called before the forward of a unit's module, after `begin_segment`."""
 
     def unit_returned(self, unit_call: UnitCall, output: object) -> None:  # noqa: B027  # optional
         """Called when a unit call has returned `output`."""

@@ -11,7 +11,6 @@ The modules, by subject, in the order in which they are best read:
 """
 
 from lightning_ssd.autoplan.auto_plan import AutoPlan, Outcome
-from lightning_ssd.autoplan.batches import BatchShape
 from lightning_ssd.autoplan.obstacles import CompiledCode, compiled_units, obstacle_to_planning
 from lightning_ssd.autoplan.plan_cycle import PlanCycle
 from lightning_ssd.autoplan.plan_maker import TOLERANCE, PlanOptions

@@ -44,9 +44,6 @@ class Recompilation(Uncopied):
     The setting is the process's, and is read when code is compiled. All methods are called on the training thread,
     between two steps, so that no compiled code runs. Graphs that are alive keep their code.
 
-    Args:
-        training: the training.
-
     Attributes:
         due: whether code is to be compiled again before the next step (`begin`).
     """

@@ -47,7 +47,7 @@ from lightning_ssd.planning.report import (
     swap_coefficient,
 )
 from lightning_ssd.planning.resident import resident_bytes
-from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
+from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window
 from lightning_ssd.planning.shrunk import shrink_plan
 from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts

@@ -34,11 +34,6 @@ def lifetime_seconds(endurance: float, written: float, step_seconds: float) -> f
 
 
 def bytes_per_day(written: float, step_seconds: float) -> float:
-    """Returns the bytes that a day of training writes.
-
-    Args:
-        written: bytes that a step writes.
-        step_seconds: seconds of a step.
-    """
+    """Returns the bytes that a day of training writes."""
     check_positive("step_seconds", step_seconds)
     return written * DAY / step_seconds

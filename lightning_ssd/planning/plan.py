@@ -104,12 +104,7 @@ class UnitPlan:
         return self.parts.get(part, self.placement)
 
     def placed(self, names: Sequence[str], parts: Sequence[PartPlan]) -> "UnitPlan":
-        """Returns this plan with another placement of its parts.
-
-        Args:
-            names: names of the unit's parts.
-            parts: their placements.
-        """
+        """Returns this plan with another placement of its parts."""
         ((of_most, _),) = Counter(parts).most_common(1)
         others = {name: part for name, part in zip(names, parts, strict=True) if part != of_most}
         return replace(

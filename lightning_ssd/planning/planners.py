@@ -66,11 +66,7 @@ def plan_for_least_memory(
 ) -> Plan:
     """Returns the plan with the least GPU memory among those that are slower than the fastest by at most `SLACK`.
 
-    Args:
-        model: the profile.
-        hardware: the machine.
-        planner: as in `make_plan`.
-        fixed: as in `make_plan`.
+    Arguments as those of `make_plan`.
     """
     best = make_plan(model, hardware, planner, fixed)
     slow_host = hardware.with_host_overhead(CAUTION)

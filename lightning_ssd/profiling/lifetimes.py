@@ -90,14 +90,7 @@ class LifetimeRecorder:
                     self.register(tensor, kind, of_tensor, unit.name)
 
     def ran(self, func: Any, given: Any, result: Any, span: tuple[Any, Any]) -> None:
-        """Records an operator.
-
-        Args:
-            func: the dispatched operator.
-            given: its arguments.
-            result: its result.
-            span: begin and end on the device's clock.
-        """
+        """Records a dispatched operator; `span`: its begin and end on the device's clock."""
         index = len(self._operators)
         self._operators.append((internals.schema_of(func).name.removeprefix("aten::"), self.phase, span))
         for tree, allocated in ((given, False), (result, True)):
@@ -135,10 +128,6 @@ class LifetimeRecorder:
 
         A gradient that is alive at the end is counted as freed after its last use: `zero_grad` frees it before it is
         written again. Gradients of the step before, which are alive at the begin, are left out.
-
-        Args:
-            name: name of the model.
-            clock: clock of the spans.
         """
         operators = []
         now = 0.0

@@ -83,10 +83,6 @@ class Profiler(Uncopied):
         """Peak of allocated device memory between micro-batches, such as in optimizer steps, bytes (CUDA)."""
         self.resting_bytes = 0
         """Allocated device memory before the first timed step, plus gradients not allocated then, bytes (CUDA)."""
-        self.allocated_bytes = 0
-        """Allocated device memory before the recorded step, without gradients and optimizer states, bytes (CUDA).
-
-        0: model states are offloaded, and prefetched weights make it differ from step to step."""
         self.stepped = WorkCounter(0, 0.0)
         """Parameters that the CPU has stepped while steps were timed, and the seconds of these steps."""
         self._offloader = offloader
@@ -156,8 +152,6 @@ class Profiler(Uncopied):
             checkpointed: modules of units that are checkpointed meanwhile, and while recomputed tensors are compared.
         """
         self._checkpointed = checkpointed
-        if self._memory is not None and self._states is None:
-            self.allocated_bytes = max(0, self._memory.allocated() - self._step_bytes())
         if self._module is not None:
             self._lifetimes = LifetimeRecorder()
             self._lifetimes.register_model(self.units, self._module, self._optimizers)
@@ -166,15 +160,6 @@ class Profiler(Uncopied):
         self._trace_mode = mode
         placement = self._offloader.policy.placement if self._lifetimes is None else KeepAll()
         self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement)
-
-    def _step_bytes(self) -> int:
-        """Returns the bytes of gradients and optimizer states on the device, which the first step allocates."""
-        parameters = (parameter for unit in self.units for _, parameter in unit.parameters)
-        tensors, device_type = [one.grad for one in parameters if one.grad is not None], self._offloader.device.type
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                tensors += [one for one in state.values() if isinstance(one, Tensor)]
-        return sum(one.numel() * one.element_size() for one in tensors if one.device.type == device_type)
 
     def begin_backward(self) -> None:
         """Called between the forward and the backward of every micro-batch."""

@@ -20,9 +20,6 @@ class FailureWatch:
     files remain then, as after a kill.
 
     Threads: two of its own, `failure` and `abort`, which begin with the first failure.
-
-    Args:
-        messages: messages of this rank.
     """
 
     def __init__(self, messages: RankMessages) -> None:

@@ -21,13 +21,11 @@ class HostGroup(Uncopied):
 
     Attributes:
         size: number of hosts.
-        host: number of this host.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.size = group.size()
-        self.host = group.rank()
 
     @classmethod
     def connect(cls, hosts: Sequence[Sequence[int]], timeout: timedelta) -> "HostGroup":

@@ -137,10 +137,6 @@ class Recovery(Uncopied):
     def resume(self, record: CommitRecord, settings: RunFingerprint) -> None:
         """Makes the Trainer restore a record, as if it were a checkpoint.
 
-        Args:
-            record: record of the killed run.
-            settings: settings of this run.
-
         Raises:
             StorageError: a setting that affects results differs, or another `fit` with this path has ended.
         """

@@ -77,9 +77,6 @@ class PinnedPool:
     def acquire(self, nbytes: int) -> PinnedBuffer:
         """Allocates a buffer, and blocks until there is room. The caller owns one reference and releases it.
 
-        Args:
-            nbytes: bytes of the buffer.
-
         Raises:
             ValueError: `nbytes` is more than the budget, or not positive.
             StorageError: the pool is closed, or was closed while the request waited.

@@ -148,9 +148,6 @@ class JoinedDirectory(ScratchDirectory):
 
     If that process is killed, no later run uses a kept directory while this process may still write to its files.
 
-    Args:
-        path: path of the scratch directory.
-
     Raises:
         StorageError: it can't be opened; or another user may have made it (`NotPrivateError`).
     """

@@ -375,9 +375,6 @@ class BlobStore:
         """Cancels queued requests, waits for running ones, ends the threads and closes the files.
 
         Idempotent, safe in an exception handler, and without effect in a forked child.
-
-        Args:
-            remove: remove the files.
         """
         if os.getpid() != self._owner:
             return

@@ -63,19 +63,6 @@ class Timeline:
         """Returns the share of the time in which there was work in a row."""
         return sum(end - start for start, end in union(self.rows[row])) / self.seconds if self.seconds else 0.0
 
-    def busy_seconds_in(self, row: str, phase: str) -> float:
-        """Returns the seconds in which there was work in a row during a phase."""
-        busy = [Span(*part, row) for part in union(self.rows[row])]
-        during = [span for span in self.phases if span.label == phase]
-        return sum(part.end - part.start for part in clip(busy, during, ()))
-
-    def seconds_by_label(self, row: str) -> dict[str, float]:
-        """Returns the seconds of the spans of each label in a row, the largest first."""
-        seconds: dict[str, float] = {}
-        for start, end, label, _ in self.rows[row]:
-            seconds[label] = seconds.get(label, 0.0) + end - start
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
     def save_trace(self, path: Path) -> None:
         """Writes a Chrome trace (JSON), for chrome://tracing and ui.perfetto.dev. Transfers have their bytes."""
         names = ["phases", *self.rows]

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
+from benchmarks.swap_coefficients import plan_with_coefficient
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
@@ -36,7 +37,6 @@ from lightning_ssd.planning import (
     Plan,
     Prediction,
     make_plan,
-    plan_with_coefficient,
     simulate,
     swap_coefficient,
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 
+from benchmarks.bounds import busy_seconds_in, seconds_by_label
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
 from lightning_ssd.timeline import COLORS, Timeline
@@ -423,11 +424,11 @@ def test_a_wait_of_a_gpu_is_named_after_what_the_next_kernel_waits_for() -> None
         (9, 10, "no kernel runs"),
         (11, 12, "no kernel runs"),
     ]
-    assert list(timeline.seconds_by_label("waiting")) == [
+    assert list(seconds_by_label(timeline, "waiting")) == [
         "host", "cudaStreamSynchronize", "no kernel runs", "wait for weights", "copy in"
     ]  # fmt: skip
-    assert timeline.busy_seconds_in("compute", "forward") == pytest.approx(1.5)
-    assert timeline.busy_seconds_in("compute", "backward") == pytest.approx(2)
+    assert busy_seconds_in(timeline, "compute", "forward") == pytest.approx(1.5)
+    assert busy_seconds_in(timeline, "compute", "backward") == pytest.approx(2)
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3)), max_size=12)
@@ -447,6 +448,6 @@ def test_waits_of_a_gpu_fill_the_time_without_kernels(
     events += [event("wait for weights", start, start + long, tid=thread) for start, long, thread in blocked]
     events += [event("Memcpy HtoD", start, start + long, "gpu_memcpy", 9) for start, long, _ in copies]
     timeline = read_timeline(events + marks(start=0, step_0=0, forward=0, end=50), 1, "H100", [0, 0, 0, 50])
-    waiting = timeline.seconds_by_label("waiting")
+    waiting = seconds_by_label(timeline, "waiting")
     assert sum(waiting.values()) == pytest.approx(50 * (1 - timeline.busy_share("compute")))
     assert timeline.busy_share("waiting") == pytest.approx(1 - timeline.busy_share("compute"))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.swap_coefficients import plan_with_coefficient
 from lightning_ssd.planning import (
     PLANNERS,
     FixedPlacement,
@@ -21,7 +22,6 @@ from lightning_ssd.planning import (
     calibrate_step_rate,
     make_plan,
     plan_for_least_memory,
-    plan_with_coefficient,
     simulate,
 )
 from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units

@@ -42,9 +42,6 @@ class ModelRestorer:
 
     Ownership: states on SSDs belong to the lazy tensors, which share the detached files. Values in memory that ranks
     share are not written any more: a rank restores its model when the last step of each flat parameter has ended.
-
-    Args:
-        offloaded: the flat parameters.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:
@@ -181,14 +178,9 @@ class ModelRestorer:
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(like, read)}
 
     def _lasting(self, name: str, value: Any, store: StateStore, in_memory: StagedState | None, item: ParamView) -> Any:
-        """Returns a copy of a parameter's state, or a lazy tensor of one that stays where it is.
+        """Returns a copy of a parameter's state, or a lazy tensor of one that stays where it is (`value` is on `meta`).
 
-        Args:
-            name: name of the state.
-            value: the state; on `meta` if it stays.
-            store: its store.
-            in_memory: states of the flat parameter in host memory, which a lazy tensor keeps; None: they are on SSDs.
-            item: the parameter.
+        The lazy tensor keeps `in_memory`, the flat parameter's states in host memory; None: they are on SSDs.
         """
         if not isinstance(value, Tensor):
             return value

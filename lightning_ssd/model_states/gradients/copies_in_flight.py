@@ -11,9 +11,6 @@ class CopiesInFlight:
     """Keeps device bytes alive until the compute stream is ordered after their copies. Copies end in order.
 
     Threads: the training thread, or autograd's while that waits.
-
-    Args:
-        copies: copies of the device.
     """
 
     MAX_BYTES = 256 * 2**20

@@ -342,10 +342,7 @@ class Gradient:
     def skip_step(self, arrived: Sequence[bool] | None, scale: "Future[float | None]", limit: float | None) -> None:
         """A step is skipped, after `begin_step`: all present gradients are as if it had used and kept them.
 
-        Args:
-            arrived: as in `retain`, as the others.
-            scale: as in `retain`.
-            limit: as in `retain`.
+        Arguments as those of `retain`.
         """
         self.retain(arrived, scale, limit)
         self.mark_stepped()

@@ -131,11 +131,7 @@ def plan_memory(
 
 
 def describe_smaller_formats(layouts: Sequence[Layout]) -> str | None:
-    """Returns the host memory that other values of `state_format` save, for a log line; None: they save none.
-
-    Args:
-        layouts: layouts of the flat parameters.
-    """
+    """Returns the host memory that other values of `state_format` save, for a log line; None: they save none."""
     if any(layout.moments != "fp32" or not set(layout.state_names) <= ADAM_STATES for layout in layouts):
         return None
     moments: Sequence[MomentFormat] = ("bf16", "8bit")

@@ -5,7 +5,6 @@ One thread runs the three stages of all pieces: copy in, step, copy out. `piece_
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,7 +160,7 @@ class DeviceStepper:
 
     # ---- events, on the thread device-optimizer ----
 
-    def _post(self, event: Callable[[], None], after: "Sequence[Future[Any]]" = ()) -> "Future[None]":
+    def _post(self, event: Callable[[], None]) -> "Future[None]":
         """Posts an event, which is followed by the most urgent copies and step that are possible then.
 
         Returns:
@@ -174,7 +173,7 @@ class DeviceStepper:
             finally:
                 self._advance()
 
-        return self._worker.submit(run, after)
+        return self._worker.submit(run)
 
     def _advance(self) -> None:
         if self._failure is not None:

@@ -52,10 +52,7 @@ class GradientClipping:
     def clip(self, optimizer: Optimizer, algorithm: str, limit: float) -> None:
         """Clips resident gradients, and leaves the clipping of offloaded ones to the jobs of the next step.
 
-        Args:
-            optimizer: as in `is_known`, as the others.
-            algorithm: "norm" or "value".
-            limit: the largest norm, or value.
+        Arguments as those of `is_known`.
         """
         clipping = self._pending.get(optimizer)
         if algorithm == "norm" and clipping is not None and clipping.clips:

@@ -171,10 +171,7 @@ class OptimizerStep:
         The CPU makes it if the device can't, or fails before a value was overwritten. Values on SSDs are staged when
         the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped.
 
-        Args:
-            stepper: makes the step.
-            after: as in `deferred`.
-            drop_second: as in `deferred`.
+        `after` and `drop_second` as in `deferred`.
         """
         weights: Future[None] = Future()
 

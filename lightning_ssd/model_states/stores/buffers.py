@@ -89,9 +89,7 @@ class StateBuffer(ABC):
     def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         """Stores staged bytes, which belong to the buffer until the future is done.
 
-        Args:
-            staged: the bytes.
-            uncommitted: whether they are the uncommitted version.
+        `uncommitted`: they are the uncommitted version.
         """
 
     @abstractmethod
@@ -407,11 +405,7 @@ class StateStaging:
             old.close()
 
     def close(self, *, remove: bool = True) -> None:
-        """Ends the threads and closes the files. Nothing is staged, and no copy runs.
-
-        Args:
-            remove: whether the files are removed.
-        """
+        """Ends the threads and closes the files. Nothing is staged, and no copy runs."""
         with contextlib.ExitStack() as stack:  # closes from the last line up, each even if another one fails
             stack.callback(self.states.pool.close)
             stack.callback(self.params.pool.close)

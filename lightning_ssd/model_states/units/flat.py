@@ -241,9 +241,7 @@ class FlatParameter:
     def share(self, index: int, masters: Tensor) -> Tensor:
         """Returns CPU memory with the values of parameter `index`, which user code shares with it from now on.
 
-        Args:
-            index: the parameter.
-            masters: its present master weights.
+        The values are those of `masters`, its present master weights.
         """
         if index not in self.shared:
             with torch.inference_mode(False), torch.no_grad():

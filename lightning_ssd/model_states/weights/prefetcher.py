@@ -252,11 +252,6 @@ class ParamPrefetcher:
         with self._lock:
             self._prefetch(self._lookahead())
 
-    @property
-    def budget(self) -> int:
-        """Bytes of device memory for compute weights."""
-        return self._budget
-
     def change_budget(self, nbytes: int) -> bool:
         """Adds bytes to the budget, or removes some, if three of the largest units still fit into it.
 
