@@ -112,8 +112,8 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     for part, blocks in _chunks(whole * BLOCK):
         torch.index_select(numbers, 0, codes[part].int(), out=values[part])
         values[part].view(-1, BLOCK).mul_(scales[blocks, None])
-    rest = codes[whole * BLOCK :].int()
-    values[whole * BLOCK :] = numbers[rest] * scales[whole:]  # of the last block, which may be shorter
+    rest = codes[whole * BLOCK :].int()  # of the last block, which may be shorter
+    values[whole * BLOCK :] = numbers[rest] * scales[whole : whole + 1]
     return values
 
 
