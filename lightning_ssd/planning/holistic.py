@@ -287,6 +287,8 @@ class _Search:
 
     def consider(self, plan: Plan) -> Prediction:
         """Returns the prediction for a plan, which is simulated the first time."""
+        if self.fixed is not None:
+            plan = self.fixed.clipped(plan)  # the training steps in its own mode, whatever the plan
         self._simulations += 1
         text = repr(plan)
         prediction = self._predictions.get(text)
