@@ -225,7 +225,8 @@ class PlanMaker:
         if holistic and fits and not resident and "ssd" not in tiers:
             # Only moves to the device could be faster, by at most the share of the states that moves. The search takes
             # as long as that for the present plan: half of the longest step after the first.
-            offloaded = sum(part.resident_bytes for _, part in runner.profile.parts)
+            placed = zip(runner.profile.parts, present.parts(runner.profile), strict=True)
+            offloaded = sum(profile.resident_bytes for (_, profile), part in placed if part.offloaded)
             if runner.hardware.gpu_bytes - prediction.gpu_peak_bytes < MIN_MOVE_GAIN * offloaded:
                 return None
         # The training will step as it does now, and the present plan is predicted so.

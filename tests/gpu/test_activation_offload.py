@@ -47,12 +47,12 @@ def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumu
         "model": model,
     }
     plain = train("auto", **how)
-    for arguments in (EVERYTHING, HOST, SPILL):
+    for arguments in (EVERYTHING, HOST, SPILL, {"min_bytes": 1}):
         moved = Moved()
         assert_same(plain, train(SSDOffloadStrategy(**arguments), callbacks=[moved], **how))
-        assert moved.stored > 0
-    # The default keeps tensors of a first micro-batch that surely fit.
-    assert_same(plain, train(SSDOffloadStrategy(min_bytes=1), **how))
+        # The default keeps tensors of transformers' layers that surely fit, which it can't tell of checkpointed ones.
+        keeps = arguments == {"min_bytes": 1} and model is TinyGPT and checkpointing == "none"
+        assert (moved.stored == 0) is keeps
 
 
 def test_work_ahead_of_the_device_does_not_block_the_host() -> None:

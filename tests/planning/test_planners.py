@@ -28,7 +28,7 @@ from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_u
 from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_by_kind, resident_bytes
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
-from lightning_ssd.types import Choice, InputChoice, Tier
+from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, divide, machines, make_model, models
 from tests.support.transformer import transformer_profile
@@ -662,6 +662,21 @@ def test_units_are_intercepted_only_where_that_is_clearly_faster(quick: float, i
     plan = make_plan(model, machine, fixed=fixed)
     assert any(plan.intercepted) == intercepts, plan.describe()
     assert any(unit.checkpoint for unit in plan.units.values()) != intercepts
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+@pytest.mark.parametrize(("units", "saved", "parameters", "rate"), [(4, 10, 100, 1e8), (2, GB // 10, GB // 20, 1e12)])
+def test_plans_have_the_clip_mode_of_the_training(
+    planner: str, clip: ClipMode, units: int, saved: int, parameters: int, rate: float
+) -> None:
+    """The training steps in that mode whatever the plan, also if the other mode were as fast."""
+    model = make_model(
+        units, forward=1e-3, launch=1e-3, saved=saved, inputs=GB // 50, parameters=parameters, clip_norm=True
+    )
+    machine = replace(H100, gpu_bytes=3 * GB, cpu_step_rate=rate)
+    fixed = FixedPlacement(("host",) * units, ("host",) * units, clip=clip)
+    assert make_plan(model, machine, planner, fixed).clip == clip
 
 
 def test_fixed_states_are_not_moved() -> None:
