@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -157,35 +157,55 @@ def test_transfers_of_steps_on_the_device_that_fail(
     assert any([check_transfer(tmp_path, chance, cases) for _ in range(number)]) and shared.steps > 0
 
 
-def check_interrupt(root: Path, chance: random.Random) -> bool:
-    """Sends SIGINT to a training as it calls a function of the package; returns whether that ended it."""
-    case = chance.choice(CASES)
-    if (case, "calls") not in COUNTS:
-        with CallCounter(10**9, lambda: None) as counter:
+def check_interrupt(root: Path, chance: random.Random, cases: Sequence[Case], of: str | None = None) -> bool:
+    """Sends SIGINT to a training as it calls a function of the package; returns whether that ended it.
+
+    Args:
+        root: the Trainer's directory.
+        chance: chooses training and call.
+        cases: the trainings.
+        of: name of the function; None: any.
+    """
+    case, kind = chance.choice(cases), f"calls of {of}"
+    if (case, kind) not in COUNTS:
+        with CallCounter(10**9, lambda: None, of) as counter:
             run(root, case, case.strategy(root))
-        COUNTS[case, "calls"] = counter.counted
-    at = chance.randrange(COUNTS[case, "calls"])
+        COUNTS[case, kind] = counter.counted
+    at = chance.randrange(COUNTS[case, kind])
     take_checkpoint(root)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning has this process ignore it after the first
     error: BaseException | None = None
     try:
-        with CallCounter(at, lambda: signal.raise_signal(signal.SIGINT)):
+        with CallCounter(at, lambda: signal.raise_signal(signal.SIGINT), of):
             module = run(root, case, case.strategy(root))
     except (SystemExit, KeyboardInterrupt) as raised:
         module, error = raised.module, raised  # type: ignore[union-attr]
-    check_end(root, case, error, module, f"{case}, call {at}")
+    check_end(root, case, error, module, f"{case}, call {at} of {of}")
     return error is not None
 
 
+@pytest.fixture
+def handler_of_interrupts() -> Iterator[None]:
+    """The handler of SIGINT is the same after a test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @FEW_OR_MANY
+@pytest.mark.usefixtures("handler_of_interrupts")
 def test_interrupts_at_any_call(tmp_path: Path, seed: int, number: int) -> None:
     """Also within the end of training, and in callbacks of futures that jobs wait for."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        chance = random.Random(seed)
-        assert any([check_interrupt(tmp_path, chance) for _ in range(number)])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    chance = random.Random(seed)
+    assert any([check_interrupt(tmp_path, chance, CASES) for _ in range(number)])
+
+
+@FEW_OR_MANY
+@pytest.mark.usefixtures("handler_of_interrupts")
+def test_interrupts_as_transfers_are_submitted(tmp_path: Path, seed: int, number: int) -> None:
+    """Weights that a callback has changed are written by the training thread."""
+    chance, cases = random.Random(seed), [case for case in CASES if case.place == "ssd" and case.averages]
+    assert any([check_interrupt(tmp_path, chance, cases, "submit") for _ in range(number)])
 
 
 class Failure(Exception):

@@ -168,14 +168,16 @@ class CallCounter:
     Args:
         at: number of the call, from 0.
         act: the function.
+        of: name of the functions whose calls count; None: of all.
 
     Attributes:
         counted: calls so far.
     """
 
-    def __init__(self, at: int, act: Callable[[], object]) -> None:
+    def __init__(self, at: int, act: Callable[[], object], of: str | None = None) -> None:
         self._at = at
         self._act = act
+        self._of = of
         self.counted = 0
 
     def __enter__(self) -> CallCounter:
@@ -186,7 +188,9 @@ class CallCounter:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name != "__del__":
+        name = frame.f_code.co_name
+        counts = name == self._of if self._of is not None else name != "__del__"
+        if event == "call" and counts and frame.f_code.co_filename.startswith(PACKAGE):
             self.counted += 1
             if self.counted == self._at + 1:
                 sys.settrace(None)

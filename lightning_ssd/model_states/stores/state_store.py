@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, h2d_and_release
 from lightning_ssd.futures import Future, all_of, failed, finished, then
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.shared_changes import SharedChanges
@@ -213,6 +214,7 @@ class StateStore:
         """Returns the values, for an access within one method on the training thread."""
         return wait_for(self.stage(), f"the values of {self.flat.name}")
 
+    @uninterrupted  # a write that was begun in part would lose the values
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False, together: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`.
 
