@@ -51,7 +51,7 @@ _LINES = 32
 
 def _count(decade: int, signed: bool) -> int:
     """Returns how many numbers a decade has. It is the position of the first one, too, less that of 0."""
-    return 2**decade if signed else 2 ** (decade + 1)
+    return 1 << decade if signed else 2 << decade
 
 
 def _zero(signed: bool) -> int:
@@ -87,7 +87,7 @@ def code_numbers(*, signed: bool) -> Tensor:
 def _magnitude(key: int) -> float:
     """Returns the middle of the magnitudes that have a key."""
     exponent, mantissa = key >> _MANTISSA, key & 2**_MANTISSA - 1
-    return 2.0 ** (exponent - _EXPONENTS[-1]) * (1 + (mantissa + 0.5) / 2**_MANTISSA)
+    return math.ldexp(1 + (mantissa + 0.5) / 2**_MANTISSA, exponent - _EXPONENTS[-1])
 
 
 def _decade(key: int) -> int:
