@@ -28,7 +28,7 @@
 
 typedef struct { /* as in dynamic_code.py */
     float numbers[256];
-    uint8_t bytes[2][256];
+    uint8_t bytes[3][256];
     uint16_t ends[32], slopes[64], starts[64];
 } DynamicCode;
 
@@ -244,6 +244,11 @@ INLINE __m512i upper_halves(__m512i even, __m512i odd) { return join_halves(_mm5
 
 INLINE __m512i lower_halves(__m512i even, __m512i odd) { return join_halves(even, _mm512_slli_epi32(odd, 16)); }
 
+/* Both halves of fp32 numbers. */
+INLINE Floats joined(__m512i upper, __m512i lower) {
+    return (Floats){_mm512_castsi512_ps(lower_halves(lower, upper)), _mm512_castsi512_ps(upper_halves(lower, upper))};
+}
+
 INLINE Floats load_fp32(const char *from, int i) {
     const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     __m512 first = _mm512_loadu_ps(from + 4 * i), second = _mm512_loadu_ps(from + 4 * i + 64);
@@ -271,7 +276,7 @@ INLINE Floats load_master(const Arrays *a, int i, Masters masters) {
         return load_fp32(masters == WHOLE ? a->master_in : a->weights_in, i);
     __m512i low = load(a->master_in + 2 * i);
     __m512i upper = _mm512_add_epi16(load(a->weights_in + 2 * i), _mm512_srai_epi16(low, 15)); /* borrows */
-    return (Floats){_mm512_castsi512_ps(lower_halves(low, upper)), _mm512_castsi512_ps(upper_halves(low, upper))};
+    return joined(upper, low);
 }
 
 /* Returns `bits` with the canonical NaN where `values` are NaN. */
@@ -310,25 +315,20 @@ INLINE __m512i look_up(__m512i codes, const uint8_t *table) {
 #endif
 }
 
-/* Returns two bytes of the numbers of 64 codes, as `bytes` of the code has them: the 16-bit values of two pieces. */
-INLINE void numbers_of(const char *codes, const DynamicCode *code, __m512i words[2]) {
+/* Decodes 64 codes: the elements of two pieces, without the scale. */
+INLINE void numbers_of(const char *codes, const DynamicCode *code, Floats numbers[2]) {
     /* Unpacking takes eight bytes of each 16 in turn. */
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    __m512i ordered = _mm512_permutexvar_epi64(order, load(codes));
-    __m512i low = look_up(ordered, code->bytes[0]), high = look_up(ordered, code->bytes[1]);
-    words[0] = _mm512_unpacklo_epi8(low, high);
-    words[1] = _mm512_unpackhi_epi8(low, high);
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), none = _mm512_setzero_si512();
+    __m512i ordered = _mm512_permutexvar_epi64(order, load(codes)), low = look_up(ordered, code->bytes[0]);
+    __m512i middle = look_up(ordered, code->bytes[1]), high = look_up(ordered, code->bytes[2]);
+    __m512i lower[2] = {_mm512_unpacklo_epi8(none, low), _mm512_unpackhi_epi8(none, low)};
+    __m512i upper[2] = {_mm512_unpacklo_epi8(middle, high), _mm512_unpackhi_epi8(middle, high)};
+    for (int part = 0; part < 2; part++)
+        numbers[part] = joined(upper[part], lower[part]);
 }
 
-INLINE Floats decode_wide(__m512i words, float scale, int is_signed) {
-    if (is_signed) {
-        Floats numbers = floats_of(words);
-        return (Floats){_mm512_mul_ps(numbers.even, wide_float(scale)), _mm512_mul_ps(numbers.odd, wide_float(scale))};
-    }
-    __m512i even = _mm512_srli_epi32(_mm512_slli_epi32(words, 16), 2);
-    __m512i odd = _mm512_srli_epi32(_mm512_and_si512(words, wide(0xffff0000u)), 2);
-    return (Floats){_mm512_mul_ps(_mm512_castsi512_ps(even), wide_float(scale)),
-                    _mm512_mul_ps(_mm512_castsi512_ps(odd), wide_float(scale))};
+INLINE Floats scaled(Floats values, float scale) {
+    return (Floats){_mm512_mul_ps(values.even, wide_float(scale)), _mm512_mul_ps(values.odd, wide_float(scale))};
 }
 
 /* Returns the positions of 32 keys in 16 bits. */
@@ -373,22 +373,22 @@ INLINE void store_codes(char *to, const __m512i words[2], int past_caches) {
 INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gradient_size, int is_8bit) {
     const Arrays a = b->arrays;
     const float scale_m = b->scales[0], scale_v = b->scales[1];
-    const __m512 scale = wide_float(s->scale), decay = wide_float(s->decay), lerp = wide_float(s->lerp);
+    const __m512 decay = wide_float(s->decay), lerp = wide_float(s->lerp);
     const __m512 beta2 = wide_float(s->beta2), one_minus_beta2 = wide_float(s->one_minus_beta2);
     const int decoupled = s->decoupled;
     __m512i largest_m = wide(0), largest_v = wide(0);
     for (int start = 0; start < CODE_BLOCK; start += 2 * PIECE) {
-        __m512i words_m[2], words_v[2];
+        Floats numbers_m[2], numbers_v[2];
         if (is_8bit) {
-            numbers_of(a.m_in + start, s->codes[0], words_m);
-            numbers_of(a.v_in + start, s->codes[1], words_v);
+            numbers_of(a.m_in + start, s->codes[0], numbers_m);
+            numbers_of(a.v_in + start, s->codes[1], numbers_v);
         }
         for (int part = 0; part < 2; part++) {
             const int i = start + part * PIECE;
             Floats g = gradient_size == 2 ? floats_of(load(a.gradient + 2 * i)) : load_fp32(a.gradient, i);
-            Floats m = is_8bit ? decode_wide(words_m[part], scale_m, 1) : floats_of(load(a.m_in + 2 * i));
-            Floats v = is_8bit ? decode_wide(words_v[part], scale_v, 0) : floats_of(load(a.v_in + 2 * i));
-            g = (Floats){_mm512_mul_ps(g.even, scale), _mm512_mul_ps(g.odd, scale)};
+            Floats m = is_8bit ? scaled(numbers_m[part], scale_m) : floats_of(load(a.m_in + 2 * i));
+            Floats v = is_8bit ? scaled(numbers_v[part], scale_v) : floats_of(load(a.v_in + 2 * i));
+            g = scaled(g, s->scale);
             if (!decoupled) {
                 Floats p = load_master(&a, i, masters);
                 g = (Floats){_mm512_fmadd_ps(p.even, decay, g.even), _mm512_fmadd_ps(p.odd, decay, g.odd)};

@@ -7,12 +7,11 @@ The magnitudes from 1e-7 to 1 are seven decades, each with twice as many interva
 number is the centre of an interval, and stands for all values in it. Both directions take few instructions for a vector
 of values, and no division:
 
-- Numbers are rounded to 16 bits, so that they are looked up as two bytes: first moments have the upper half of an fp32
-  number; second moments, which need no sign and no exponent above that of 1, two more bits of the mantissa.
+- The numbers are rounded to the upper 24 bits of fp32, which are looked up as three bytes.
 - The position of a number is computed from the key of a value's magnitude relative to the scale: the lower five bits of
   its exponent, and 11 of its mantissa. In keys of one exponent and one decade, it is a linear function.
 
-- A value's number is at most 0.65 of an interval away, where the nearest one would be at most 0.5 away, and a second
+- A value's number is at most 0.57 of an interval away, where the nearest one would be at most 0.5 away, and a second
   moment other than 0 never has the number 0, as a step divides by its root. Values that were decoded are encoded to the
   same values.
 - A block whose values are below 2^-126 is 0.
@@ -64,11 +63,6 @@ def _fraction(signed: bool) -> int:
     return 5 if signed else 4
 
 
-def _dropped_bits(signed: bool) -> int:
-    """Returns how many bits of an fp32 number follow the 16 bits that are looked up."""
-    return 16 if signed else 14
-
-
 @functools.cache
 def code_numbers(*, signed: bool) -> Tensor:
     """Returns the 256 numbers of the code in ascending order, fp32, by their 8-bit codes."""
@@ -77,9 +71,7 @@ def code_numbers(*, signed: bool) -> Tensor:
         count, top = _count(decade, signed), 10.0 ** (decade - _DECADES + 1)
         magnitudes += [top * (0.1 + 0.9 * (index + 0.5) / count) for index in range(count)]
     exact = torch.tensor([*magnitudes, 1.0], dtype=torch.float32, device="cpu").view(torch.int32)
-    dropped = _dropped_bits(signed)
-    last = exact >> dropped & 1
-    rounded = (exact + (1 << dropped - 1) - 1 + last >> dropped << dropped).view(torch.float32)  # to nearest
+    rounded = (exact + 0x80 & ~0xFF).view(torch.float32)
     zero = torch.zeros(1, dtype=torch.float32, device="cpu")
     return torch.cat([-rounded[:-1].flip(0), zero, rounded] if signed else [zero, rounded])
 
@@ -142,10 +134,9 @@ def _lines(*, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.cache
 def code_table(*, signed: bool) -> Tensor:
-    """Returns `DynamicCode` of adam.c, bytes: `code_numbers`, both bytes of their 16 bits, and `_lines`."""
+    """Returns `DynamicCode` of adam.c, bytes: `code_numbers`, their upper three bytes, and `_lines`."""
     numbers = code_numbers(signed=signed)
-    bits = numbers.view(torch.int32) >> _dropped_bits(signed)
-    looked_up = torch.stack([bits, bits >> 8]).to(torch.uint8)  # the lower eight bits
+    looked_up = numbers.view(torch.uint8).view(-1, 4)[:, 1:].T.contiguous()
     lines = torch.cat(_lines(signed=signed)).to(torch.uint16)
     return torch.cat([table.flatten().view(torch.uint8) for table in (numbers, looked_up, lines)])
 

@@ -183,7 +183,7 @@ def test_a_step_is_torchs_except_for_the_rounding_of_moments(compiled: bool, mom
         if moments == "bf16":
             bound = exact.abs() * 2.0**-7 + 2.0**-133
         else:
-            bound = exact.abs().view(-1, dynamic_code.BLOCK).amax(1).repeat_interleave(dynamic_code.BLOCK) * 0.0092
+            bound = exact.abs().view(-1, dynamic_code.BLOCK).amax(1).repeat_interleave(dynamic_code.BLOCK) * 0.008
         assert bool(((rounded - exact).abs() <= bound).all())
 
 
@@ -290,7 +290,7 @@ def test_the_code_is_that_of_bitsandbytes(signed: bool) -> None:
     assert len(numbers) == 256 and bool((numbers[1:] > numbers[:-1]).all())
     assert numbers[-1] == 1 and (numbers == 0).sum() == 1
     positive = numbers[numbers > 0][:-1]
-    assert positive[0] == pytest.approx(0.55e-6 if signed else 0.325e-6, rel=2**-8)
+    assert positive[0] == pytest.approx(0.55e-6 if signed else 0.325e-6, rel=2**-16)
     assert len(positive) == (127 if signed else 254)
     if signed:
         assert torch.equal(-numbers[:127].flip(0), positive)
@@ -320,7 +320,7 @@ def test_values_have_the_number_of_their_interval_and_survive(
     magnitudes = numbers[numbers > 0]
     decades = torch.floor(torch.log10(magnitudes[:-1]) + 1)
     counts = (decades[:, None] == decades).sum(1)
-    farthest = 0.65 * 0.9 * 10**decades / counts  # 0.65 of an interval
+    farthest = 0.57 * 0.9 * 10**decades / counts  # 0.57 of an interval
     farthest = torch.cat([farthest, torch.full((1,), 2.0**-12, dtype=torch.float64)])
     for block in range(len(scales)):
         part = slice(block * dynamic_code.BLOCK, (block + 1) * dynamic_code.BLOCK)
