@@ -83,7 +83,12 @@ def _magnitude(key: int) -> float:
 
 
 def _decade(key: int) -> int:
-    """Returns the decade of a key; -1: below all decades, and `_DECADES`: above."""
+    """Returns the decade of a key; -1: below all decades, and `_DECADES`: that of 1.
+
+    The last key below 1 counts as 1, because the quotient of the largest value and itself is rounded.
+    """
+    if key >= (_EXPONENTS[-1] << _MANTISSA) - 1:
+        return _DECADES
     return max(math.floor(math.log10(_magnitude(key))) + _DECADES, -1)
 
 
@@ -115,15 +120,13 @@ def _lines(*, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
         for line, part in parts:
             first, middle, last = part[0], part[len(part) // 2], part[-1]
             rise = _position(last, signed) - _position(first, signed)
-            slopes[line] = round(rise / (last - first) * 2 ** (fraction + 16))
-            starts[line] = round(_position(middle, signed) * 2**fraction) - (middle * slopes[line] >> 16)
-            # Rounding leads to no position of another decade. The last key below 1 has the position of 1, because the
-            # quotient of the largest value and itself is rounded.
+            slopes[line] = round(rise / max(1, last - first) * 2 ** (fraction + 16))
+            # Both the product and the position are rounded down, so that intervals end where those of the numbers do.
+            starts[line] = round(_position(middle, signed) * 2**fraction - middle * slopes[line] / 2**16)
+            # Rounding leads to no position of another decade.
             found = [(key * slopes[line] >> 16) + starts[line] for key in (first, last)]
             lowest, highest = (math.floor(_position(key, signed) * 2**fraction) for key in (first, last))
-            if part.stop == _EXPONENTS[-1] << _MANTISSA:
-                starts[line] += highest + 1 - found[1]
-            elif _decade(part.stop) != _decade(first):
+            if _decade(part.stop) != _decade(first):
                 starts[line] -= max(0, found[1] - highest)
             elif _decade(first - 1) != _decade(first):
                 starts[line] += max(0, lowest - found[0])
