@@ -27,8 +27,9 @@
 #endif
 
 typedef struct { /* as in dynamic_code.py */
-    float slopes[16], offsets[16], rises[8], starts[8], numbers[256];
-    float near_rises[2][16], near_starts[2][16];
+    float numbers[256];
+    uint8_t bytes[3][256];
+    uint16_t ends[32], slopes[64], starts[64];
 } DynamicCode;
 
 /* A rank's gradient, whose kind is an index of `KINDS` in rank_mean.py. */
@@ -177,7 +178,7 @@ INLINE void fence(void) {
    cache: new moments, then new weights while the moments are rounded, since the processor divides beside other instructions.
    Blocks are so small that the next one is read from memory while the processor computes. */
 
-enum { CODE_BLOCK = 256, DECADES = 7 }; /* as in dynamic_code.py */
+enum { CODE_BLOCK = 256 }; /* as in dynamic_code.py */
 
 typedef enum { ALONE, WHOLE, SPLIT } Masters; /* the weights in fp32; fp32 beside bf16 weights; their lower halves */
 
@@ -190,66 +191,92 @@ typedef struct {
     __attribute__((aligned(64))) float m[CODE_BLOCK], v[CODE_BLOCK]; /* new moments */
     Arrays arrays;
     float scales[2];                   /* of the old moments in 8 bits */
+    uint32_t largest[2];               /* of the new moments in 8 bits, see `rank` */
     float inverses[2];                 /* reciprocals of the new scales, or 0 */
     uint32_t first, low_key, high_key; /* number of the first element in its parameter, and keys of random numbers */
     int past_caches;
 } Block;
 
-/* Stores the scale of a block; returns its reciprocal, or 0 for a block without codes. */
-INLINE float scale_of(const float *values, int is_signed, float *scale) {
-    int32_t largest = 0, largest_positive = 0; /* bits of fp32 numbers, which are ordered as the numbers are */
-    for (int i = 0; i < CODE_BLOCK; i++) {
-        int32_t bits = (int32_t)as_bits(values[i]), magnitude = bits & 0x7fffffff;
-        largest = magnitude > largest ? magnitude : largest;
-        if (is_signed)
-            largest_positive = bits > largest_positive ? bits : largest_positive;
+/* Orders values by their magnitudes: the bits of an fp32 number, whose sign comes last. */
+INLINE uint32_t rank(float value) {
+    uint32_t bits = as_bits(value);
+    return bits << 1 | bits >> 31;
+}
+
+/* Stores the scale of a block, whose value of largest magnitude has a rank; returns its reciprocal, or 0 for a block
+   without codes. */
+INLINE float scale_of(uint32_t largest, float *scale) {
+    const uint32_t magnitude = largest >> 1;
+    if (magnitude >= 0x00800000 && magnitude < 0x7f800000) {
+        *scale = as_float(largest << 31 | magnitude);
+        return 1.0f / *scale;
     }
-    *scale = as_float((uint32_t)largest);
-    if (largest >= 0x7f800000)
-        *scale = as_float(0x7fc00000u);
-    else if (largest < 0x00800000)
-        *scale = 0.0f;
-    else if (is_signed && largest_positive != largest)
-        *scale = -*scale;
-    return largest >= 0x7f800000 || largest < 0x00800000 ? 0.0f : 1.0f / *scale;
+    *scale = magnitude < 0x00800000 ? 0.0f : as_float(0x7fc00000u);
+    return 0.0f;
 }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+/* A piece of 32 elements is two vectors, of its even elements and of its odd ones: so 16-bit values become fp32 numbers,
+   and those become 16-bit values, by shifts and masks, where moving elements would take longer. */
+enum { PIECE = 32, ODD = 0xaaaaaaaa };
+
+typedef struct {
+    __m512 even, odd;
+} Floats;
 
 INLINE __m512i wide(uint32_t value) { return _mm512_set1_epi32((int32_t)value); }
 
 INLINE __m512 wide_float(float value) { return _mm512_set1_ps(value); }
 
-INLINE __m512 load_fp32(const char *from, int i) { return _mm512_loadu_ps(from + 4 * i); }
+INLINE __m512i load(const char *from) { return _mm512_loadu_si512(from); }
 
-INLINE __m512i load_halves(const char *from, int i) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from + 2 * i)));
+/* 16-bit values are the upper halves of fp32 numbers. */
+INLINE Floats floats_of(__m512i words) {
+    return (Floats){_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)),
+                    _mm512_castsi512_ps(_mm512_and_si512(words, wide(0xffff0000u)))};
 }
 
-INLINE __m512 load_bf16(const char *from, int i) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(load_halves(from, i), 16));
+/* Lower halves of `even`, and upper halves of `odd`. */
+INLINE __m512i join_halves(__m512i even, __m512i odd) { return _mm512_mask_mov_epi16(even, ODD, odd); }
+
+INLINE __m512i upper_halves(__m512i even, __m512i odd) { return join_halves(_mm512_srli_epi32(even, 16), odd); }
+
+INLINE __m512i lower_halves(__m512i even, __m512i odd) { return join_halves(even, _mm512_slli_epi32(odd, 16)); }
+
+/* Both halves of fp32 numbers. */
+INLINE Floats joined(__m512i upper, __m512i lower) {
+    return (Floats){_mm512_castsi512_ps(lower_halves(lower, upper)), _mm512_castsi512_ps(upper_halves(lower, upper))};
 }
 
-INLINE __m512 load_master(const Arrays *a, int i, Masters masters) {
-    if (masters != SPLIT)
-        return load_fp32(masters == WHOLE ? a->master_in : a->weights_in, i);
-    __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(a->master_in + 2 * i)));
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(load_halves(a->weights_in, i), 16), low));
+INLINE Floats load_fp32(const char *from, int i) {
+    const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    __m512 first = _mm512_loadu_ps(from + 4 * i), second = _mm512_loadu_ps(from + 4 * i + 64);
+    return (Floats){_mm512_permutex2var_ps(first, lanes, second),
+                    _mm512_permutex2var_ps(first, _mm512_add_epi32(lanes, wide(1)), second)};
 }
 
-/* Stores the lower halves of 16 words. */
-INLINE void store_halves(char *to, int i, __m512i words, int past_caches) {
-    if (past_caches)
-        _mm256_stream_si256((__m256i *)(to + 2 * i), _mm512_cvtepi32_epi16(words));
-    else
-        _mm256_storeu_si256((__m256i *)(to + 2 * i), _mm512_cvtepi32_epi16(words));
-}
-
-INLINE void store_wide(char *to, __m512i values, int past_caches) {
+INLINE void store(char *to, __m512i values, int past_caches) {
     if (past_caches)
         _mm512_stream_si512((__m512i *)to, values);
     else
         _mm512_storeu_si512(to, values);
+}
+
+INLINE void store_fp32(char *to, int i, Floats values, int past_caches) {
+    const __m512i lanes = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    __m512 first = _mm512_permutex2var_ps(values.even, lanes, values.odd);
+    __m512 second = _mm512_permutex2var_ps(values.even, _mm512_add_epi32(lanes, wide(8)), values.odd);
+    store(to + 4 * i, _mm512_castps_si512(first), past_caches);
+    store(to + 4 * i + 64, _mm512_castps_si512(second), past_caches);
+}
+
+INLINE Floats load_master(const Arrays *a, int i, Masters masters) {
+    if (masters != SPLIT)
+        return load_fp32(masters == WHOLE ? a->master_in : a->weights_in, i);
+    __m512i low = load(a->master_in + 2 * i);
+    __m512i upper = _mm512_add_epi16(load(a->weights_in + 2 * i), _mm512_srai_epi16(low, 15)); /* borrows */
+    return joined(upper, low);
 }
 
 /* Returns `bits` with the canonical NaN where `values` are NaN. */
@@ -258,7 +285,7 @@ INLINE __m512i canonical(__m512i bits, __m512 values) {
 }
 
 INLINE __m512i random_words(uint32_t first, uint32_t low_key, uint32_t high_key) {
-    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     __m512i bits = _mm512_add_epi32(lanes, wide(first + low_key));
     bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)), wide(0x7FEB352Du));
     bits = _mm512_add_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), wide(high_key));
@@ -266,128 +293,186 @@ INLINE __m512i random_words(uint32_t first, uint32_t low_key, uint32_t high_key)
     return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
 }
 
-INLINE void store_stochastically(char *to, int i, const float *values, __m512i random, int past_caches) {
-    __m512 from = _mm512_load_ps(values + i);
-    __m512i bits = canonical(_mm512_add_epi32(_mm512_castps_si512(from), random), from);
-    store_halves(to, i, _mm512_srli_epi32(bits, 16), past_caches);
+/* Returns 32 16-bit values; `random` has 16 bits for each. */
+INLINE __m512i round_wide(const float *values, __m512i even, __m512i odd) {
+    __m512 first = _mm512_load_ps(values), second = _mm512_load_ps(values + 16);
+    return upper_halves(canonical(_mm512_add_epi32(_mm512_castps_si512(first), even), first),
+                        canonical(_mm512_add_epi32(_mm512_castps_si512(second), odd), second));
 }
 
-/* Computes numbers from their positions: reading 16 entries of a table would take longer. Positions of signed numbers
-   are multiplied by 4, so that no decade has the last four bits of the exponent of 0. */
-INLINE __m512 decode_wide(const char *codes, int i, float scale, __m512 slopes, __m512 offsets, int is_signed) {
-    __m512i number = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
-    __m512 position =
-        is_signed ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(number), wide_float(4.0f), wide_float(-4.0f * 127.0f))
-                  : _mm512_cvtepi32_ps(_mm512_add_epi32(number, wide(1)));
-    __m512i bits = _mm512_castps_si512(position), exponent = _mm512_srli_epi32(bits, 23);
-    __m512 slope = _mm512_permutexvar_ps(exponent, slopes), offset = _mm512_permutexvar_ps(exponent, offsets);
-    if (is_signed) /* offset ^ (bits & sign) */
-        offset = _mm512_castsi512_ps(
-            _mm512_ternarylogic_epi32(_mm512_castps_si512(offset), bits, wide(0x80000000u), 0x78));
-    return _mm512_mul_ps(_mm512_fmadd_ps(position, slope, offset), wide_float(scale));
+/* Returns the entries of 64 codes in a table of 256 bytes. */
+INLINE __m512i look_up(__m512i codes, const uint8_t *table) {
+#if defined(__AVX512VBMI__)
+    __m512i low = _mm512_permutex2var_epi8(load((const char *)table), codes, load((const char *)table + 64));
+    __m512i high = _mm512_permutex2var_epi8(load((const char *)table + 128), codes, load((const char *)table + 192));
+    return _mm512_mask_mov_epi8(low, _mm512_movepi8_mask(codes), high);
+#else
+    uint8_t entries[64];
+    _mm512_storeu_si512(entries, codes);
+    for (int i = 0; i < 64; i++)
+        entries[i] = table[entries[i]];
+    return load((const char *)entries);
+#endif
 }
 
-/* Returns the positions of 16 values, with their signs. The exponent of a magnitude, without its last bit, tells the
-   two decades to which it may belong. */
-INLINE __m512i positions_wide(const float *values, float inverse, const DynamicCode *code, int is_signed) {
-    __m512 relative = _mm512_mul_ps(_mm512_load_ps(values), wide_float(inverse)), least = wide_float(0x1p-25f);
-    __m512 magnitude = is_signed ? _mm512_range_ps(relative, least, 0xb) /* larger magnitude */
-                                 : _mm512_max_ps(relative, least);
-    __m512i place = _mm512_srli_epi32(_mm512_castps_si512(magnitude), 24);
-    __m512 position[2];
-    for (int decade = 0; decade < 2; decade++) {
-        __m512 rise = _mm512_permutexvar_ps(place, _mm512_loadu_ps(code->near_rises[decade]));
-        __m512 start = _mm512_permutexvar_ps(place, _mm512_loadu_ps(code->near_starts[decade]));
-        position[decade] = _mm512_fmadd_ps(magnitude, rise, start);
-    }
-    __m512 found = _mm512_min_ps(position[0], position[1]);
-    if (is_signed) /* (found & ~sign) | (relative & sign) */
-        found = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-            _mm512_castps_si512(found), _mm512_castps_si512(relative), wide(0x80000000u), 0xd8));
-    else
-        found = _mm512_maskz_max_ps(_mm512_cmp_ps_mask(relative, _mm512_setzero_ps(), _CMP_GT_OQ), found,
-                                    wide_float(1.0f));
-    return _mm512_cvttps_epi32(found);
+/* Decodes 64 codes: the elements of two pieces, without the scale. */
+INLINE void numbers_of(const char *codes, const DynamicCode *code, Floats numbers[2]) {
+    /* Unpacking takes eight bytes of each 16 in turn. */
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), none = _mm512_setzero_si512();
+    __m512i ordered = _mm512_permutexvar_epi64(order, load(codes)), low = look_up(ordered, code->bytes[0]);
+    __m512i middle = look_up(ordered, code->bytes[1]), high = look_up(ordered, code->bytes[2]);
+    __m512i lower[2] = {_mm512_unpacklo_epi8(none, low), _mm512_unpackhi_epi8(none, low)};
+    __m512i upper[2] = {_mm512_unpacklo_epi8(middle, high), _mm512_unpackhi_epi8(middle, high)};
+    for (int part = 0; part < 2; part++)
+        numbers[part] = joined(upper[part], lower[part]);
 }
 
-INLINE void store_codes(char *to, const __m512i *positions, int is_signed, int past_caches) {
-    __m512i low = _mm512_packs_epi32(positions[0], positions[1]), high = _mm512_packs_epi32(positions[2], positions[3]);
-    if (is_signed) {
-        low = _mm512_add_epi16(low, _mm512_set1_epi16(127));
-        high = _mm512_add_epi16(high, _mm512_set1_epi16(127));
-    }
-    /* Packing has taken four elements of each vector in turn. */
-    __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    store_wide(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)), past_caches);
+INLINE Floats scaled(Floats values, float scale) {
+    return (Floats){_mm512_mul_ps(values.even, wide_float(scale)), _mm512_mul_ps(values.odd, wide_float(scale))};
+}
+
+/* Returns the positions of 32 keys in 16 bits. */
+INLINE __m512i positions_of(__m512i keys, const DynamicCode *code, int fraction) {
+    __m512i exponent = _mm512_srli_epi16(keys, 11);
+    __m512i end = _mm512_permutexvar_epi16(exponent, load((const char *)code->ends));
+    exponent = _mm512_mask_add_epi16(exponent, _mm512_cmpge_epu16_mask(keys, end), exponent, _mm512_set1_epi16(32));
+    const char *slopes = (const char *)code->slopes, *starts = (const char *)code->starts;
+    __m512i slope = _mm512_permutex2var_epi16(load(slopes), exponent, load(slopes + 64));
+    __m512i start = _mm512_permutex2var_epi16(load(starts), exponent, load(starts + 64));
+    return _mm512_srli_epi16(_mm512_add_epi16(_mm512_mulhi_epu16(keys, slope), start), fraction);
+}
+
+/* The keys of dynamic_code.py. */
+INLINE __m512i keys_of(__m512 even, __m512 odd) {
+    __m512i first = _mm512_srli_epi32(_mm512_castps_si512(even), 12);
+    return join_halves(first, _mm512_slli_epi32(_mm512_castps_si512(odd), 4));
+}
+
+INLINE __m512i encode_signed(const float *values, float inverse, const DynamicCode *code) {
+    __m512 even = _mm512_mul_ps(_mm512_load_ps(values), wide_float(inverse)), least = wide_float(0x1p-25f);
+    __m512 odd = _mm512_mul_ps(_mm512_load_ps(values + 16), wide_float(inverse));
+    __m512i keys = keys_of(_mm512_range_ps(even, least, 0xb), _mm512_range_ps(odd, least, 0xb)); /* larger magnitudes */
+    __mmask32 negative = _mm512_movepi16_mask(upper_halves(_mm512_castps_si512(even), _mm512_castps_si512(odd)));
+    __m512i position = positions_of(keys, code, 5), zero = _mm512_set1_epi16(127);
+    return _mm512_mask_sub_epi16(_mm512_add_epi16(zero, position), negative, zero, position); /* -1 is stored as 0 */
+}
+
+INLINE __m512i encode_unsigned(const float *values, float inverse, const DynamicCode *code) {
+    __m512 even = _mm512_mul_ps(_mm512_load_ps(values), wide_float(inverse)), least = wide_float(0x1p-25f);
+    __m512 odd = _mm512_mul_ps(_mm512_load_ps(values + 16), wide_float(inverse)), none = _mm512_setzero_ps();
+    even = _mm512_maskz_max_ps(_mm512_cmp_ps_mask(even, none, _CMP_GT_OQ), even, least);
+    odd = _mm512_maskz_max_ps(_mm512_cmp_ps_mask(odd, none, _CMP_GT_OQ), odd, least);
+    return positions_of(keys_of(even, odd), code, 4);
+}
+
+INLINE void store_codes(char *to, const __m512i words[2], int past_caches) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    store(to, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(words[0], words[1])), past_caches);
 }
 
 INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gradient_size, int is_8bit) {
     const Arrays a = b->arrays;
     const float scale_m = b->scales[0], scale_v = b->scales[1];
-    const __m512 scale = wide_float(s->scale), decay = wide_float(s->decay), lerp = wide_float(s->lerp);
+    const __m512 decay = wide_float(s->decay), lerp = wide_float(s->lerp);
     const __m512 beta2 = wide_float(s->beta2), one_minus_beta2 = wide_float(s->one_minus_beta2);
     const int decoupled = s->decoupled;
-    __m512 slopes[2], offsets[2];
-    for (int moment = 0; moment < 2 && is_8bit; moment++) {
-        slopes[moment] = _mm512_loadu_ps(s->codes[moment]->slopes);
-        offsets[moment] = _mm512_loadu_ps(s->codes[moment]->offsets);
+    __m512i largest_m = wide(0), largest_v = wide(0);
+    for (int start = 0; start < CODE_BLOCK; start += 2 * PIECE) {
+        Floats numbers_m[2], numbers_v[2];
+        if (is_8bit) {
+            numbers_of(a.m_in + start, s->codes[0], numbers_m);
+            numbers_of(a.v_in + start, s->codes[1], numbers_v);
+        }
+        for (int part = 0; part < 2; part++) {
+            const int i = start + part * PIECE;
+            Floats g = gradient_size == 2 ? floats_of(load(a.gradient + 2 * i)) : load_fp32(a.gradient, i);
+            Floats m = is_8bit ? scaled(numbers_m[part], scale_m) : floats_of(load(a.m_in + 2 * i));
+            Floats v = is_8bit ? scaled(numbers_v[part], scale_v) : floats_of(load(a.v_in + 2 * i));
+            g = scaled(g, s->scale);
+            if (!decoupled) {
+                Floats p = load_master(&a, i, masters);
+                g = (Floats){_mm512_fmadd_ps(p.even, decay, g.even), _mm512_fmadd_ps(p.odd, decay, g.odd)};
+            }
+            m.even = _mm512_fmadd_ps(lerp, _mm512_sub_ps(g.even, m.even), m.even);
+            m.odd = _mm512_fmadd_ps(lerp, _mm512_sub_ps(g.odd, m.odd), m.odd);
+            v.even = _mm512_fmadd_ps(_mm512_mul_ps(one_minus_beta2, g.even), g.even, _mm512_mul_ps(v.even, beta2));
+            v.odd = _mm512_fmadd_ps(_mm512_mul_ps(one_minus_beta2, g.odd), g.odd, _mm512_mul_ps(v.odd, beta2));
+            _mm512_store_ps(b->m + i, m.even);
+            _mm512_store_ps(b->m + i + 16, m.odd);
+            _mm512_store_ps(b->v + i, v.even);
+            _mm512_store_ps(b->v + i + 16, v.odd);
+            if (is_8bit) {
+                largest_m = _mm512_max_epu32(largest_m, _mm512_rol_epi32(_mm512_castps_si512(m.even), 1));
+                largest_m = _mm512_max_epu32(largest_m, _mm512_rol_epi32(_mm512_castps_si512(m.odd), 1));
+                largest_v = _mm512_max_epu32(largest_v, _mm512_castps_si512(v.even));
+                largest_v = _mm512_max_epu32(largest_v, _mm512_castps_si512(v.odd));
+            }
+        }
     }
-    for (int i = 0; i < CODE_BLOCK; i += 16) {
-        __m512 g = gradient_size == 2 ? load_bf16(a.gradient, i) : load_fp32(a.gradient, i);
-        __m512 m = is_8bit ? decode_wide(a.m_in, i, scale_m, slopes[0], offsets[0], 1) : load_bf16(a.m_in, i);
-        __m512 v = is_8bit ? decode_wide(a.v_in, i, scale_v, slopes[1], offsets[1], 0) : load_bf16(a.v_in, i);
-        g = _mm512_mul_ps(g, scale);
-        if (!decoupled)
-            g = _mm512_fmadd_ps(load_master(&a, i, masters), decay, g);
-        _mm512_store_ps(b->m + i, _mm512_fmadd_ps(lerp, _mm512_sub_ps(g, m), m));
-        _mm512_store_ps(b->v + i, _mm512_fmadd_ps(_mm512_mul_ps(one_minus_beta2, g), g, _mm512_mul_ps(v, beta2)));
+    if (is_8bit) {
+        b->largest[0] = _mm512_reduce_max_epu32(largest_m);
+        b->largest[1] = _mm512_reduce_max_epu32(_mm512_rol_epi32(largest_v, 1));
     }
+}
+
+INLINE __m512 stepped_wide(__m512 p, __m512 m, __m512 v, const Settings *s) {
+    __m512 divisor = _mm512_fmadd_ps(_mm512_sqrt_ps(v), wide_float(s->reciprocal), wide_float(s->eps));
+    if (s->decoupled)
+        p = _mm512_mul_ps(p, wide_float(s->decay));
+    return _mm512_add_ps(p, _mm512_div_ps(_mm512_mul_ps(wide_float(s->step_size), m), divisor));
+}
+
+INLINE __m512i to_nearest(__m512i bits) {
+    __m512i last_bit = _mm512_and_si512(_mm512_srli_epi32(bits, 16), wide(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, wide(0x7fff)), last_bit);
 }
 
 INLINE void step_weights(const Block *b, int i, const Settings *s, Masters masters) {
     const Arrays a = b->arrays;
-    __m512 p = load_master(&a, i, masters), root = _mm512_sqrt_ps(_mm512_load_ps(b->v + i));
-    __m512 divisor = _mm512_fmadd_ps(root, wide_float(s->reciprocal), wide_float(s->eps));
-    if (s->decoupled)
-        p = _mm512_mul_ps(p, wide_float(s->decay));
-    __m512 step = _mm512_mul_ps(wide_float(s->step_size), _mm512_load_ps(b->m + i));
-    p = _mm512_add_ps(p, _mm512_div_ps(step, divisor));
-    __m512i bits = _mm512_castps_si512(p), whole = canonical(bits, p);
+    Floats p = load_master(&a, i, masters);
+    p.even = stepped_wide(p.even, _mm512_load_ps(b->m + i), _mm512_load_ps(b->v + i), s);
+    p.odd = stepped_wide(p.odd, _mm512_load_ps(b->m + i + 16), _mm512_load_ps(b->v + i + 16), s);
     if (masters == ALONE) {
-        store_wide(a.weights + 4 * i, bits, b->past_caches);
-    } else if (masters == SPLIT) {
-        store_halves(a.weights, i, _mm512_srli_epi32(_mm512_add_epi32(whole, wide(0x8000)), 16), b->past_caches);
-        store_halves(a.master, i, whole, b->past_caches);
-    } else {
-        __m512i last_bit = _mm512_and_si512(_mm512_srli_epi32(whole, 16), wide(1));
-        __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(whole, wide(0x7fff)), last_bit);
-        if (s->parts & MASTERS)
-            store_wide(a.master + 4 * i, bits, b->past_caches);
-        if (s->parts & WEIGHTS)
-            store_halves(a.weights, i, _mm512_srli_epi32(rounded, 16), b->past_caches);
+        store_fp32(a.weights, i, p, b->past_caches);
+        return;
     }
+    __m512i even = canonical(_mm512_castps_si512(p.even), p.even), odd = canonical(_mm512_castps_si512(p.odd), p.odd);
+    if (masters == SPLIT) {
+        __m512i low = lower_halves(even, odd);
+        __m512i weights = _mm512_sub_epi16(upper_halves(even, odd), _mm512_srai_epi16(low, 15)); /* rounds */
+        store(a.weights + 2 * i, weights, b->past_caches);
+        store(a.master + 2 * i, low, b->past_caches);
+        return;
+    }
+    if (s->parts & MASTERS)
+        store_fp32(a.master, i, p, b->past_caches);
+    if (s->parts & WEIGHTS)
+        store(a.weights + 2 * i, upper_halves(to_nearest(even), to_nearest(odd)), b->past_caches);
 }
 
 INLINE void compute_weights(const Block *b, const Settings *s, Masters masters, int is_8bit) {
     const Arrays a = b->arrays;
-    for (int start = 0; start < CODE_BLOCK; start += 64) {
-        __m512i codes_m[4], codes_v[4];
-        for (int part = 0; part < 4; part++) {
-            int i = start + 16 * part;
+    for (int start = 0; start < CODE_BLOCK; start += 2 * PIECE) {
+        __m512i codes_m[2], codes_v[2];
+        for (int part = 0; part < 2; part++) {
+            const int i = start + part * PIECE;
             if (s->parts != MOMENTS)
                 step_weights(b, i, s, masters);
             if (is_8bit && s->parts & MOMENTS) {
-                codes_m[part] = positions_wide(b->m + i, b->inverses[0], s->codes[0], 1);
-                codes_v[part] = positions_wide(b->v + i, b->inverses[1], s->codes[1], 0);
+                codes_m[part] = encode_signed(b->m + i, b->inverses[0], s->codes[0]);
+                codes_v[part] = encode_unsigned(b->v + i, b->inverses[1], s->codes[1]);
             } else if (s->parts & MOMENTS) {
-                __m512i random = random_words(b->first + (uint32_t)i, b->low_key, b->high_key);
-                store_stochastically(a.m, i, b->m, _mm512_and_si512(random, wide(0xffff)), b->past_caches);
-                store_stochastically(a.v, i, b->v, _mm512_srli_epi32(random, 16), b->past_caches);
+                __m512i even = random_words(b->first + (uint32_t)i, b->low_key, b->high_key);
+                __m512i odd = random_words(b->first + (uint32_t)i + 1, b->low_key, b->high_key), low = wide(0xffff);
+                __m512i m = round_wide(b->m + i, _mm512_and_si512(even, low), _mm512_and_si512(odd, low));
+                __m512i v = round_wide(b->v + i, _mm512_srli_epi32(even, 16), _mm512_srli_epi32(odd, 16));
+                store(a.m + 2 * i, m, b->past_caches);
+                store(a.v + 2 * i, v, b->past_caches);
             }
         }
         if (is_8bit && s->parts & MOMENTS) {
-            store_codes(a.m + start, codes_m, 1, b->past_caches);
-            store_codes(a.v + start, codes_v, 0, b->past_caches);
+            store_codes(a.m + start, codes_m, b->past_caches);
+            store_codes(a.v + start, codes_v, b->past_caches);
         }
     }
 }
@@ -406,6 +491,7 @@ INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gr
     const uint16_t *stored_m = (const uint16_t *)a.m_in, *stored_v = (const uint16_t *)a.v_in;
     const uint16_t *rounded_g = (const uint16_t *)a.gradient;
     const float *whole_g = (const float *)a.gradient;
+    uint32_t largest_m = 0, largest_v = 0;
     _Pragma("GCC ivdep")
     for (int i = 0; i < CODE_BLOCK; i++) {
         float m = is_8bit ? s->codes[0]->numbers[codes_m[i]] * b->scales[0] : bf16_as_float(stored_m[i]);
@@ -416,21 +502,22 @@ INLINE void compute_moments(Block *b, const Settings *s, Masters masters, int gr
             g = fmaf(load_master(&a, i, masters), s->decay, g);
         b->m[i] = first_moment(m, g, s);
         b->v[i] = second_moment(v, g, s, 0);
+        largest_m = rank(b->m[i]) > largest_m ? rank(b->m[i]) : largest_m;
+        largest_v = rank(b->v[i]) > largest_v ? rank(b->v[i]) : largest_v;
     }
+    b->largest[0] = largest_m;
+    b->largest[1] = largest_v;
 }
 
 INLINE void encode(const float *values, float inverse, const DynamicCode *code, int is_signed, uint8_t *codes) {
     _Pragma("GCC ivdep")
     for (int i = 0; i < CODE_BLOCK; i++) {
-        float relative = values[i] * inverse, magnitude = is_signed ? fabsf(relative) : relative;
-        float position = fmaf(magnitude, code->rises[0], code->starts[0]);
-        for (int decade = 1; decade < DECADES; decade++) {
-            float line = fmaf(magnitude, code->rises[decade], code->starts[decade]);
-            position = line < position ? line : position;
-        }
-        int32_t bits = (int32_t)as_bits(relative), lowest = is_signed ? 0 : bits < 1 ? bits : 1;
-        int32_t number = is_signed ? 127 + (int32_t)copysignf(position, relative) : (int32_t)position;
-        codes[i] = (uint8_t)(number < lowest ? lowest : number);
+        float relative = values[i] * inverse, magnitude = fabsf(relative);
+        uint32_t key = as_bits(magnitude > 0x1p-25f ? magnitude : 0x1p-25f) >> 12 & 0xffff;
+        uint32_t line = (key >> 11) + (key >= code->ends[key >> 11] ? 32 : 0);
+        int32_t position = (uint16_t)((key * code->slopes[line] >> 16) + code->starts[line]) >> (is_signed ? 5 : 4);
+        int32_t number = is_signed ? 127 + (relative < 0 ? -position : position) : relative > 0 ? position : 0;
+        codes[i] = (uint8_t)(number < 0 ? 0 : number); /* there is no code for -1 */
     }
 }
 
@@ -508,8 +595,8 @@ INLINE void step_rounded(Item item, Arrays given, const Settings *s, Masters mas
         }
         compute_moments(&b, s, masters, gradient_size, is_8bit);
         if (is_8bit && s->parts & MOMENTS) {
-            b.inverses[0] = scale_of(b.m, 1, s->scales[0] + index);
-            b.inverses[1] = scale_of(b.v, 0, s->scales[1] + index);
+            b.inverses[0] = scale_of(b.largest[0], s->scales[0] + index);
+            b.inverses[1] = scale_of(b.largest[1], s->scales[1] + index);
         }
         compute_weights(&b, s, masters, is_8bit);
         if (is_8bit && s->parts & MOMENTS && b.inverses[0] == 0.0f)

@@ -153,13 +153,14 @@ def test_steps_have_the_bits_of_torch_operators(
     assert same_values(found, run(flat, options, moments, compiled=False, **how), flat)
 
 
-def test_processors_of_other_vector_widths_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """adam.c for AVX2, whose source differs from that for AVX-512."""
+@pytest.mark.parametrize("flag", ["-march=x86-64-v3", "-mno-avx512vbmi"])
+def test_other_processors_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    """adam.c for AVX2, and for the first processors with AVX-512: their source differs."""
     if any_kernel() is None or not torch.cpu._is_avx2_supported():
         pytest.skip("there is no C compiler, or no AVX2")
     flat, options = make_flat({"a": 70, "b": 5000}, torch.bfloat16), options_of(torch.optim.AdamW, lr=0.1)
     expected = {moments: run(flat, options, moments) for moments in ("bf16", "8bit")}
-    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-march=x86-64-v3"))
+    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, flag))
     narrow = AdamKernel(ctypes.CDLL(str(c_library.compile_library(adam_c.SOURCE, "cc"))), None, 1)
     monkeypatch.setattr(optimizers, "any_kernel", lambda: narrow)
     for moments, values in expected.items():
@@ -182,7 +183,7 @@ def test_a_step_is_torchs_except_for_the_rounding_of_moments(compiled: bool, mom
         if moments == "bf16":
             bound = exact.abs() * 2.0**-7 + 2.0**-133
         else:
-            bound = exact.abs().view(-1, dynamic_code.BLOCK).amax(1).repeat_interleave(dynamic_code.BLOCK) * 0.0071
+            bound = exact.abs().view(-1, dynamic_code.BLOCK).amax(1).repeat_interleave(dynamic_code.BLOCK) * 0.008
         assert bool(((rounded - exact).abs() <= bound).all())
 
 
@@ -289,7 +290,7 @@ def test_the_code_is_that_of_bitsandbytes(signed: bool) -> None:
     assert len(numbers) == 256 and bool((numbers[1:] > numbers[:-1]).all())
     assert numbers[-1] == 1 and (numbers == 0).sum() == 1
     positive = numbers[numbers > 0][:-1]
-    assert positive[0] == pytest.approx(0.55e-6 if signed else 0.325e-6)
+    assert positive[0] == pytest.approx(0.55e-6 if signed else 0.325e-6, rel=2**-16)
     assert len(positive) == (127 if signed else 254)
     if signed:
         assert torch.equal(-numbers[:127].flip(0), positive)
@@ -319,7 +320,8 @@ def test_values_have_the_number_of_their_interval_and_survive(
     magnitudes = numbers[numbers > 0]
     decades = torch.floor(torch.log10(magnitudes[:-1]) + 1)
     counts = (decades[:, None] == decades).sum(1)
-    half = torch.cat([0.4501 * 10**decades / counts, torch.zeros(1, dtype=torch.float64)])
+    farthest = 0.57 * 0.9 * 10**decades / counts  # 0.57 of an interval
+    farthest = torch.cat([farthest, torch.full((1,), 2.0**-12, dtype=torch.float64)])
     for block in range(len(scales)):
         part = slice(block * dynamic_code.BLOCK, (block + 1) * dynamic_code.BLOCK)
         if (scale := scales[block].double()) == 0:
@@ -327,7 +329,7 @@ def test_values_have_the_number_of_their_interval_and_survive(
             continue
         relative = values[part].double() / scale
         found = numbers[codes[part].int()]
-        bound = half[torch.searchsorted(magnitudes, found.abs()).clamp(max=len(half) - 1)]
+        bound = farthest[torch.searchsorted(magnitudes, found.abs()).clamp(max=len(farthest) - 1)]
         bound = torch.where(found == 0, 1.0001e-7 if signed else 0.0, bound)
         below = (codes[part] == 1) & (relative > 0) if not signed else torch.zeros_like(relative).bool()
         assert bool((((relative - found).abs() <= bound + 1e-6 * relative.abs()) | below).all())
