@@ -284,8 +284,9 @@ def set_guard_hook(hook: Callable[[bool], bool] | None) -> Callable[[bool], bool
 def count_compiled() -> int:
     """Returns a number that grows with each frame that `torch.compile` sees in this process, on any thread.
 
-    Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone. Trainings
-    that don't compile do not import Dynamo for it.
+    Frames of functions with `fullgraph=True`, and of `torch.cond` in eager code, count by their graphs alone. Code of a
+    finalizer counts once, if garbage is collected in a compiled call. Trainings that don't compile do not import Dynamo
+    for it.
     """
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:

@@ -19,6 +19,7 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.retry.step_state import StepState
+from tests.support.garbage import collect
 from tests.support.states import offloading
 from tests.support.trainings import WIDTH, SmallModel, batches, make_trainer, nothing_left, small_model  # noqa: F401
 
@@ -168,6 +169,7 @@ def test_no_generator_is_left_before_its_end_in_a_micro_batch(tmp_path: Path, ho
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             sys.settrace(note if batch_idx < 3 else None)
 
+    collect()  # generators of earlier tests, which were interrupted, end here
     try:
         make_trainer(tmp_path, offloading(**how), callbacks=[Traced()], gradient_clip_val=1.0).fit(
             small_model(), batches(5)

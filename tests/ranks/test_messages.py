@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_ssd import waits
+from lightning_ssd.futures import Future
 from lightning_ssd.ranks import RankError, RankMessages, Topic
 
 
@@ -102,15 +103,16 @@ def test_a_forked_process_does_not_keep_connections(three: list[RankMessages]) -
 
 
 class Busy:
-    """Work of another rank, which sends its message after some comparisons of the waiting rank's counters."""
+    """Work of another rank, whose message arrives after some comparisons of the waiting rank's counters."""
 
-    def __init__(self, sender: RankMessages) -> None:
-        self.sender, self.polls = sender, 0
+    def __init__(self, sender: RankMessages, awaited: "Future[dict[int, bytes]]") -> None:
+        self.sender, self.awaited, self.polls = sender, awaited, 0
 
     def progress(self) -> tuple[int, ...]:
         self.polls += 1
         if self.polls == 20:
             self.sender.post(Topic.WEIGHTS, 7, 0, b"late", [0])
+            assert self.awaited.wait(60)  # the thread that receives it may be slow
         return ()
 
     def pending(self) -> str:
@@ -125,9 +127,10 @@ def test_a_wait_for_a_busy_rank_lasts_as_long_as_the_timeout(monkeypatch: pytest
     sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     timeout = timedelta(seconds=0.04)
     first, second = (RankMessages(rank, {1 - rank: one}, timeout=timeout) for rank, one in enumerate(sockets))
-    busy = Busy(second)
+    late = first.collect(Topic.WEIGHTS, 7, 0, [1])
+    busy = Busy(second, late)
     waits.watch(busy)
-    assert waits.wait_for(first.collect(Topic.WEIGHTS, 7, 0, [1]), "weights") == {1: b"late"}
+    assert waits.wait_for(late, "weights") == {1: b"late"}
     assert busy.polls >= 20
     with pytest.raises(RuntimeError, match=r"missing: STEP 3 of ranks \[1\]; .*set `ddp={'timeout'"):
         waits.wait_for(first.collect(Topic.STEP, 3, 0, [1]), "weights")

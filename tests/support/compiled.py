@@ -1,5 +1,6 @@
 """Dynamo's backends and counts, for tests of compiled code."""
 
+import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +18,17 @@ INDUCTOR = pytest.param(
 def counted() -> Iterator[dict[str, dict[str, int]]]:
     """Yields Dynamo's counts of frames, graphs, breaks and recompilations within the context, filled at its end.
 
-    No code is compiled at its start.
+    No code is compiled at its start. Garbage is not collected within it: the finalizers of garbage, such as that of
+    earlier tests, are frames for Dynamo if a collection happens to run in a compiled call.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counts: dict[str, dict[str, int]] = {}
-    yield counts
+    gc.disable()
+    try:
+        yield counts
+    finally:
+        gc.enable()
     for name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles"):
         if found := torch._dynamo.utils.counters.get(name):
             counts[name] = dict(found)
