@@ -56,7 +56,7 @@ from lightning_ssd.model_states.units import (
     materialize,
     materialize_buffers,
 )
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, RankValues
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
 from lightning_ssd.ranks import Ranks, check_agreement
 from lightning_ssd.storage import Blob, StorageFullError
 from lightning_ssd.types import OffloadTierName
@@ -161,7 +161,7 @@ def make_model_states(
             ranks.send_values()
             _share_values(ranks, stores, space.staging)
             ranks.pin()
-            RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
+            ranks.ranks.broadcast(_resident_tensors(module, stores))
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
             for flat_optimizer, kept in zip(flat_optimizers.values(), recovered.flat_optimizers, strict=True):

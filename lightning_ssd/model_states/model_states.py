@@ -41,7 +41,6 @@ from lightning_ssd.model_states.gradients import (
     GradientOffloader,
     GradientPool,
     GradScaleDecision,
-    ResidentMeans,
     add_check,
 )
 from lightning_ssd.model_states.journal import CommitRecord, Journal
@@ -70,7 +69,7 @@ from lightning_ssd.model_states.steps import (
 )
 from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankValues
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
@@ -240,9 +239,10 @@ class ModelStates(Uncopied):
         if ranks is not None:
             others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
             self._reduction = RankReduction(
+                ranks.ranks,
                 RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
-                ResidentMeans(ranks.ranks, others),
-                RankValues(ranks.ranks, 1, module.buffers),
+                others,
+                module.buffers,
                 self.gradients,
                 self.running,
                 setup.last_micro_batch,

@@ -51,12 +51,6 @@ class Topic(IntEnum):
     """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
     RECORDED = auto()
     """Rank 0, the sender, has written the record."""
-    RESIDENTS = auto()
-    """The sender's gradients of parameters that are not offloaded are in shared memory."""
-    VALUES = auto()
-    """The values of some tensors of rank 0, the sender, are in shared memory."""
-    READ = auto()
-    """The receiver, rank 0, may change these values in shared memory, because the sender has read them."""
 
 
 _HEADER = struct.Struct("<B?xxIQ")

@@ -5,11 +5,13 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.ranks.hosts import HostGroup
@@ -118,6 +120,24 @@ class Ranks(Uncopied):
             return of_host
         of_hosts = [self.values.exchange(own) for own in of_host]
         return [of_hosts[rank][host] for host in range(self.values.size) for rank in range(self.size)]
+
+    @staticmethod
+    @torch.no_grad()
+    def broadcast(tensors: Iterable[Tensor]) -> None:
+        """Replaces tensors on the device by those of global rank 0; called by all ranks, with the same shapes.
+
+        They are sent as bytes, because no backend knows all dtypes.
+        """
+        for tensor in tensors:
+            values = tensor.detach().contiguous()
+            dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
+            if not tensor.is_contiguous():
+                tensor.copy_(values)
+
+    @staticmethod
+    def sum(values: Tensor) -> None:
+        """Replaces values on the device by their sum over all ranks; called by all ranks."""
+        dist.all_reduce(values)
 
     def close(self) -> None:
         """Ends the messages, and the collectives with other hosts if no rank has failed."""

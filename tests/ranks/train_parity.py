@@ -154,6 +154,17 @@ class Validates(Net):
         self.seen.append(self.loss(batch, index))
 
 
+class Normalizes(Net):
+    """Has buffers, which each rank updates by its own batches and sends or receives before a forward."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return super().forward(self.norm(x) - self.norm.running_mean, index)
+
+
 class Reloads(Looks):
     """All ranks load changed weights and optimizer states after a step."""
 
@@ -292,6 +303,7 @@ CASES = {
     ),
     "weights are read before the step": Case(route=lambda rank, index: [0, 1], module=ReadsWeights),
     "values are read": Case(module=Looks),
+    "buffers": Case(module=Normalizes, trainer={"accumulate_grad_batches": 2}),
     "adafactor": Case(adafactor, trainer={"gradient_clip_val": 0.05}),
     "16-mixed adafactor": Case(adafactor, module=Overflows, scaled=True),
     "optimizer couples parameters": Case(
@@ -441,6 +453,9 @@ def differences(case: Case) -> Iterator[str]:
         dist.broadcast(first := one.detach().clone(), 0)
         if not torch.equal(one, first):
             yield f"weight {name} is not that of rank 0"
+    for (name, one), other in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        if not same(one, other):
+            yield f"buffer {name}"
     if any(ours.whole_at_commit):
         yield "a model has had its memory while that of its states was committed"
     offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]

@@ -115,7 +115,7 @@ def describe_training(
     """Returns what ranks have to agree on, as names and values: parameters, optimizers and settings."""
     items = [
         (name, f"{one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}")
-        for name, one in module.named_parameters()
+        for name, one in (*module.named_parameters(), *module.named_buffers())
     ]
     for number, optimizer in enumerate(optimizers):
         items.append((f"optimizer {number}", type(optimizer).__qualname__))
