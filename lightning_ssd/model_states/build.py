@@ -43,7 +43,7 @@ from lightning_ssd.model_states.placement import (
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.stores import SharedChanges, SpareMemory, StateStaging, StateStore, commit_memory
+from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -219,15 +219,8 @@ def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore],
             store.drain()
         hashes = staging.store.hashes_of(blobs)
     hashes = ranks.ranks.messages.broadcast(hashes)
-    if staging is None:
-        return
-    if ranks.ranks.rank > 0:
+    if staging is not None and ranks.ranks.rank > 0:
         staging.store.adopt_hashes(blobs, hashes)
-    for flat, store in stores.items():
-        if not store.buffers.in_memory:
-            store.changes = SharedChanges(
-                ranks.ranks.messages, ranks.numbers[flat], ranks.owner_of(flat), staging.store
-            )
 
 
 def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:

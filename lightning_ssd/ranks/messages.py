@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import IntEnum, auto
+from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
 
@@ -28,25 +29,16 @@ class Topic(IntEnum):
     """The sender's training has failed; the content is the error's text."""
     EXCHANGE = auto()
     """The sender's part of an exchange between all ranks."""
-    GRADIENT = auto()
-    """The sender's gradient of a flat parameter is in shared memory, and the sender reads its weights no more."""
+    READY = auto()
+    """The sender's part in a turn of a flat parameter is in shared memory, such as a gradient, and the sender reads the
+    values before no more. The receiver, the owner of the flat parameter, may change them."""
     SUM = auto()
     """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
     read gradients, the mean is in shared memory."""
-    COPIED = auto()
-    """The receiver, a flat parameter's owner, may change the sum, because the sender has copied it."""
-    EVICTED = auto()
-    """The sender reads the weights of a flat parameter no more, after user code that may read its gradients."""
     WEIGHTS = auto()
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()
     """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
-    WRITTEN = auto()
-    """The sender, a flat parameter's owner, has written weights that user code of all ranks has changed alike."""
-    CHANGE = auto()
-    """The receiver, a flat parameter's owner, may write loaded states to SSDs: the sender has read those before."""
-    CHANGED = auto()
-    """The sender, a flat parameter's owner, has written loaded states to SSDs."""
     TRAINING = auto()
     """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
     RECORDED = auto()
@@ -219,7 +211,7 @@ class RankMessages(Uncopied):
 
     # ---- the end ----
 
-    def fail_with(self, future: "Future[None]") -> bool:
+    def fail_with(self, future: "Future[Any]") -> bool:
         """Has this rank fail if a future that is done has failed; a callback of futures. Returns whether it has."""
         if (error := future.exception()) is None:
             return False

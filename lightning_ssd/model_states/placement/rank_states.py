@@ -16,12 +16,11 @@ from lightning_ssd.storage import Slab, commit
 class RankStates:
     """Shares the memory of flat parameters among ranks, which allocate it in the same order.
 
-    Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
-    read them from the message about the step until it posts its gradient for the next one, or `Topic.EVICTED` if user
-    code may read gradients: the owner writes only when it has these messages of all ranks. The same holds for weights
-    that user code writes (`RankSteps.write`). Rank 0 writes the initial values, those of the first host on all hosts:
-    after owners have committed the pages, and before the first message that `build` broadcasts. A rank frees the memory
-    of its own gradients when the last step of each flat parameter has ended.
+    Ownership: all values of a flat parameter are written by its owner, in a step or a change by user code, and read by
+    all ranks. Any rank may read them from `Topic.STEP` of a turn until its `Topic.READY` of the next one (`RankSteps`).
+    Rank 0 writes the initial values, those of the first host on all hosts: after owners have committed the pages, and
+    before the first message that `build` broadcasts. A rank frees the memory of its own gradients when the last step of
+    each flat parameter has ended.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.

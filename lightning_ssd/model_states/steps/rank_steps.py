@@ -1,8 +1,10 @@
 """Steps of flat parameters whose values several ranks share: the owner sums the gradients and steps, others follow.
 
-A step of one flat parameter, between backward and the next forward (`T`: topics of messages):
+A turn of a flat parameter is a step, a sum of its gradients, or a change of its values by user code. All ranks begin
+the same turns of it in the same order, whatever they do with other ones (`T`: topics of messages):
 
-1. All ranks: the gradient is copied to the rank's part of shared memory, and `T.GRADIENT` posted to the owner.
+1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, and that it reads the
+   weights no more. The message describes the turn: the owner compares those of all ranks.
 2. Owner, on the worker's thread: norms of the mean, if they are needed. `T.SUM` tells the others which parameters have
    a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
@@ -19,19 +21,17 @@ ranks' gradients. A clipped step reads these twice, which is less traffic for tw
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
 owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
 
-If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`). It may
-read weights, too, until each rank posts `T.EVICTED` when it begins the step, and the owner's step waits for these.
+If user code may read gradients between backward and step, 1 and 2 are a turn, in which all ranks copy the mean when
+backward ends (`reduce`). It may read weights, too: `T.READY` begins the turn of the step (`evicted`).
 
-User code writes weights on all ranks, each of which changes a copy of its own (`write`). When a rank needs the values
-again, it posts a checksum of its copy as `T.GRADIENT`, in the turn of a step. Once the owner has equal ones of all
-ranks, it writes its copy to the shared memory, and posts `T.WRITTEN`, which the next readers wait for. A rank that has
-not written posts a gradient in this turn, which differs.
+User code writes weights, or loads optimizer states, on all ranks, each of which changes a copy of its own. When a rank
+needs the values again, it begins a turn with a checksum of its copy (`write`): the owner stores its own, if all are
+alike, and posts `T.STEP`. A rank that has not written begins another turn, which differs.
 """
 
 import struct
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.steps.host_sums import HostSums
-from lightning_ssd.model_states.stores import StateStore
+from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import RankError, Topic
 from lightning_ssd.waits import wait_for, wait_for_all
@@ -51,9 +51,9 @@ from lightning_ssd.waits import wait_for, wait_for_all
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: `sum`, `follow`, `announce`, `reduce`, `evicted` and `write` run on the training thread, or on autograd's
-    while that waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which
-    runs their callbacks: these count steps and post messages, and wait for nothing.
+    Threads: methods run on the training thread, or on autograd's while that waits; `_mean` on the worker's thread.
+    Futures of messages complete on the thread `ranks`, which runs their callbacks: these compare messages, count steps
+    and post messages, and wait for nothing.
 
     Ownership: see `SharedGradient` and `RankStates`.
 
@@ -88,11 +88,7 @@ class RankSteps:
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
-        """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
-        self._steps = dict.fromkeys(flat_optimizers, 0)
-        """Steps that were submitted."""
-        self._evictions = dict.fromkeys(flat_optimizers, 0)
-        """Calls of `evicted`."""
+        """Number of each flat parameter's last turn."""
         self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
         """For each parameter, whether a rank has had a gradient of it in the last sum."""
         self._not_finite: set[FlatParameter] = set()
@@ -102,6 +98,47 @@ class RankSteps:
         """Whether this rank steps `flat`."""
         return self._states.owns(flat)
 
+    # ---- the begin of a turn ----
+
+    def _begin(
+        self, flat: FlatParameter, on_host: "Future[None]", describe: Callable[[], bytes]
+    ) -> "Future[Mapping[int, bytes]]":
+        """Begins the next turn of `flat`, whose weights this rank does not read any more.
+
+        Args:
+            flat: the flat parameter.
+            on_host: done when this rank's part of shared memory is written.
+            describe: returns what the owner has to know, once `on_host` is done.
+
+        Returns:
+            On the owner, the messages of all ranks, which agree; on the others, a future that is done when their
+            message is posted. If it fails, all ranks do.
+        """
+        self._turns[flat] += 1
+        messages, owner = self._messages, self._states.owner_of(flat)
+        key = Topic.READY, self._states.numbers[flat], self._turns[flat]
+        # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
+        read = self._copies.on_d2h(self._copies.mark(awaited=True))
+        own = then(all_of([on_host, read]), lambda _: finished(describe()))
+
+        def post(content: bytes) -> "Future[Mapping[int, bytes]]":
+            messages.post(*key, content, [owner])
+            return finished({})
+
+        def compare(_: None) -> "Future[Mapping[int, bytes]]":  # on the thread that completes the last of both
+            contents = {**others.result(), messages.rank: own.result()}
+            self._check_alike(flat, contents)
+            return finished(contents)
+
+        if self.owns(flat):
+            others = messages.collect(*key, messages.others)
+            begun = then(all_of([own, others]), compare)
+        else:
+            begun = then(own, post)
+        own.add_done_callback(messages.fail_with)
+        begun.add_done_callback(messages.fail_with)
+        return begun
+
     # ---- sums ----
 
     def sum(
@@ -109,7 +146,7 @@ class RankSteps:
         flat: FlatParameter,
         on_host: "Future[None]",
         arrived: Sequence[bool] | None,
-        options: Options,
+        options: Options | None,
         priority: int,
     ) -> "Future[None]":
         """Passes this rank's gradient of `flat`, or none, to the owner's next step. The weights were evicted.
@@ -118,27 +155,24 @@ class RankSteps:
             flat: the flat parameter.
             on_host: done when the gradient is in shared memory.
             arrived: as in `OptimizerStep`.
-            options: options of the step, which have to be the same on all ranks.
+            options: options of the step, which have to be the same on all ranks; None: it is another turn, before
+                which ranks copy the mean.
             priority: priority of the owner's job.
 
         Returns:
             A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
-        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._turns, flat)
-        messages = self._messages
-        owner, norms = self._states.owner_of(flat), self._gradients.norms.to_sum(flat)
-        # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
-        read = self._copies.on_d2h(self._copies.mark(awaited=True))
-        own: list[bytes] = []
+        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owner_of(flat)
+        norms = None if options is None else self._gradients.norms.to_sum(flat)
 
-        def post(_: None) -> "Future[None]":  # on the thread that completes the last of both
-            own.append(_describe(gradient.has_accum if arrived is None else arrived, arrived is None, options))
-            if not self.owns(flat):
-                gradient.end_step()
-                messages.post(Topic.GRADIENT, number, turn, own[0], [owner])
-            return finished(None)
+        def describe() -> bytes:
+            return _describe(gradient.has_accum if arrived is None else arrived, arrived is None, options)
+
+        begun = self._begin(flat, on_host, describe)
+        key = Topic.SUM, self._states.numbers[flat], self._turns[flat]
 
         def note(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
+            gradient.end_step()
             self._has_grad[flat] = _read_flags(contents[owner], flat)
             self._note_finite(flat, bool(contents[owner][0]))
             if norms is not None:
@@ -146,19 +180,18 @@ class RankSteps:
                 norms.update(_read_norms(contents[owner], flat, self._has_grad[flat]))
             return finished(None)
 
-        posted = then(all_of([on_host, read]), post)
-        posted.add_done_callback(messages.fail_with)  # the owner waits for the gradient, and other ranks for its step
         if not self.owns(flat):
-            summed = messages.collect(Topic.SUM, number, turn, [owner])
-            gradient.summed = then(posted, lambda _: then(summed, note))
+            summed = messages.collect(*key, [owner])
+            gradient.summed = then(begun, lambda _: then(summed, note))
             return gradient.summed
-        others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
 
         def compute() -> None:  # on the worker's thread
-            gradient.mean = self._mean(flat, {**others.result(), messages.rank: own[0]})
-            if self._hosts is not None:  # whose sum needs memory
+            gradient.mean = self._mean(flat, begun.result())
+            if self._hosts is not None or options is None:  # whose sum, or copies, need memory
                 gradient.mean.write(gradient.accumulated())
                 gradient.mean = RankMean([gradient.accumulated()], 1.0)
+            if self._hosts is None:
+                tell()
 
         def tell() -> None:  # on the same, or on that of sums over hosts
             mean, finite = gradient.mean, True
@@ -172,20 +205,17 @@ class RankSteps:
                 # A norm of finite gradients may be infinite.
                 finite = all(norm.isfinite() or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
             self._note_finite(flat, finite)
-            content = _write_sum(gradient.has_accum, flat, norms, finite=finite)
-            messages.post(Topic.SUM, number, turn, content, messages.others)
+            messages.post(*key, _write_sum(gradient.has_accum, flat, norms, finite=finite), messages.others)
 
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
-
-        def run() -> None:
-            compute()
-            if self._hosts is None:
-                tell()
-
-        computed = gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
+        gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
         if self._hosts is not None:
-            written = self._written.pop(flat, 0)
-            gradient.summed = self._hosts.submit(flat, gradient, lambda: written ^ _digest(own[0]), [computed], tell)
+            written = self._written.pop(flat, 0).to_bytes(4, "little")
+
+            def alike() -> bytes:  # on the thread of sums over hosts
+                return written + begun.result()[messages.rank][1:_FLAGS]
+
+            gradient.summed = self._hosts.submit(flat, gradient, alike, gradient.summed, tell)
         return gradient.summed
 
     def reduce(self) -> None:
@@ -194,81 +224,43 @@ class RankSteps:
         Raises:
             RankError: another rank has failed, or trains differently.
         """
-        messages, own, turns = self._messages, {}, {}
         self._gradients.accumulate_all()
         wait_for_all(self._gradients.consumed(), "gradients")
         for flat, gradient in self._gradients.items():
             # Gradients that no `zero_grad` has dropped count, also of parameters that this rank has not used since.
             self._gradients.resume_stepped(flat)
             gradient.fold()
-            turns[flat] = self._next(self._turns, flat)
-            own[flat] = _describe(gradient.has_accum, True, None)
+            self.sum(flat, finished(None), None, None, priority=0)
+        for flat, gradient in self._gradients.items():
+            wait_for(gradient.summed, "gradients of other ranks")
+            gradient.mean = None  # it is in `accum`
             if not self.owns(flat):
-                to = [self._states.owner_of(flat)]
-                messages.post(Topic.GRADIENT, self._states.numbers[flat], turns[flat], own[flat], to)
-        summed: dict[FlatParameter, Future[None]] = {}
-        for flat, gradient in self._gradients.items():
-            if self.owns(flat):
-                number, turn = self._states.numbers[flat], turns[flat]
-                contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
-                self._mean(flat, {**contents, messages.rank: own[flat]}).write(gradient.accumulated())
-                summed[flat] = finished(None)
-                if self._hosts is not None:
-                    digest = self._written.pop(flat, 0) ^ _digest(own[flat])
-                    summed[flat] = self._hosts.submit(flat, gradient, partial(int, digest), [], lambda: None)
-        for flat, done in summed.items():
-            wait_for(done, "other hosts")
-            content = _write_sum(self._gradients[flat].has_accum, flat, None, finite=True)  # all ranks check themselves
-            messages.post(Topic.SUM, self._states.numbers[flat], turns[flat], content, messages.others)
-        for flat, gradient in self._gradients.items():
-            owner, number, turn = self._states.owner_of(flat), self._states.numbers[flat], turns[flat]
-            if self.owns(flat):
-                wait_for(messages.collect(Topic.COPIED, number, turn, messages.others), "other ranks")
-            else:
-                content = wait_for(messages.collect(Topic.SUM, number, turn, [owner]), "other ranks")[owner]
-                gradient.has_accum = _read_flags(content, flat)
-                gradient.accumulated().copy_(self._states.gradients[flat].sums[owner])
-                messages.post(Topic.COPIED, number, turn, b"", [owner])
+                gradient.has_accum = list(self._has_grad[flat])
+                gradient.accumulated().copy_(self._states.gradients[flat].sums[self._states.owner_of(flat)])
             present = [index for index, has_gradient in enumerate(gradient.has_accum) if has_gradient]
             for index in present:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
+        self._messages.exchange(b"copied")  # from now on, owners may change the sums
 
-    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[None]":
-        """Tells the owner that this rank, which has the mean by `reduce`, reads the weights of `flat` no more.
+    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[Mapping[int, bytes]]":
+        """Begins the turn of the step of `flat`, whose mean this rank has by `reduce`.
 
         Args:
-            flat: the flat parameter, whose step begins.
+            flat: the flat parameter.
             options: options of the step, which have to be the same on all ranks; None: there is no step of it.
 
         Returns:
             A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
         """
-        own = _describe((), True, options)
-        number, turn, messages = self._states.numbers[flat], self._next(self._evictions, flat), self._messages
-        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
-        if not self.owns(flat):
-            messages.post_after(read, Topic.EVICTED, number, turn, lambda: own, [self._states.owner_of(flat)])
-            return read
-
-        def check(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`, or the caller's
-            self._check_alike(flat, {**contents, messages.rank: own})
-            return finished(None)
-
-        checked = then(messages.collect(Topic.EVICTED, number, turn, messages.others), check)
-        checked.add_done_callback(messages.fail_with)
-        return all_of([read, checked])
+        return self._begin(flat, finished(None), lambda: _describe((), True, options))
 
     def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
         """Returns the mean of all ranks' gradients, which belong to this rank.
 
         Parameters without a gradient on some ranks get zeros there, as in torch's DDP.
-
-        Raises:
-            RankError: ranks step with different options.
         """
         gradient, shared = self._gradients[flat], self._states.gradients[flat]
-        self._check_alike(flat, contents)
         flags = [_read_flags(contents[rank], flat) for rank in range(self._messages.size)]
         sources = [
             shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
@@ -332,15 +324,14 @@ class RankSteps:
             done: done when all values have.
             scale: scale of the gradients, done before; None: the step is skipped.
         """
-        number, turn, store = self._states.numbers[flat], self._next(self._steps, flat), self._stores[flat]
-        messages = self._messages
+        messages, store, key = self._messages, self._stores[flat], (self._states.numbers[flat], self._turns[flat])
 
         def steps() -> bytes:
             return bytes((scale.result() is not None,))
 
-        messages.post_after(weights, Topic.WEIGHTS, number, turn, steps, messages.others)
+        messages.post_after(weights, Topic.WEIGHTS, *key, steps, messages.others)
         stored = then(done, store.written)
-        messages.post_after(stored, Topic.STEP, number, turn, lambda: steps() + store.hashes(), messages.others)
+        messages.post_after(stored, Topic.STEP, *key, lambda: steps() + store.hashes(), messages.others)
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
@@ -350,11 +341,11 @@ class RankSteps:
             options: options of the step.
             reduced: whether this rank has the mean gradient, by `reduce`.
         """
-        number, turn, owner = self._states.numbers[flat], self._next(self._steps, flat), self._states.owner_of(flat)
+        owner, key = self._states.owner_of(flat), (self._states.numbers[flat], self._turns[flat])
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
-
-        stepped = self._messages.collect(Topic.STEP, number, turn, [owner])
+        written = self._messages.collect(Topic.WEIGHTS, *key, [owner])
+        stepped = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
             if stepped.result()[owner][0]:
@@ -365,7 +356,6 @@ class RankSteps:
                 gradient.end_step()
             return finished(None)
 
-        written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
         done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
         # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
         if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
@@ -374,37 +364,36 @@ class RankSteps:
 
     # ---- writes of user code ----
 
-    def write(self, flat: FlatParameter, masters: Tensor) -> None:
-        """Has the owner store master weights of `flat`, unless user code has not changed them.
+    def write(self, flat: FlatParameter, masters: Tensor, loaded: StagedState | None) -> None:
+        """Has the owner store values of `flat` that all ranks have changed alike, unless they are as before.
 
         Args:
-            flat: the flat parameter, whose last step or write is done.
+            flat: the flat parameter, whose last turn is done.
             masters: its master weights, this rank's copy; they belong to the write.
+            loaded: values with optimizer states that were loaded: in shared memory, where they are stored, or from
+                SSDs, where the owner stores them with the weights; then they belong to the write. None: there are none.
         """
-        store, messages = self._stores[flat], self._messages
-        if store.is_unchanged(masters):
+        store, messages, number = self._stores[flat], self._messages, self._states.numbers[flat]
+        if loaded is not None and loaded.memory is None:
+            loaded = None
+        if loaded is None and store.is_unchanged(masters):
             return
-        number, turn, owner = self._states.numbers[flat], self._next(self._turns, flat), self._states.owner_of(flat)
-        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
-        own = _describe_write(masters)
-        self._written[flat] = zlib.crc32(own, self._written.get(flat, 0))
+        content = _describe_write(masters)
+        self._written[flat] = zlib.crc32(content, self._written.get(flat, 0))
+        begun = self._begin(flat, finished(None), lambda: content)
+        key = Topic.STEP, number, self._turns[flat]
         if self.owns(flat):
-            others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
-
-            def run() -> None:  # on the worker's thread
-                self._check_alike(flat, {**others.result(), messages.rank: own})
-                store.checkin(masters, apart=True)
-
-            written = then(self._worker.submit(run, [read, others], priority=0), store.written)
-            messages.post_after(written, Topic.WRITTEN, number, turn, store.hashes, messages.others)
+            made = self._worker.submit(lambda: store.checkin(masters, apart=True, staged=loaded), [begun], priority=0)
+            written = then(made, store.written)
+            messages.post_after(written, *key, lambda: b"\1" + store.hashes(), messages.others)
         else:
-            messages.post_after(read, Topic.GRADIENT, number, turn, lambda: own, [owner])
+            owner = self._states.owner_of(flat)
 
             def adopt(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
-                store.adopt_hashes(contents[owner])
+                store.adopt_hashes(contents[owner][1:])
                 return finished(None)
 
-            written = then(messages.collect(Topic.WRITTEN, number, turn, [owner]), adopt)
+            written = then(messages.collect(*key, [owner]), adopt)
         store.announce_step(written, written)
 
     def begin_load(self) -> None:
@@ -414,11 +403,6 @@ class RankSteps:
             RankError: another rank has failed.
         """
         self._messages.exchange(b"load")
-
-    @staticmethod
-    def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
-        counts[flat] += 1
-        return counts[flat]
 
 
 _FLAGS = 6
@@ -442,11 +426,6 @@ def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None
     numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in (options or {}).items()}
     digest = zlib.crc32(repr(sorted(numbers.items())).encode())
     return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
-
-
-def _digest(content: bytes) -> int:
-    """Returns a number for the fields of a message about a gradient that have to be the same on all ranks."""
-    return int.from_bytes(content[1:_FLAGS], "little")
 
 
 def _describe_write(masters: Tensor) -> bytes:
