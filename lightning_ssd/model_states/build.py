@@ -57,7 +57,7 @@ from lightning_ssd.model_states.units import (
     materialize_buffers,
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
-from lightning_ssd.ranks import Ranks, check_agreement
+from lightning_ssd.ranks import Ranks
 from lightning_ssd.storage import Blob, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
@@ -151,7 +151,7 @@ def make_model_states(
         if not gives:
             commit()
         if ranks is not None:
-            ranks.ranks.exchange(b"committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
+            ranks.ranks.exchange("committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
             if not gives:
                 ranks.begin_fill()
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
@@ -206,7 +206,7 @@ def _share(
     Raises:
         RankError: ranks train differently, or one has failed.
     """
-    check_agreement(ranks, describe_training(module, optimizers, [item.flat for item in specs], setup))
+    ranks.check_agreement(describe_training(module, optimizers, [item.flat for item in specs], setup))
     return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
 
 
@@ -376,7 +376,7 @@ def _reserve(
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()
         if ranks is not None and budget is not None:  # of the free memory, which each rank has measured
-            budget = min(int(found) for found in ranks.ranks.exchange(str(budget).encode()))
+            budget = min(ranks.ranks.exchange(budget))
         memory_plan = plan_memory(
             [item.layout for item in specs],
             "ssd" if recover else setup.kind,

@@ -3,12 +3,15 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ssd.ranks.messages import RankError
 from lightning_ssd.uncopied import Uncopied
+
+T = TypeVar("T")
 
 
 class HostGroup(Uncopied):
@@ -38,9 +41,9 @@ class HostGroup(Uncopied):
         groups = [dist.new_group(list(ranks), timeout, backend="gloo") for ranks in zip(*hosts, strict=True)]
         return next(cls(group) for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER)
 
-    def exchange(self, content: bytes) -> list[bytes]:
-        """Returns the contents of all hosts."""
-        found = [b""] * self.size
+    def exchange(self, content: T) -> list[T]:
+        """Returns the contents of all hosts, which can be pickled."""
+        found = [content] * self.size
         with _named_failure():
             dist.all_gather_object(found, content, self._group)
         return found

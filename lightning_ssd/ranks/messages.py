@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import selectors
 import socket
 import struct
@@ -11,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import IntEnum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.constants import default_pg_timeout
 
@@ -56,6 +57,8 @@ _LARGEST = _MAX_BYTES - _HEADER.size
 
 _Key = tuple[int, int, int]
 
+T = TypeVar("T")
+
 
 class RankError(RuntimeError):
     """Another rank has failed, has died, or does not answer."""
@@ -65,11 +68,11 @@ class _Box:
     """Messages of several ranks with one key: those that have arrived, and the future of those that are expected."""
 
     def __init__(self) -> None:
-        self.contents: dict[int, bytes] = {}
+        self.contents: dict[int, Any] = {}
         self.parts: defaultdict[int, list[bytes]] = defaultdict(list)
         """Parts of contents that have not arrived whole."""
         self.expected: frozenset[int] | None = None
-        self.done: Future[dict[int, bytes]] = Future()
+        self.done: Future[dict[int, Any]] = Future()
 
     @property
     def is_complete(self) -> bool:
@@ -128,19 +131,20 @@ class RankMessages(Uncopied):
 
     # ---- messages ----
 
-    def post(self, topic: Topic, number: int, turn: int, content: bytes, to: Iterable[int]) -> None:
+    def post(self, topic: Topic, number: int, turn: int, content: object, to: Iterable[int]) -> None:
         """Sends a message. Bytes that this rank has written to shared memory before are seen by its receivers.
 
         Args:
             topic: subject of the message.
             number: number of the subject, such as that of a flat parameter.
             turn: which message about it.
-            content: its content, of any length.
+            content: its content, which can be pickled, of any length.
             to: its receivers, other ranks.
         """
-        starts = range(0, max(1, len(content)), _LARGEST)
+        pickled = pickle.dumps(content)  # which only processes of the same user receive
+        starts = range(0, len(pickled), _LARGEST)
         packets = [
-            _HEADER.pack(topic, start != starts[-1], number, turn) + content[start : start + _LARGEST]
+            _HEADER.pack(topic, start != starts[-1], number, turn) + pickled[start : start + _LARGEST]
             for start in starts
         ]
         for rank in to:
@@ -154,7 +158,7 @@ class RankMessages(Uncopied):
         topic: Topic,
         number: int,
         turn: int,
-        content: Callable[[], bytes],
+        content: Callable[[], object],
         to: Iterable[int],
     ) -> None:
         """Posts a message once `done` is, on the thread that completes it. If it fails, this rank does.
@@ -171,7 +175,7 @@ class RankMessages(Uncopied):
 
         done.add_done_callback(end)
 
-    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, bytes]]":
+    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, T]]":
         """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
         key = (int(topic), number, turn)
         with self._lock:
@@ -189,7 +193,7 @@ class RankMessages(Uncopied):
             box.done.set_result(box.contents)
         return box.done
 
-    def exchange(self, content: bytes) -> list[bytes]:
+    def exchange(self, content: T) -> list[T]:
         """Sends `content` to all other ranks, and returns what all ranks have sent in the same call, by rank.
 
         Raises:
@@ -197,17 +201,17 @@ class RankMessages(Uncopied):
         """
         turn, self._exchanges = self._exchanges, self._exchanges + 1
         self.post(Topic.EXCHANGE, 0, turn, content, self.others)
-        collected = self.collect(Topic.EXCHANGE, 0, turn, self.others)
+        collected: Future[dict[int, T]] = self.collect(Topic.EXCHANGE, 0, turn, self.others)
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
 
-    def broadcast(self, content: bytes = b"") -> bytes:
+    def broadcast(self, content: T) -> T:
         """Returns the content that rank 0 has given, on all ranks, which call this together.
 
         Raises:
             RankError: another rank has failed or ended.
         """
-        return self.exchange(content if self.rank == 0 else b"")[0]
+        return self.exchange(content)[0]
 
     # ---- the end ----
 
@@ -228,7 +232,7 @@ class RankMessages(Uncopied):
         with self._lock:
             first = self._failure is None
         if first:
-            self.post(Topic.FAILURE, 0, 0, text.encode()[:_LARGEST], self.others)
+            self.post(Topic.FAILURE, 0, 0, text[:10_000], self.others)
             self._fail_all(own)
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -242,7 +246,7 @@ class RankMessages(Uncopied):
         if failure is not None:
             self.fail(failure)
         elif self._failure is None:
-            self.post(Topic.END, 0, 0, b"", self.others)
+            self.post(Topic.END, 0, 0, None, self.others)
         self._wake.send(b"x")
         self._thread.join()
         for one in (*self._sockets.values(), self._wake, self._woken):
@@ -297,7 +301,7 @@ class RankMessages(Uncopied):
         topic, continues, number, turn = _HEADER.unpack_from(message)
         content = message[_HEADER.size :]
         if topic == Topic.FAILURE:
-            self._fail_all(RankError(f"{self._name(rank)} has failed: {content.decode(errors='replace')}"))
+            self._fail_all(RankError(f"{self._name(rank)} has failed: {pickle.loads(content)}"))
         elif topic == Topic.END:
             self._end(rank)
         else:
@@ -309,7 +313,7 @@ class RankMessages(Uncopied):
             box = self._boxes.setdefault(key, _Box())
             box.parts[rank].append(content)
             if not continues:
-                box.contents[rank] = b"".join(box.parts.pop(rank))
+                box.contents[rank] = pickle.loads(b"".join(box.parts.pop(rank)))
             if complete := box.is_complete:
                 del self._boxes[key]
         if complete:

@@ -7,7 +7,9 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from lightning_ssd.ranks.hosts import HostGroup
 from lightning_ssd.ranks.messages import RankError, RankMessages
 from lightning_ssd.ranks.rank_memory import RankMemory, make_files
 from lightning_ssd.uncopied import Uncopied
+
+T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 120.0
 """Time in which other ranks connect, after all have begun to."""
@@ -109,7 +113,7 @@ class Ranks(Uncopied):
         """Number of ranks of all hosts."""
         return self.size * (1 if self.values is None else self.values.size)
 
-    def exchange(self, content: bytes) -> list[bytes]:
+    def exchange(self, content: T) -> list[T]:
         """Sends `content` to all ranks, and returns what those of all hosts have sent in the same call, by global rank.
 
         Raises:
@@ -120,6 +124,21 @@ class Ranks(Uncopied):
             return of_host
         of_hosts = [self.values.exchange(own) for own in of_host]
         return [of_hosts[rank][host] for host in range(self.values.size) for rank in range(self.size)]
+
+    def check_agreement(self, items: Sequence[tuple[str, str]]) -> None:
+        """Raises an error on all ranks if their names and values differ, which all give in the same order.
+
+        Raises:
+            RankError: the first difference, by name, with two values and their ranks.
+        """
+        first, *others = self.exchange([": ".join(item) for item in items])
+        for rank, other in enumerate(others, 1):
+            for one, found in zip_longest(first, other, fillvalue="nothing more"):
+                if one != found:
+                    raise RankError(
+                        f"rank 0 and rank {rank} train differently: {one!r} on rank 0, {found!r} on rank {rank}. Build "
+                        "the same model, optimizers and Trainer on all ranks."
+                    )
 
     @staticmethod
     @torch.no_grad()

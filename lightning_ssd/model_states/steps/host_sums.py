@@ -37,7 +37,7 @@ class HostSums:
         self,
         flat: FlatParameter,
         gradient: Gradient,
-        alike: Callable[[], bytes],
+        alike: Callable[[], object],
         after: "Future[None]",
         then: Callable[[], None],
     ) -> "Future[None]":
@@ -46,7 +46,7 @@ class HostSums:
         Args:
             flat: the flat parameter.
             gradient: its gradient.
-            alike: returns what has to be the same on all hosts, of the same length on all.
+            alike: returns what has to be the same on all hosts.
             after: done when this host's mean is in `Gradient.accum`.
             then: called on the thread `hosts` after the sum.
 
@@ -72,20 +72,20 @@ class HostSums:
         """Ends the thread, after the sum that runs."""
         self._worker.close()
 
-    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: bytes) -> None:
+    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: object) -> None:
         """Sums one flat parameter.
 
         Raises:
             RankError: another host trains differently, or a process of one has ended.
         """
         own = gradient.has_accum
-        found = self._group.exchange(alike + bytes(own))
-        if any([not content.startswith(alike) for content in found]):
+        found = self._group.exchange((alike, own))
+        if any([of_host != alike for of_host, _ in found]):
             raise RankError(
                 f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
                 "writes its weights on one of them only, or writes other values. Do the same on all."
             )
-        gradient.has_accum = [any(flags) for flags in zip(*[content[len(alike) :] for content in found], strict=True)]
+        gradient.has_accum = [any(flags) for flags in zip(*[flags for _, flags in found], strict=True)]
         if not any(gradient.has_accum):
             return
         total = gradient.accumulated()

@@ -94,7 +94,7 @@ class RankReduction:
         A parameter without a gradient on any rank keeps none. One without a gradient on some ranks has zeros there, as
         in torch's DDP.
         """
-        own = bytes(_has_gradient(name, parameter) for name, parameter in self._residents)
+        own = [_has_gradient(name, parameter) for name, parameter in self._residents]
         # The messages of all ranks precede the collective, which would end with another error if a rank had failed.
         flags = self._ranks.exchange(own)
         present = [one for (_, one), *of_ranks in zip(self._residents, *flags, strict=True) if any(of_ranks)]

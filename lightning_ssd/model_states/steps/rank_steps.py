@@ -29,12 +29,13 @@ needs the values again, it begins a turn with a checksum of its copy (`write`): 
 alike, and posts `T.STEP`. A rank that has not written begins another turn, which differs.
 """
 
-import struct
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
@@ -43,9 +44,40 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMe
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.stores import StagedState, StateStore
-from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import RankError, Topic
 from lightning_ssd.waits import wait_for, wait_for_all
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a rank tells the owner when a turn begins.
+
+    Attributes:
+        alike: what has to be the same on all ranks: a checksum of written weights, or the options of the step; None:
+            ranks copy the mean before the step, or there is no step.
+        has_grad: for each parameter, whether the rank has a gradient of it.
+        from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
+    """
+
+    alike: int | str | None
+    has_grad: Sequence[bool] = ()
+    from_sums: bool = True
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What the owner tells of a mean gradient.
+
+    Attributes:
+        has_grad: for each parameter, whether a rank has a gradient of it.
+        norms: norms of these parameters' gradients, if they are needed.
+        finite: whether the gradients are finite, if norms are needed.
+    """
+
+    has_grad: Sequence[bool]
+    norms: Sequence[float]
+    finite: bool
 
 
 class RankSteps:
@@ -101,8 +133,8 @@ class RankSteps:
     # ---- the begin of a turn ----
 
     def _begin(
-        self, flat: FlatParameter, on_host: "Future[None]", describe: Callable[[], bytes]
-    ) -> "Future[Mapping[int, bytes]]":
+        self, flat: FlatParameter, on_host: "Future[None]", describe: Callable[[], _Ready]
+    ) -> "Future[Mapping[int, _Ready]]":
         """Begins the next turn of `flat`, whose weights this rank does not read any more.
 
         Args:
@@ -121,17 +153,17 @@ class RankSteps:
         read = self._copies.on_d2h(self._copies.mark(awaited=True))
         own = then(all_of([on_host, read]), lambda _: finished(describe()))
 
-        def post(content: bytes) -> "Future[Mapping[int, bytes]]":
+        def post(content: _Ready) -> "Future[Mapping[int, _Ready]]":
             messages.post(*key, content, [owner])
             return finished({})
 
-        def compare(_: None) -> "Future[Mapping[int, bytes]]":  # on the thread that completes the last of both
+        def compare(_: None) -> "Future[Mapping[int, _Ready]]":  # on the thread that completes the last of both
             contents = {**others.result(), messages.rank: own.result()}
             self._check_alike(flat, contents)
             return finished(contents)
 
         if self.owns(flat):
-            others = messages.collect(*key, messages.others)
+            others: Future[dict[int, _Ready]] = messages.collect(*key, messages.others)
             begun = then(all_of([own, others]), compare)
         else:
             begun = then(own, post)
@@ -165,23 +197,28 @@ class RankSteps:
         gradient, messages, owner = self._gradients[flat], self._messages, self._states.owner_of(flat)
         norms = None if options is None else self._gradients.norms.to_sum(flat)
 
-        def describe() -> bytes:
-            return _describe(gradient.has_accum if arrived is None else arrived, arrived is None, options)
+        def describe() -> _Ready:
+            return _Ready(_show(options), tuple(gradient.has_accum if arrived is None else arrived), arrived is None)
 
         begun = self._begin(flat, on_host, describe)
         key = Topic.SUM, self._states.numbers[flat], self._turns[flat]
 
-        def note(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
+        def note(contents: Mapping[int, _Sum]) -> "Future[None]":  # on the thread `ranks`
+            found = contents[owner]
             gradient.end_step()
-            self._has_grad[flat] = _read_flags(contents[owner], flat)
-            self._note_finite(flat, bool(contents[owner][0]))
-            if norms is not None:
-                norms.clear()
-                norms.update(_read_norms(contents[owner], flat, self._has_grad[flat]))
+            self._has_grad[flat] = found.has_grad
+            keep(found.norms, found.has_grad, finite=found.finite)
             return finished(None)
 
+        def keep(values: Sequence[float], has_grad: Sequence[bool], *, finite: bool) -> None:
+            (self._not_finite.discard if finite else self._not_finite.add)(flat)
+            if norms is not None:
+                norms.clear()
+                for item, value in zip(_present(flat, has_grad), values, strict=True):
+                    norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
+
         if not self.owns(flat):
-            summed = messages.collect(*key, [owner])
+            summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
             gradient.summed = then(begun, lambda _: then(summed, note))
             return gradient.summed
 
@@ -194,26 +231,23 @@ class RankSteps:
                 tell()
 
         def tell() -> None:  # on the same, or on that of sums over hosts
-            mean, finite = gradient.mean, True
+            mean, finite, values = gradient.mean, True, []
             assert mean is not None
             if norms is not None:
-                present = [item for item, has in zip(flat.param_views, gradient.has_accum, strict=True) if has]
-                spans = [slice(item.start, item.start + item.numel) for item in present]
-                values = [mean.norm(span) for span in spans]
-                norms.clear()
-                norms.update({item.parameter: value for item, value in zip(present, values, strict=True)})
+                spans = [slice(item.start, item.start + item.numel) for item in _present(flat, gradient.has_accum)]
+                values = [float(mean.norm(span)) for span in spans]
                 # A norm of finite gradients may be infinite.
-                finite = all(norm.isfinite() or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
-            self._note_finite(flat, finite)
-            messages.post(*key, _write_sum(gradient.has_accum, flat, norms, finite=finite), messages.others)
+                finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
+            keep(values, gradient.has_accum, finite=finite)
+            messages.post(*key, _Sum(gradient.has_accum, values, finite), messages.others)
 
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
         gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
         if self._hosts is not None:
-            written = self._written.pop(flat, 0).to_bytes(4, "little")
+            written = self._written.pop(flat, 0)
 
-            def alike() -> bytes:  # on the thread of sums over hosts
-                return written + begun.result()[messages.rank][1:_FLAGS]
+            def alike() -> object:  # on the thread of sums over hosts
+                return written, begun.result()[messages.rank].alike
 
             gradient.summed = self._hosts.submit(flat, gradient, alike, gradient.summed, tell)
         return gradient.summed
@@ -241,9 +275,9 @@ class RankSteps:
             for index in present:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
-        self._messages.exchange(b"copied")  # from now on, owners may change the sums
+        self._messages.exchange("copied")  # from now on, owners may change the sums
 
-    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[Mapping[int, bytes]]":
+    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[Mapping[int, _Ready]]":
         """Begins the turn of the step of `flat`, whose mean this rank has by `reduce`.
 
         Args:
@@ -253,32 +287,32 @@ class RankSteps:
         Returns:
             A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
         """
-        return self._begin(flat, finished(None), lambda: _describe((), True, options))
+        return self._begin(flat, finished(None), lambda: _Ready(_show(options)))
 
-    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
+    def _mean(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> RankMean:
         """Returns the mean of all ranks' gradients, which belong to this rank.
 
         Parameters without a gradient on some ranks get zeros there, as in torch's DDP.
         """
         gradient, shared = self._gradients[flat], self._states.gradients[flat]
-        flags = [_read_flags(contents[rank], flat) for rank in range(self._messages.size)]
+        by_rank = [contents[rank] for rank in range(self._messages.size)]
         sources = [
-            shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
-            for rank in range(self._messages.size)
+            shared.sums[rank] if one.from_sums else shared.copies[rank].tensor.view(flat.dtype)
+            for rank, one in enumerate(by_rank)
         ]
-        gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
-        for source, of_rank in zip(sources, flags, strict=True):
-            for item, has, on_any in zip(flat.param_views, of_rank, gradient.has_accum, strict=True):
+        gradient.has_accum = [any(of_index) for of_index in zip(*[one.has_grad for one in by_rank], strict=True)]
+        for source, one in zip(sources, by_rank, strict=True):
+            for item, has, on_any in zip(flat.param_views, one.has_grad, gradient.has_accum, strict=True):
                 if on_any and not has:
                     source[item.start : item.start + item.numel].zero_()
         return RankMean(sources, 1.0 / self._states.ranks.world_size)
 
-    def _check_alike(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
+    def _check_alike(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> None:
         own = self._messages.rank
         for rank, content in contents.items():
-            if content[1:_FLAGS] == contents[own][1:_FLAGS]:
+            if content.alike == contents[own].alike:
                 continue
-            if _WRITES in (content[1], contents[own][1]):
+            if isinstance(content.alike, int) or isinstance(contents[own].alike, int):
                 raise RankError(
                     f"user code writes weights of {flat.name} on ranks {rank} and {own}, but not the same values, or "
                     "on one of them only. Write the same on all ranks: they share the weights."
@@ -293,9 +327,6 @@ class RankSteps:
         for flat in flat_params:
             wait_for(self._gradients[flat].summed, "gradients")
         return self._not_finite.isdisjoint(flat_params)
-
-    def _note_finite(self, flat: FlatParameter, finite: bool) -> None:
-        (self._not_finite.discard if finite else self._not_finite.add)(flat)
 
     def end_failed_sums(self) -> None:
         """After a failure, ends sums over hosts: they may wait for others, which are not submitted any more."""
@@ -326,12 +357,10 @@ class RankSteps:
         """
         messages, store, key = self._messages, self._stores[flat], (self._states.numbers[flat], self._turns[flat])
 
-        def steps() -> bytes:
-            return bytes((scale.result() is not None,))
-
-        messages.post_after(weights, Topic.WEIGHTS, *key, steps, messages.others)
+        messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
-        messages.post_after(stored, Topic.STEP, *key, lambda: steps() + store.hashes(), messages.others)
+        made = scale.result
+        messages.post_after(stored, Topic.STEP, *key, lambda: (made() is not None, store.hashes()), messages.others)
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
@@ -344,14 +373,15 @@ class RankSteps:
         owner, key = self._states.owner_of(flat), (self._states.numbers[flat], self._turns[flat])
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
-        written = self._messages.collect(Topic.WEIGHTS, *key, [owner])
-        stepped = self._messages.collect(Topic.STEP, *key, [owner])
+        written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
+        stepped: Future[dict[int, tuple[bool, bytes]]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
-            if stepped.result()[owner][0]:
+            made, hashes = stepped.result()[owner]
+            if made:
                 self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
                 store.commit()
-                store.adopt_hashes(stepped.result()[owner][1:])
+                store.adopt_hashes(hashes)
             if reduced:
                 gradient.end_step()
             return finished(None)
@@ -378,19 +408,19 @@ class RankSteps:
             loaded = None
         if loaded is None and store.is_unchanged(masters):
             return
-        content = _describe_write(masters)
-        self._written[flat] = zlib.crc32(content, self._written.get(flat, 0))
-        begun = self._begin(flat, finished(None), lambda: content)
+        checksum = _checksum(masters)
+        self._written[flat] = zlib.crc32(checksum.to_bytes(4, "little"), self._written.get(flat, 0))
+        begun = self._begin(flat, finished(None), lambda: _Ready(checksum))
         key = Topic.STEP, number, self._turns[flat]
         if self.owns(flat):
             made = self._worker.submit(lambda: store.checkin(masters, apart=True, staged=loaded), [begun], priority=0)
             written = then(made, store.written)
-            messages.post_after(written, *key, lambda: b"\1" + store.hashes(), messages.others)
+            messages.post_after(written, *key, lambda: (True, store.hashes()), messages.others)
         else:
             owner = self._states.owner_of(flat)
 
-            def adopt(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
-                store.adopt_hashes(contents[owner][1:])
+            def adopt(contents: Mapping[int, tuple[bool, bytes]]) -> "Future[None]":  # on the thread `ranks`
+                store.adopt_hashes(contents[owner][1])
                 return finished(None)
 
             written = then(messages.collect(*key, [owner]), adopt)
@@ -402,34 +432,22 @@ class RankSteps:
         Raises:
             RankError: another rank has failed.
         """
-        self._messages.exchange(b"load")
+        self._messages.exchange("load")
 
-
-_FLAGS = 6
-"""Bytes before the flags of parameters in a message about a gradient."""
-
-_WRITES = 2
-"""The second byte of a message about weights that user code has written. Messages about gradients have a flag there."""
 
 _ROW = 2**12
 """Elements of a row, of which a checksum is computed."""
 
 
-def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None) -> bytes:
-    """Returns the content of a message about a rank's gradient.
-
-    Args:
-        has_grad: for each parameter, whether it has a gradient.
-        from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
-        options: options of the step; None: ranks copy the mean before the step.
-    """
-    numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in (options or {}).items()}
-    digest = zlib.crc32(repr(sorted(numbers.items())).encode())
-    return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
+def _show(options: Options | None) -> str | None:
+    """Returns the options of a step as text that ranks compare; None: there are none."""
+    if options is None:
+        return None
+    return repr(sorted((key, one.tolist() if isinstance(one, Tensor) else one) for key, one in options.items()))
 
 
-def _describe_write(masters: Tensor) -> bytes:
-    """Returns the content of a message about weights that user code has written, with a checksum of their bits.
+def _checksum(masters: Tensor) -> int:
+    """Returns a checksum of the bits of weights that user code has written.
 
     That of `zlib` takes one thread and 1 s/GB: it is computed of sums of rows and columns, which all threads compute.
     """
@@ -438,23 +456,8 @@ def _describe_write(masters: Tensor) -> bytes:
     checksum = 0
     for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :]):
         checksum = zlib.crc32(part.numpy().data, checksum)
-    return bytes((True, _WRITES)) + checksum.to_bytes(_FLAGS - 2, "little")
+    return checksum
 
 
-def _write_sum(
-    has_grad: Sequence[bool], flat: FlatParameter, norms: Mapping[nn.Parameter, Tensor] | None, *, finite: bool
-) -> bytes:
-    """Returns the content of a message about a mean gradient: flags of the parameters, and the norms of those set."""
-    chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
-    values = [] if norms is None else [float(norms[parameter]) for parameter in chosen]
-    return bytes((finite, *(0,) * (_FLAGS - 1))) + bytes(has_grad) + struct.pack(f"<{len(values)}f", *values)
-
-
-def _read_flags(content: bytes, flat: FlatParameter) -> list[bool]:
-    return [bool(flag) for flag in content[_FLAGS : _FLAGS + len(flat.param_views)]]
-
-
-def _read_norms(content: bytes, flat: FlatParameter, has_grad: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
-    chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
-    values = struct.unpack_from(f"<{len(chosen)}f", content, _FLAGS + len(flat.param_views))
-    return {parameter: torch.tensor(value) for parameter, value in zip(chosen, values, strict=True)}
+def _present(flat: FlatParameter, has_grad: Sequence[bool]) -> list[ParamView]:
+    return [item for item, has in zip(flat.param_views, has_grad, strict=True) if has]
