@@ -95,6 +95,7 @@ def make_model_states(
     Raises:
         ValueError: `recover=True` can't record an optimizer; the step of one is compiled; or `units` is wrong, or a
             budget too small.
+        RankError: ranks train differently, or one has failed.
         StorageError: host memory or scratch space can't be allocated.
     """
     loaded = loaded or {}
@@ -128,7 +129,8 @@ def make_model_states(
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
-            ranks = _share(undo.enter_context(connected), module, optimizers, specs, setup, device)
+            undo.enter_context(connected).check_agreement(describe_training(module, optimizers, flat_params, setup))
+            ranks = RankStates(connected, [item.layout for item in specs], pin=device.type == "cuda")
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
         recovered = space.recovered
@@ -191,23 +193,6 @@ def make_model_states(
         )
         undo.pop_all()
     return states
-
-
-def _share(
-    ranks: Ranks,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    specs: Sequence[FlatSpec],
-    setup: Setup,
-    device: torch.device,
-) -> RankStates:
-    """Returns what all ranks share of the flat parameters.
-
-    Raises:
-        RankError: ranks train differently, or one has failed.
-    """
-    ranks.check_agreement(describe_training(module, optimizers, [item.flat for item in specs], setup))
-    return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
 
 
 def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:

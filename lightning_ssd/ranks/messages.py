@@ -161,12 +161,9 @@ class RankMessages(Uncopied):
         content: Callable[[], object],
         to: Iterable[int],
     ) -> None:
-        """Posts a message once `done` is, on the thread that completes it. If it fails, this rank does.
+        """Posts a message, whose content `content` returns, once `done` is, on the thread that completes it.
 
-        Args:
-            done: done when this rank has written the bytes that the message is about.
-            topic, number, turn, to: as in `post`.
-            content: returns the content, once `done` is.
+        If `done` fails, this rank does.
         """
 
         def end(future: "Future[None]") -> None:
@@ -205,13 +202,15 @@ class RankMessages(Uncopied):
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
 
-    def broadcast(self, content: T) -> T:
+    def broadcast(self, content: T | None = None) -> T:
         """Returns the content that rank 0 has given, on all ranks, which call this together.
 
         Raises:
             RankError: another rank has failed or ended.
         """
-        return self.exchange(content)[0]
+        of_first = self.exchange(content)[0]
+        assert of_first is not None
+        return of_first
 
     # ---- the end ----
 
@@ -321,13 +320,9 @@ class RankMessages(Uncopied):
 
     def _end(self, rank: int) -> None:
         """Fails futures of messages that a rank, which has ended, has not sent."""
-        failed: list[tuple[_Box, RankError]] = []
         with self._lock:
             self._ended.add(rank)
-            for key, box in list(self._boxes.items()):
-                if (error := self._why_incomplete(box)) is not None:
-                    failed.append((box, error))
-                    del self._boxes[key]
+            failed = self._pop_incomplete()
         for box, error in failed:
             box.done.set_exception(error)
 
@@ -337,20 +332,26 @@ class RankMessages(Uncopied):
             if self._failure is not None:
                 return
             self._failure = error
-            expected = [(key, box) for key, box in self._boxes.items() if box.expected is not None]
-            for key, _ in expected:
-                del self._boxes[key]
-        for _, box in expected:
+            failed = self._pop_incomplete()
+        for box, _ in failed:
             box.done.set_exception(error)
         self.failed.set_exception(error)
+
+    def _pop_incomplete(self) -> list[tuple[_Box, RankError]]:
+        """Removes expected boxes that never get complete, and returns them with their errors. The lock is held."""
+        failed = [(key, box, self._why_incomplete(box)) for key, box in self._boxes.items()]
+        for key, _, error in failed:
+            if error is not None:
+                del self._boxes[key]
+        return [(box, error) for _, box, error in failed if error is not None]
 
     def _name(self, rank: int) -> str:
         return f"rank {self._first + rank}"
 
     def _why_incomplete(self, box: _Box) -> RankError | None:
         """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""
-        if self._failure is not None or box.expected is None:
-            return self._failure
+        if box.expected is None or self._failure is not None:
+            return None if box.expected is None else self._failure
         if missing := sorted(box.expected - box.contents.keys() & self._ended):
             return RankError(
                 f"{self._name(missing[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "

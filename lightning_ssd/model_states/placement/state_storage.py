@@ -113,8 +113,8 @@ def make_staging(
     capacity = None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity")
     open_store = partial(BlobStore, paths, device=device, backend=storage.backend, checksum=storage.checksum)
     blobs: Sequence[Blob] | None = None
-    shared: tuple[SharedFiles, bytes] | None = None
-    """The files, and the content of the record, of rank 0."""
+    content = b""
+    """The record that rank 0 has read; empty on rank 0."""
     with contextlib.ExitStack() as undo:
         if is_first:
             processes = 1 if messages is None else messages.size
@@ -126,17 +126,16 @@ def make_staging(
             )
         else:
             assert messages is not None
-            found = messages.broadcast(shared)
-            assert found is not None
-            files, content = found
+            shared: tuple[SharedFiles, bytes] = messages.broadcast()
+            files, content = shared
             blobs = files.manifest.blobs
             store = open_store(join=files)
-            if killed is not None and content:
-                killed.adopt(content, store.directory.path / "journal", messages.rank)
         is_new = is_first and (killed is None or killed.record is None)
         undo.callback(store.close, remove=is_new)
         if is_new:
             store.reserve(memory_plan.ssd)
+        if messages is not None and killed is not None and content:
+            killed.adopt(content, store.directory.path / "journal", messages.rank)
         if killed is not None and killed.record is not None:
             blobs = killed.record.kept.blobs
         elif ranks is not None and is_first:
