@@ -132,14 +132,10 @@ class RankMessages(Uncopied):
     # ---- messages ----
 
     def post(self, topic: Topic, number: int, turn: int, content: object, to: Iterable[int]) -> None:
-        """Sends a message. Bytes that this rank has written to shared memory before are seen by its receivers.
+        """Sends a message to other ranks, which see the bytes that this rank has written to shared memory before.
 
-        Args:
-            topic: subject of the message.
-            number: number of the subject, such as that of a flat parameter.
-            turn: which message about it.
-            content: its content, which can be pickled, of any length.
-            to: its receivers, other ranks.
+        `number` is that of a flat parameter, if the topic is about one, and `turn` counts the messages about it.
+        `content` can be pickled, and may have any length.
         """
         pickled = pickle.dumps(content)  # which only processes of the same user receive
         starts = range(0, len(pickled), _LARGEST)

@@ -43,15 +43,8 @@ class HostSums:
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
-        Args:
-            flat: the flat parameter.
-            gradient: its gradient.
-            alike: returns what has to be the same on all hosts.
-            after: done when this host's mean is in `Gradient.accum`.
-            then: called on the thread `hosts` after the sum.
-
-        Returns:
-            A future of the end of `then`.
+        `alike` returns what has to be the same on all hosts. `after` is done when this host's mean is in
+        `Gradient.accum`. `then` is called on the thread `hosts` after the sum; the result is done when it has returned.
         """
         place = self._turns[flat] * len(self._turns) + self._numbers[flat]
         self._turns[flat] += 1

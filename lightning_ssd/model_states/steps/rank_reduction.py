@@ -18,12 +18,10 @@ class RankReduction:
     Threads: the training thread.
 
     Args:
-        ranks: this rank and the others.
-        steps: sums and steps of flat parameters.
-        residents: all other parameters with their names, in the same order on all ranks.
+        ranks: memory and messages of this rank.
+        steps, gradients, running: the parts of `ModelStates`.
+        residents: parameters that are in no flat parameter, with their names, in the same order on all ranks.
         buffers: returns the buffers of the model.
-        gradients: gradients of flat parameters.
-        running: the step that runs.
         last_micro_batch: whether a step follows the micro-batch whose backward ends.
 
     Attributes:
@@ -85,7 +83,8 @@ class RankReduction:
             self.steps.reduce()
         elif (optimizer := self._running.optimizer) is not None:
             submit_remaining(optimizer)
-        self._reduce_residents()
+        if self._residents:
+            self._reduce_residents()
 
     @torch.no_grad()
     def _reduce_residents(self) -> None:

@@ -278,11 +278,7 @@ class RankSteps:
         self._messages.exchange("copied")  # from now on, owners may change the sums
 
     def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[Mapping[int, _Ready]]":
-        """Begins the turn of the step of `flat`, whose mean this rank has by `reduce`.
-
-        Args:
-            flat: the flat parameter.
-            options: options of the step, which have to be the same on all ranks; None: there is no step of it.
+        """Begins the turn of the step of `flat`, whose mean this rank has by `reduce`; no `options`: there is no step.
 
         Returns:
             A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
@@ -349,14 +345,10 @@ class RankSteps:
     ) -> None:
         """Tells other ranks of a step of `flat` that this rank makes.
 
-        Args:
-            flat: a flat parameter that this rank owns.
-            weights: done when the compute weights have their new values.
-            done: done when all values have.
-            scale: scale of the gradients, done before; None: the step is skipped.
+        `weights` and `done` are done when the compute weights, and all values, have their new values. `scale` is done
+        before; None: the step is skipped.
         """
         messages, store, key = self._messages, self._stores[flat], (self._states.numbers[flat], self._turns[flat])
-
         messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
         made = scale.result
@@ -365,10 +357,7 @@ class RankSteps:
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
 
-        Args:
-            flat: the flat parameter.
-            options: options of the step.
-            reduced: whether this rank has the mean gradient, by `reduce`.
+        `reduced`: this rank has the mean gradient, by `reduce`.
         """
         owner, key = self._states.owner_of(flat), (self._states.numbers[flat], self._turns[flat])
         gradient, store = self._gradients[flat], self._stores[flat]
