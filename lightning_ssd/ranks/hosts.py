@@ -44,18 +44,18 @@ class HostGroup(Uncopied):
     def exchange(self, content: T) -> list[T]:
         """Returns the contents of all hosts, which can be pickled."""
         found = [content] * self.size
-        with _named_failure():
+        with named_failure():
             dist.all_gather_object(found, content, self._group)
         return found
 
     def sum(self, values: Tensor) -> None:
         """Replaces values by their sum over hosts, whose bits are the same on all of them."""
-        with _named_failure():
+        with named_failure():
             dist.all_reduce(values, dist.ReduceOp.SUM, self._group)
 
     def broadcast(self, values: Tensor) -> None:
         """Replaces values by those of the first host."""
-        with _named_failure():
+        with named_failure():
             dist.broadcast(values, group=self._group, group_src=0)
 
     def close(self) -> None:
@@ -64,7 +64,8 @@ class HostGroup(Uncopied):
 
 
 @contextlib.contextmanager
-def _named_failure() -> Iterator[None]:
+def named_failure() -> Iterator[None]:
+    """Raises the error of a collective in the context as RankError."""
     try:
         yield
     except RuntimeError as error:

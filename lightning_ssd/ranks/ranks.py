@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import zip_longest
 from types import TracebackType
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_ssd.ranks.hosts import HostGroup
+from lightning_ssd.ranks.hosts import HostGroup, named_failure
 from lightning_ssd.ranks.messages import RankError, RankMessages
 from lightning_ssd.ranks.rank_memory import RankMemory, make_files
 from lightning_ssd.uncopied import Uncopied
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 120.0
 """Time in which other ranks connect, after all have begun to."""
+
+_FAILURE_SECONDS = 3.0
+"""Time in which the failure of a rank is known, after a collective has ended with an error."""
 
 
 class Ranks(Uncopied):
@@ -140,23 +143,34 @@ class Ranks(Uncopied):
                         "the same model, optimizers and Trainer on all ranks."
                     )
 
-    @staticmethod
     @torch.no_grad()
-    def broadcast(tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Replaces tensors on the device by those of global rank 0; called by all ranks, with the same shapes.
 
         They are sent as bytes, because no backend knows all dtypes.
         """
         for tensor in tensors:
             values = tensor.detach().contiguous()
-            dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
+            with self._named_failure():
+                dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
             if not tensor.is_contiguous():
                 tensor.copy_(values)
 
-    @staticmethod
-    def sum(values: Tensor) -> None:
+    def sum(self, values: Tensor) -> None:
         """Replaces values on the device by their sum over all ranks; called by all ranks."""
-        dist.all_reduce(values)
+        with self._named_failure():
+            dist.all_reduce(values)
+
+    @contextlib.contextmanager
+    def _named_failure(self) -> Iterator[None]:
+        """Raises the first failure of a rank of this host, if a collective in the context ends with an error."""
+        try:
+            with named_failure():
+                yield
+        except RankError:
+            if self.messages.failed.wait(_FAILURE_SECONDS):  # gloo may notice the end of a process before `messages`
+                self.messages.failed.result()
+            raise
 
     def close(self) -> None:
         """Ends the messages, and the collectives with other hosts if no rank has failed."""
