@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import LazyTensor
-from lightning_ssd.ranks import RankMemory
+from lightning_ssd.model_states.placement import RankStates
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
@@ -364,14 +364,14 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         callbacks=[] if case.callback is None else [case.callback()], num_sanity_val_steps=0, **case.trainer, **scaled,
     )  # fmt: skip
     loader = DataLoader(batches(dist.get_rank()), batch_size=None)
-    commit = RankMemory.commit
+    commit = RankStates.commit
 
-    def observed(memory: RankMemory) -> None:
+    def observed(states: RankStates) -> None:
         module.whole_at_commit.append(all(one.untyped_storage().nbytes() for one in module.parameters()))
-        commit(memory)
+        commit(states)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankMemory, "commit", observed)
+        patch.setattr(RankStates, "commit", observed)
         if case.module is RunsOut:
             use(Meter(1e9, 10**6), patch)
         trainer.fit(module, loader, loader if case.module is Validates else None)
