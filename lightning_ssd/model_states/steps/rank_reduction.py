@@ -1,6 +1,6 @@
 """When several ranks reduce gradients and buffers; and those of parameters that are not offloaded, by torch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.ranks import Ranks
+
+BUCKET = 2**23
+"""Elements that are summed together, unless a single parameter has more."""
 
 
 class RankReduction:
@@ -97,20 +100,26 @@ class RankReduction:
         # The messages of all ranks precede the collective, which would end with another error if a rank had failed.
         flags = self._ranks.exchange(own)
         present = [one for (_, one), *of_ranks in zip(self._residents, *flags, strict=True) if any(of_ranks)]
-        if not present:
-            return
-        values = torch.cat(
-            [
-                torch.zeros(one.numel(), device=one.device) if one.grad is None else one.grad.reshape(-1).float()
-                for one in present
-            ]
-        )
-        self._ranks.sum(values.mul_(1.0 / self._ranks.world_size))  # DDP multiplies before it sums, too
-        for one, mean in zip(present, values.split([one.numel() for one in present]), strict=True):
-            if one.grad is None:
-                one.grad = mean.view(one.shape).to(one.dtype, copy=True)
-            else:
-                one.grad.copy_(mean.view(one.shape))
+        for bucket in _buckets(present):
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+            values = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+            self._ranks.sum(values.mul_(1.0 / self._ranks.world_size))  # DDP multiplies before it sums, too
+            means = values.split([one.numel() for one in bucket])
+            for one, gradient, mean in zip(bucket, gradients, means, strict=True):
+                gradient.copy_(mean.view(one.shape))
+                one.grad = gradient
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yields parameters whose gradients are summed together: the device may have no room for the sums of all."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(one.numel() for one in bucket) + parameter.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
 
 
 def _has_gradient(name: str, parameter: nn.Parameter) -> bool:
