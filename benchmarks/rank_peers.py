@@ -29,6 +29,7 @@ from benchmarks.processes import cap_gpu_memory
 from lightning_ssd.device import available_cores, share_cores
 from lightning_ssd.profiling import adam_step
 from lightning_ssd.ranks import Ranks
+from lightning_ssd.storage import commit, page_lock
 
 CUDA = torch.cuda.is_available()
 
@@ -136,11 +137,12 @@ def measure_machine(hidden: int, layers: int, batch: dict[str, Tensor], millions
     size, numel = dist.get_world_size(), millions * 10**6 // 64 * 64
     restore = share_cores([os.sched_getaffinity(0)] * size)
     ranks = Ranks.connect(0)
-    shared = ranks.memory[0].allocate(2 * numel, commit=True, pin=CUDA)
+    shared = ranks.memory[0].allocate(2 * numel)
     if dist.get_rank() == 0:
-        ranks.memory[0].commit()
-    ranks.exchange(b"committed")
-    ranks.memory[0].pin()
+        commit([shared], pin=False)
+    ranks.exchange("committed")
+    if CUDA:
+        page_lock([shared])
     one, other = torch.zeros(numel), torch.ones(numel)
     found = {"dram": 8 * numel / best(partial(one.copy_, other))}
     del one, other
@@ -162,7 +164,7 @@ def measure_machine(hidden: int, layers: int, batch: dict[str, Tensor], millions
         model.zero_grad()
     found |= {"forward": statistics.median(forward[1:]), "compute": statistics.median(whole[1:])}
     shared.close()
-    ranks.messages.exchange(b"measured")
+    ranks.messages.exchange("measured")
     ranks.messages.close()
     restore()
     return found | {"parameters": sum(parameter.numel() for parameter in model.parameters())}

@@ -43,7 +43,7 @@ from lightning_ssd.model_states.placement import (
     planned_residents,
     residents_within,
 )
-from lightning_ssd.model_states.stores import SharedChanges, SpareMemory, StateStaging, StateStore, commit_memory
+from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -56,8 +56,8 @@ from lightning_ssd.model_states.units import (
     materialize,
     materialize_buffers,
 )
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, RankValues
-from lightning_ssd.ranks import Ranks, check_agreement
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
+from lightning_ssd.ranks import Ranks
 from lightning_ssd.storage import Blob, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
@@ -95,6 +95,7 @@ def make_model_states(
     Raises:
         ValueError: `recover=True` can't record an optimizer; the step of one is compiled; or `units` is wrong, or a
             budget too small.
+        RankError: ranks train differently, or one has failed.
         StorageError: host memory or scratch space can't be allocated.
     """
     loaded = loaded or {}
@@ -128,7 +129,8 @@ def make_model_states(
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
-            ranks = _share(undo.enter_context(connected), module, optimizers, specs, setup, device)
+            undo.enter_context(connected).check_agreement(describe_training(module, optimizers, flat_params, setup))
+            ranks = RankStates(connected, [item.layout for item in specs], pin=device.type == "cuda")
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
         recovered = space.recovered
@@ -151,7 +153,7 @@ def make_model_states(
         if not gives:
             commit()
         if ranks is not None:
-            ranks.ranks.exchange(b"committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
+            ranks.ranks.exchange("committed")  # owners commit pages on their NUMA nodes before rank 0 writes to them
             if not gives:
                 ranks.begin_fill()
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
@@ -161,7 +163,7 @@ def make_model_states(
             ranks.send_values()
             _share_values(ranks, stores, space.staging)
             ranks.pin()
-            RankValues(ranks.ranks, 0, partial(_resident_tensors, module, stores)).take()
+            ranks.ranks.broadcast(_resident_tensors(module, stores))
         flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
             for flat_optimizer, kept in zip(flat_optimizers.values(), recovered.flat_optimizers, strict=True):
@@ -193,23 +195,6 @@ def make_model_states(
     return states
 
 
-def _share(
-    ranks: Ranks,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    specs: Sequence[FlatSpec],
-    setup: Setup,
-    device: torch.device,
-) -> RankStates:
-    """Returns what all ranks share of the flat parameters.
-
-    Raises:
-        RankError: ranks train differently, or one has failed.
-    """
-    check_agreement(ranks, describe_training(module, optimizers, [item.flat for item in specs], setup))
-    return RankStates(ranks, [item.layout for item in specs], pin=device.type == "cuda")
-
-
 def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:
     """Returns when rank 0 has written the values of all stores: from now on, owners write them, and all ranks read."""
     blobs = [blob for store in stores.values() for blob in store.buffers.committed_blobs()]
@@ -219,15 +204,8 @@ def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore],
             store.drain()
         hashes = staging.store.hashes_of(blobs)
     hashes = ranks.ranks.messages.broadcast(hashes)
-    if staging is None:
-        return
-    if ranks.ranks.rank > 0:
+    if staging is not None and ranks.ranks.rank > 0:
         staging.store.adopt_hashes(blobs, hashes)
-    for flat, store in stores.items():
-        if not store.buffers.in_memory:
-            store.changes = SharedChanges(
-                ranks.ranks.messages, ranks.numbers[flat], ranks.owner_of(flat), staging.store
-            )
 
 
 def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:
@@ -383,7 +361,7 @@ def _reserve(
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()
         if ranks is not None and budget is not None:  # of the free memory, which each rank has measured
-            budget = min(int(found) for found in ranks.ranks.exchange(str(budget).encode()))
+            budget = min(ranks.ranks.exchange(budget))
         memory_plan = plan_memory(
             [item.layout for item in specs],
             "ssd" if recover else setup.kind,

@@ -41,7 +41,6 @@ from lightning_ssd.model_states.gradients import (
     GradientOffloader,
     GradientPool,
     GradScaleDecision,
-    ResidentMeans,
     add_check,
 )
 from lightning_ssd.model_states.journal import CommitRecord, Journal
@@ -68,9 +67,9 @@ from lightning_ssd.model_states.steps import (
     keep_last,
     unscale_as_optimizer,
 )
-from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, summon
+from lightning_ssd.model_states.stores import SpareMemory, StagedFlats, StagedState, summon
 from lightning_ssd.model_states.units import FlatParameter, is_region
-from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher, RankValues
+from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, ParamPrefetcher
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
@@ -192,7 +191,7 @@ class ModelStates(Uncopied):
             begin_change=self._begin_change,
             arrived=lambda flat: self._prefetcher.wait(flat),
             release=lambda flat: self._prefetcher.evict(flat),
-            checkin=lambda flat, masters: self._checkin(flat, masters),
+            checkin=lambda flat, masters, loaded: self._checkin(flat, masters, loaded),
             on_ranks=ranks is not None,
         )
         self._prefetcher = ParamPrefetcher(
@@ -240,9 +239,10 @@ class ModelStates(Uncopied):
         if ranks is not None:
             others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
             self._reduction = RankReduction(
+                ranks.ranks,
                 RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
-                ResidentMeans(ranks.ranks, others),
-                RankValues(ranks.ranks, 1, module.buffers),
+                others,
+                module.buffers,
                 self.gradients,
                 self.running,
                 setup.last_micro_batch,
@@ -627,12 +627,15 @@ class ModelStates(Uncopied):
             return "which `recover=True` can't repeat after a kill. Change them before `fit`, or set `recover=False`."
         return None
 
-    def _checkin(self, flat: FlatParameter, masters: Tensor) -> None:
-        """Stores master weights of `flat` that user code may have changed, with several ranks at a later time."""
+    def _checkin(self, flat: FlatParameter, masters: Tensor, loaded: StagedState | None = None) -> None:
+        """Stores master weights of `flat` that user code may have changed, with several ranks at a later time.
+
+        `loaded` as in `RankSteps.write`.
+        """
         if self._reduction is None:
             self.stores[flat].checkin(masters)
         else:
-            self._reduction.steps.write(flat, masters)
+            self._reduction.steps.write(flat, masters, loaded)
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.

@@ -6,7 +6,6 @@
 - `hosts`: collectives with the same ranks of other hosts.
 - `failure_watch`: the end of a training after a failure of any rank.
 - `owners`: which rank steps a flat parameter.
-- `agreement`: whether all ranks train the same.
 
 Ranks change each other's view of shared memory by messages alone: a rank writes bytes, then posts a message about
 them, and others read the bytes once they have the message. The kernel orders both, on every processor, so that there
@@ -14,7 +13,6 @@ are no words in shared memory whose stores and loads need an order. A thread tha
 nothing polls. The same sockets tell of a rank's death, at once: the kernel closes them.
 """
 
-from lightning_ssd.ranks.agreement import check_agreement
 from lightning_ssd.ranks.failure_watch import FailureWatch
 from lightning_ssd.ranks.hosts import HostGroup
 from lightning_ssd.ranks.messages import RankError, RankMessages, Topic

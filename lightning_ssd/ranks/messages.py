@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import selectors
 import socket
 import struct
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import IntEnum, auto
+from typing import Any, TypeVar
 
 from torch.distributed.constants import default_pg_timeout
 
@@ -28,35 +30,20 @@ class Topic(IntEnum):
     """The sender's training has failed; the content is the error's text."""
     EXCHANGE = auto()
     """The sender's part of an exchange between all ranks."""
-    GRADIENT = auto()
-    """The sender's gradient of a flat parameter is in shared memory, and the sender reads its weights no more."""
+    READY = auto()
+    """The sender's part in a turn of a flat parameter is in shared memory, such as a gradient, and the sender reads the
+    values before no more. The receiver, the owner of the flat parameter, may change them."""
     SUM = auto()
     """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
     read gradients, the mean is in shared memory."""
-    COPIED = auto()
-    """The receiver, a flat parameter's owner, may change the sum, because the sender has copied it."""
-    EVICTED = auto()
-    """The sender reads the weights of a flat parameter no more, after user code that may read its gradients."""
     WEIGHTS = auto()
     """The sender, a flat parameter's owner, has written its new weights."""
     STEP = auto()
     """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
-    WRITTEN = auto()
-    """The sender, a flat parameter's owner, has written weights that user code of all ranks has changed alike."""
-    CHANGE = auto()
-    """The receiver, a flat parameter's owner, may write loaded states to SSDs: the sender has read those before."""
-    CHANGED = auto()
-    """The sender, a flat parameter's owner, has written loaded states to SSDs."""
     TRAINING = auto()
     """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
     RECORDED = auto()
     """Rank 0, the sender, has written the record."""
-    RESIDENTS = auto()
-    """The sender's gradients of parameters that are not offloaded are in shared memory."""
-    VALUES = auto()
-    """The values of some tensors of rank 0, the sender, are in shared memory."""
-    READ = auto()
-    """The receiver, rank 0, may change these values in shared memory, because the sender has read them."""
 
 
 _HEADER = struct.Struct("<B?xxIQ")
@@ -70,6 +57,8 @@ _LARGEST = _MAX_BYTES - _HEADER.size
 
 _Key = tuple[int, int, int]
 
+T = TypeVar("T")
+
 
 class RankError(RuntimeError):
     """Another rank has failed, has died, or does not answer."""
@@ -79,11 +68,11 @@ class _Box:
     """Messages of several ranks with one key: those that have arrived, and the future of those that are expected."""
 
     def __init__(self) -> None:
-        self.contents: dict[int, bytes] = {}
+        self.contents: dict[int, Any] = {}
         self.parts: defaultdict[int, list[bytes]] = defaultdict(list)
         """Parts of contents that have not arrived whole."""
         self.expected: frozenset[int] | None = None
-        self.done: Future[dict[int, bytes]] = Future()
+        self.done: Future[dict[int, Any]] = Future()
 
     @property
     def is_complete(self) -> bool:
@@ -142,19 +131,16 @@ class RankMessages(Uncopied):
 
     # ---- messages ----
 
-    def post(self, topic: Topic, number: int, turn: int, content: bytes, to: Iterable[int]) -> None:
-        """Sends a message. Bytes that this rank has written to shared memory before are seen by its receivers.
+    def post(self, topic: Topic, number: int, turn: int, content: object, to: Iterable[int]) -> None:
+        """Sends a message to other ranks, which see the bytes that this rank has written to shared memory before.
 
-        Args:
-            topic: subject of the message.
-            number: number of the subject, such as that of a flat parameter.
-            turn: which message about it.
-            content: its content, of any length.
-            to: its receivers, other ranks.
+        `number` is that of a flat parameter, if the topic is about one, and `turn` counts the messages about it.
+        `content` can be pickled, and may have any length.
         """
-        starts = range(0, max(1, len(content)), _LARGEST)
+        pickled = pickle.dumps(content)  # which only processes of the same user receive
+        starts = range(0, len(pickled), _LARGEST)
         packets = [
-            _HEADER.pack(topic, start != starts[-1], number, turn) + content[start : start + _LARGEST]
+            _HEADER.pack(topic, start != starts[-1], number, turn) + pickled[start : start + _LARGEST]
             for start in starts
         ]
         for rank in to:
@@ -168,15 +154,12 @@ class RankMessages(Uncopied):
         topic: Topic,
         number: int,
         turn: int,
-        content: Callable[[], bytes],
+        content: Callable[[], object],
         to: Iterable[int],
     ) -> None:
-        """Posts a message once `done` is, on the thread that completes it. If it fails, this rank does.
+        """Posts a message, whose content `content` returns, once `done` is, on the thread that completes it.
 
-        Args:
-            done: done when this rank has written the bytes that the message is about.
-            topic, number, turn, to: as in `post`.
-            content: returns the content, once `done` is.
+        If `done` fails, this rank does.
         """
 
         def end(future: "Future[None]") -> None:
@@ -185,7 +168,7 @@ class RankMessages(Uncopied):
 
         done.add_done_callback(end)
 
-    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, bytes]]":
+    def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, T]]":
         """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
         key = (int(topic), number, turn)
         with self._lock:
@@ -203,7 +186,7 @@ class RankMessages(Uncopied):
             box.done.set_result(box.contents)
         return box.done
 
-    def exchange(self, content: bytes) -> list[bytes]:
+    def exchange(self, content: T) -> list[T]:
         """Sends `content` to all other ranks, and returns what all ranks have sent in the same call, by rank.
 
         Raises:
@@ -211,21 +194,23 @@ class RankMessages(Uncopied):
         """
         turn, self._exchanges = self._exchanges, self._exchanges + 1
         self.post(Topic.EXCHANGE, 0, turn, content, self.others)
-        collected = self.collect(Topic.EXCHANGE, 0, turn, self.others)
+        collected: Future[dict[int, T]] = self.collect(Topic.EXCHANGE, 0, turn, self.others)
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
 
-    def broadcast(self, content: bytes = b"") -> bytes:
+    def broadcast(self, content: T | None = None) -> T:
         """Returns the content that rank 0 has given, on all ranks, which call this together.
 
         Raises:
             RankError: another rank has failed or ended.
         """
-        return self.exchange(content if self.rank == 0 else b"")[0]
+        of_first = self.exchange(content)[0]
+        assert of_first is not None
+        return of_first
 
     # ---- the end ----
 
-    def fail_with(self, future: "Future[None]") -> bool:
+    def fail_with(self, future: "Future[Any]") -> bool:
         """Has this rank fail if a future that is done has failed; a callback of futures. Returns whether it has."""
         if (error := future.exception()) is None:
             return False
@@ -242,7 +227,7 @@ class RankMessages(Uncopied):
         with self._lock:
             first = self._failure is None
         if first:
-            self.post(Topic.FAILURE, 0, 0, text.encode()[:_LARGEST], self.others)
+            self.post(Topic.FAILURE, 0, 0, text[:10_000], self.others)
             self._fail_all(own)
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -256,7 +241,7 @@ class RankMessages(Uncopied):
         if failure is not None:
             self.fail(failure)
         elif self._failure is None:
-            self.post(Topic.END, 0, 0, b"", self.others)
+            self.post(Topic.END, 0, 0, None, self.others)
         self._wake.send(b"x")
         self._thread.join()
         for one in (*self._sockets.values(), self._wake, self._woken):
@@ -311,7 +296,7 @@ class RankMessages(Uncopied):
         topic, continues, number, turn = _HEADER.unpack_from(message)
         content = message[_HEADER.size :]
         if topic == Topic.FAILURE:
-            self._fail_all(RankError(f"{self._name(rank)} has failed: {content.decode(errors='replace')}"))
+            self._fail_all(RankError(f"{self._name(rank)} has failed: {pickle.loads(content)}"))
         elif topic == Topic.END:
             self._end(rank)
         else:
@@ -323,7 +308,7 @@ class RankMessages(Uncopied):
             box = self._boxes.setdefault(key, _Box())
             box.parts[rank].append(content)
             if not continues:
-                box.contents[rank] = b"".join(box.parts.pop(rank))
+                box.contents[rank] = pickle.loads(b"".join(box.parts.pop(rank)))
             if complete := box.is_complete:
                 del self._boxes[key]
         if complete:
@@ -331,13 +316,9 @@ class RankMessages(Uncopied):
 
     def _end(self, rank: int) -> None:
         """Fails futures of messages that a rank, which has ended, has not sent."""
-        failed: list[tuple[_Box, RankError]] = []
         with self._lock:
             self._ended.add(rank)
-            for key, box in list(self._boxes.items()):
-                if (error := self._why_incomplete(box)) is not None:
-                    failed.append((box, error))
-                    del self._boxes[key]
+            failed = self._pop_incomplete()
         for box, error in failed:
             box.done.set_exception(error)
 
@@ -347,20 +328,26 @@ class RankMessages(Uncopied):
             if self._failure is not None:
                 return
             self._failure = error
-            expected = [(key, box) for key, box in self._boxes.items() if box.expected is not None]
-            for key, _ in expected:
-                del self._boxes[key]
-        for _, box in expected:
+            failed = self._pop_incomplete()
+        for box, _ in failed:
             box.done.set_exception(error)
         self.failed.set_exception(error)
+
+    def _pop_incomplete(self) -> list[tuple[_Box, RankError]]:
+        """Removes expected boxes that never get complete, and returns them with their errors. The lock is held."""
+        failed = [(key, box, self._why_incomplete(box)) for key, box in self._boxes.items()]
+        for key, _, error in failed:
+            if error is not None:
+                del self._boxes[key]
+        return [(box, error) for _, box, error in failed if error is not None]
 
     def _name(self, rank: int) -> str:
         return f"rank {self._first + rank}"
 
     def _why_incomplete(self, box: _Box) -> RankError | None:
         """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""
-        if self._failure is not None or box.expected is None:
-            return self._failure
+        if box.expected is None or self._failure is not None:
+            return None if box.expected is None else self._failure
         if missing := sorted(box.expected - box.contents.keys() & self._ended):
             return RankError(
                 f"{self._name(missing[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.sizes import format_bytes_exactly
-from lightning_ssd.storage import Slab, StorageFullError, align_up, commit, page_lock
+from lightning_ssd.storage import Slab, StorageFullError, align_up
 from lightning_ssd.uncopied import Uncopied
 
 _HUGE_PAGE = 2 * 2**20
@@ -60,16 +60,9 @@ class RankMemory(Uncopied):
         weakref.finalize(self, os.close, self._descriptor)
         self._private: mmap.mmap | None = None
         self._used = 0
-        self._uncommitted: list[Slab] = []
-        self._unpinned: list[Slab] = []
 
-    def allocate(self, nbytes: int, *, commit: bool = False, pin: bool = False) -> Slab:
-        """Returns zeros, which all ranks share.
-
-        Args:
-            nbytes: bytes to allocate, at least one.
-            commit: whether `commit` commits the pages; else they are when they are written.
-            pin: whether `pin` page-locks them.
+    def allocate(self, nbytes: int) -> Slab:
+        """Returns zeros, at least one byte, which all ranks share, and whose pages are committed when they are written.
 
         Raises:
             StorageFullError: the mapping is used up.
@@ -81,35 +74,11 @@ class RankMemory(Uncopied):
                 "use. Take a smaller model or fewer devices."
             )
         self._used = start + nbytes
-        slab = Slab.over(torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes))
-        if commit:
-            self._uncommitted.append(slab)
-        if pin:
-            self._unpinned.append(slab)
-        return slab
+        return Slab.over(torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes))
 
     def floats(self, numel: int) -> Tensor:
-        """Returns `numel` fp32 zeros, which all ranks share, and whose pages are committed when they are written."""
+        """Returns `numel` fp32 zeros, as `allocate` does."""
         return self.allocate(torch.float32.itemsize * numel).tensor.view(torch.float32)
-
-    def commit(self) -> None:
-        """Commits the pages of allocations made with `commit`, on the NUMA node of this rank, whose memory it is.
-
-        No other rank writes them meanwhile.
-
-        Too little memory ends the training here, and not at its first step.
-        """
-        uncommitted, self._uncommitted = self._uncommitted, []
-        commit(uncommitted, pin=False)
-
-    def pin(self) -> None:
-        """Page-locks the allocations made with `pin`, whose pages are committed, unless an earlier call has.
-
-        Raises:
-            StorageError: they can't be page-locked.
-        """
-        unpinned, self._unpinned = self._unpinned, []
-        page_lock(unpinned)
 
     def release(self, memory: Tensor) -> None:
         """Frees the pages of an allocation, which no rank uses any more."""

@@ -5,20 +5,29 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from types import TracebackType
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_ssd.ranks.hosts import HostGroup
+from lightning_ssd.ranks.hosts import HostGroup, named_failure
 from lightning_ssd.ranks.messages import RankError, RankMessages
 from lightning_ssd.ranks.rank_memory import RankMemory, make_files
 from lightning_ssd.uncopied import Uncopied
 
+T = TypeVar("T")
+
 _TIMEOUT_SECONDS = 120.0
 """Time in which other ranks connect, after all have begun to."""
+
+_FAILURE_SECONDS = 3.0
+"""Time in which the failure of a rank is known, after a collective has ended with an error."""
 
 
 class Ranks(Uncopied):
@@ -107,7 +116,7 @@ class Ranks(Uncopied):
         """Number of ranks of all hosts."""
         return self.size * (1 if self.values is None else self.values.size)
 
-    def exchange(self, content: bytes) -> list[bytes]:
+    def exchange(self, content: T) -> list[T]:
         """Sends `content` to all ranks, and returns what those of all hosts have sent in the same call, by global rank.
 
         Raises:
@@ -118,6 +127,50 @@ class Ranks(Uncopied):
             return of_host
         of_hosts = [self.values.exchange(own) for own in of_host]
         return [of_hosts[rank][host] for host in range(self.values.size) for rank in range(self.size)]
+
+    def check_agreement(self, items: Sequence[tuple[str, str]]) -> None:
+        """Raises an error on all ranks if their names and values differ, which all give in the same order.
+
+        Raises:
+            RankError: the first difference, by name, with two values and their ranks.
+        """
+        first, *others = self.exchange([": ".join(item) for item in items])
+        for rank, other in enumerate(others, 1):
+            for one, found in zip_longest(first, other, fillvalue="nothing more"):
+                if one != found:
+                    raise RankError(
+                        f"rank 0 and rank {rank} train differently: {one!r} on rank 0, {found!r} on rank {rank}. Build "
+                        "the same model, optimizers and Trainer on all ranks."
+                    )
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces tensors on the device by those of global rank 0; called by all ranks, with the same shapes.
+
+        They are sent as bytes, because no backend knows all dtypes.
+        """
+        for tensor in tensors:
+            values = tensor.detach().contiguous()
+            with self._named_failure():
+                dist.broadcast(values.reshape(-1).view(torch.uint8), 0)
+            if not tensor.is_contiguous():
+                tensor.copy_(values)
+
+    def sum(self, values: Tensor) -> None:
+        """Replaces values on the device by their sum over all ranks; called by all ranks."""
+        with self._named_failure():
+            dist.all_reduce(values)
+
+    @contextlib.contextmanager
+    def _named_failure(self) -> Iterator[None]:
+        """Raises the first failure of a rank of this host, if a collective in the context ends with an error."""
+        try:
+            with named_failure():
+                yield
+        except RankError:
+            if self.messages.failed.wait(_FAILURE_SECONDS):  # gloo may notice the end of a process before `messages`
+                self.messages.failed.result()
+            raise
 
     def close(self) -> None:
         """Ends the messages, and the collectives with other hosts if no rank has failed."""

@@ -1,7 +1,6 @@
 """`RunStates`: the activation offloader and the offloaded model states of one run, and the moves of model states."""
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -214,8 +213,7 @@ class RunStates(Uncopied, StatesOwner):
             start_over=self.starts_from_checkpoint,
         )
         if self._strategy.ranks is not None:
-            own = json.dumps(list(os.sched_getaffinity(0))).encode()
-            affinities = [set(json.loads(cores)) for cores in self._strategy.ranks.messages.exchange(own)]
+            affinities = self._strategy.ranks.messages.exchange(os.sched_getaffinity(0))
             self._undo.append(share_cores(affinities))  # before the threads that step begin
         self.model_states = make_model_states(
             self._model,

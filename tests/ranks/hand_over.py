@@ -24,9 +24,9 @@ def torn_hand_overs() -> int:
         for turn in range(TURNS):
             _work(delays)
             slabs[ranks.rank].fill_(turn + ranks.rank)
-            messages.post(Topic.GRADIENT, 0, turn, b"", [0] if ranks.rank else [])
+            messages.post(Topic.READY, 0, turn, b"", [0] if ranks.rank else [])
             if ranks.rank == 0:
-                wait_for(messages.collect(Topic.GRADIENT, 0, turn, messages.others), "slabs")
+                wait_for(messages.collect(Topic.READY, 0, turn, messages.others), "slabs")
                 torn += sum(_differs(slab, turn + rank) for rank, slab in enumerate(slabs))
                 _work(delays)
                 torch.sum(torch.stack(slabs), 0, out=total)

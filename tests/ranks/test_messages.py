@@ -86,7 +86,7 @@ def test_what_a_rank_has_sent_before_it_fails_is_collected_afterwards(three: lis
 
 def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
     first, second, third = three
-    wait = first.collect(Topic.GRADIENT, 0, 0, [2])
+    wait = first.collect(Topic.READY, 0, 0, [2])
     first.post(Topic.STEP, 0, 0, b"unread", [1])
     for connection in second._sockets.values():  # as the kernel does with those of a killed process
         connection.shutdown(socket.SHUT_RDWR)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import LazyTensor
-from lightning_ssd.ranks import RankMemory
+from lightning_ssd.model_states.placement import RankStates
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.meter import Meter, use
 
@@ -152,6 +152,17 @@ class Validates(Net):
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.seen.append(self.loss(batch, index))
+
+
+class Normalizes(Net):
+    """Has buffers, which each rank updates by its own batches and sends or receives before a forward."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return super().forward(self.norm(x) - self.norm.running_mean, index)
 
 
 class Reloads(Looks):
@@ -292,6 +303,7 @@ CASES = {
     ),
     "weights are read before the step": Case(route=lambda rank, index: [0, 1], module=ReadsWeights),
     "values are read": Case(module=Looks),
+    "buffers": Case(module=Normalizes, trainer={"accumulate_grad_batches": 2}),
     "adafactor": Case(adafactor, trainer={"gradient_clip_val": 0.05}),
     "16-mixed adafactor": Case(adafactor, module=Overflows, scaled=True),
     "optimizer couples parameters": Case(
@@ -352,14 +364,14 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         callbacks=[] if case.callback is None else [case.callback()], num_sanity_val_steps=0, **case.trainer, **scaled,
     )  # fmt: skip
     loader = DataLoader(batches(dist.get_rank()), batch_size=None)
-    commit = RankMemory.commit
+    commit = RankStates.commit
 
-    def observed(memory: RankMemory) -> None:
+    def observed(states: RankStates) -> None:
         module.whole_at_commit.append(all(one.untyped_storage().nbytes() for one in module.parameters()))
-        commit(memory)
+        commit(states)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankMemory, "commit", observed)
+        patch.setattr(RankStates, "commit", observed)
         if case.module is RunsOut:
             use(Meter(1e9, 10**6), patch)
         trainer.fit(module, loader, loader if case.module is Validates else None)
@@ -441,6 +453,9 @@ def differences(case: Case) -> Iterator[str]:
         dist.broadcast(first := one.detach().clone(), 0)
         if not torch.equal(one, first):
             yield f"weight {name} is not that of rank 0"
+    for (name, one), other in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        if not same(one, other):
+            yield f"buffer {name}"
     if any(ours.whole_at_commit):
         yield "a model has had its memory while that of its states was committed"
     offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]

@@ -8,12 +8,10 @@ The modules, in the order in which they are best read:
 - `copies_in_flight`: device memory of gradients that are being copied.
 - `running_backward`: whether the gradients of a backward that fails can be dropped.
 - `norms`: norms of the gradients, which decide the scale of their step.
-- `resident_means`: means over ranks of gradients that are not offloaded.
 - `grad_scale`: the gradient scale of a step (clip coefficient, loss scale), or the decision to skip it.
 """
 
 from lightning_ssd.model_states.gradients.grad_scale import Clipping, GradScaleDecision, add_check, is_power_of_two
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState, SharedGradient, clip
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
-from lightning_ssd.model_states.gradients.resident_means import ResidentMeans
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient

@@ -11,11 +11,9 @@ from lightning_ssd.model_states.journal.journal import (
     CommitRecord,
     Journal,
     has_commit_record,
-    pack_files,
     parse_commit_record,
     read_commit_record,
     remove_record,
-    unpack_files,
 )
 from lightning_ssd.model_states.journal.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.journal.run_fingerprint import (

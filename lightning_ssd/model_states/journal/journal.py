@@ -30,7 +30,6 @@ from lightning_ssd.storage import (
     Calibration,
     Piece,
     PrivateDirectory,
-    SharedFiles,
     StorageError,
     StoreManifest,
     from_os_error,
@@ -209,17 +208,6 @@ def identity_of(layouts: Sequence[Layout]) -> object:
     ]
 
 
-def pack_files(files: SharedFiles) -> bytes:
-    """Returns the content of `unpack_files` on another rank."""
-    return to_bytes({"files": encode([list(files.directories), _kept_as_data(files.manifest)], "the scratch files")})
-
-
-def unpack_files(content: bytes) -> SharedFiles:
-    """Returns the files whose description `pack_files` has made."""
-    directories, kept = decode(from_bytes(content)["files"])
-    return SharedFiles(directories, _kept_from(kept))
-
-
 class Journal:
     """Writes records.
 
@@ -289,10 +277,12 @@ class Journal:
             parts |= {_training_of(rank): from_bytes(state)["training"] for rank, state in states.result().items()}
             self._replace(to_bytes(parts))
             if messages is not None:
-                messages.post(Topic.RECORDED, 0, turn, b"", messages.others)
+                messages.post(Topic.RECORDED, 0, turn, None, messages.others)
 
         if messages is None or messages.rank == 0:
-            states = finished({}) if messages is None else messages.collect(Topic.TRAINING, 0, turn, messages.others)
+            states: Future[dict[int, bytes]] = finished({})
+            if messages is not None:
+                states = messages.collect(Topic.TRAINING, 0, turn, messages.others)
             return self._worker.submit(run, [*after, states])
         return all_of([self._worker.submit(send, after), messages.collect(Topic.RECORDED, 0, turn, [0])])
 
@@ -304,11 +294,11 @@ class Journal:
             RankError: another rank has failed; the record exists, unless it did so within this method.
         """
         if self._messages is not None:
-            self._messages.exchange(b"about to forget")
+            self._messages.exchange("about to forget")
         if self._messages is None or self._messages.rank == 0:
             remove_record(self._blob_store.directory)
         if self._messages is not None:
-            self._messages.exchange(b"forgotten")
+            self._messages.exchange("forgotten")
 
     @property
     def written(self) -> bool:

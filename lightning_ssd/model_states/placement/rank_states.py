@@ -10,18 +10,17 @@ from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import Ranks, choose_owners
-from lightning_ssd.storage import Slab, commit
+from lightning_ssd.storage import Slab, commit, page_lock
 
 
 class RankStates:
     """Shares the memory of flat parameters among ranks, which allocate it in the same order.
 
-    Ownership: all values of a flat parameter are written by its owner, in a step, and read by all ranks. Any rank may
-    read them from the message about the step until it posts its gradient for the next one, or `Topic.EVICTED` if user
-    code may read gradients: the owner writes only when it has these messages of all ranks. The same holds for weights
-    that user code writes (`RankSteps.write`). Rank 0 writes the initial values, those of the first host on all hosts:
-    after owners have committed the pages, and before the first message that `build` broadcasts. A rank frees the memory
-    of its own gradients when the last step of each flat parameter has ended.
+    Ownership: all values of a flat parameter are written by its owner, in a step or a change by user code, and read by
+    all ranks. Any rank may read them from `Topic.STEP` of a turn until its `Topic.READY` of the next one (`RankSteps`).
+    Rank 0 writes the initial values, those of the first host on all hosts: after owners have committed the pages, and
+    before the first message that `build` broadcasts. A rank frees the memory of its own gradients when the last step of
+    each flat parameter has ended.
 
     Args:
         ranks: memory and messages of this rank; the caller closes them.
@@ -37,6 +36,9 @@ class RankStates:
     def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
         self.ranks = ranks
         self._values: list[Slab] = []
+        self._uncommitted: list[Slab] = []
+        """Of this rank's file: kernels commit pages on the NUMA node of the process that writes them first."""
+        self._unpinned: list[Slab] = []
         self._own_gradients: list[Tensor] = []
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
@@ -52,14 +54,22 @@ class RankStates:
         return self._owners[flat] == self.ranks.rank
 
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
-        """Returns memory for values of a flat parameter, whose pages its owner commits; see `RankMemory.allocate`."""
-        slab = self.ranks.memory[self._owners[flat]].allocate(nbytes, commit=True, pin=pin)
+        """Returns memory for values of a flat parameter, whose pages its owner commits; see `commit`."""
+        slab = self.ranks.memory[self._owners[flat]].allocate(nbytes)
         self._values.append(slab)
+        if self.owns(flat):
+            self._uncommitted.append(slab)
+        if pin:
+            self._unpinned.append(slab)
         return slab
 
     def commit(self) -> None:
-        """Commits the pages of flat parameters that this rank owns, and of its gradients."""
-        self.ranks.memory[self.ranks.rank].commit()
+        """Commits the pages of flat parameters that this rank owns, and of its gradients, which no rank writes.
+
+        Too little memory ends the training here, and not at its first step.
+        """
+        uncommitted, self._uncommitted = self._uncommitted, []
+        commit(uncommitted, pin=False)
 
     def begin_fill(self) -> None:
         """Prepares initial values, whose pages are committed: rank 0 maps them, and other ranks page-lock meanwhile.
@@ -73,9 +83,13 @@ class RankStates:
             self.pin()
 
     def pin(self) -> None:
-        """Page-locks compute weights and this rank's gradients, unless that is done."""
-        for memory in self.ranks.memory:
-            memory.pin()
+        """Page-locks compute weights and this rank's gradients, unless that is done.
+
+        Raises:
+            StorageError: they can't be page-locked.
+        """
+        unpinned, self._unpinned = self._unpinned, []
+        page_lock(unpinned)
 
     def private(self, flat: FlatParameter, values: Tensor) -> Tensor | None:
         """Returns values of a flat parameter, which no rank writes any more, for this rank alone; see `RankMemory`."""
@@ -99,11 +113,10 @@ class RankStates:
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         own = self.ranks.rank
-        # This rank's device copies to its own part alone, and only that is unlocked at the end.
-        copies = [
-            memory.allocate(flat.nbytes, commit=True, pin=pin and rank == own)
-            for rank, memory in enumerate(self.ranks.memory)
-        ]
+        copies = [memory.allocate(flat.nbytes) for memory in self.ranks.memory]
+        self._uncommitted.append(copies[own])
+        if pin:  # this rank's device copies to its own part alone, and only that is unlocked at the end
+            self._unpinned.append(copies[own])
         sums = [memory.floats(flat.numel) for memory in self.ranks.memory]
         self._own_gradients += [copies[own].tensor, sums[own]]
         return SharedGradient(own, copies, sums)
@@ -115,7 +128,7 @@ def describe_training(
     """Returns what ranks have to agree on, as names and values: parameters, optimizers and settings."""
     items = [
         (name, f"{one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}")
-        for name, one in module.named_parameters()
+        for name, one in (*module.named_parameters(), *module.named_buffers())
     ]
     for number, optimizer in enumerate(optimizers):
         items.append((f"optimizer {number}", type(optimizer).__qualname__))

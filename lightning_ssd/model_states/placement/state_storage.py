@@ -15,11 +15,9 @@ from lightning_ssd.model_states.journal import (
     CommitRecord,
     RunFingerprint,
     has_commit_record,
-    pack_files,
     parse_commit_record,
     read_commit_record,
     remove_record,
-    unpack_files,
 )
 from lightning_ssd.model_states.placement.budget import MemoryPlan
 from lightning_ssd.model_states.placement.rank_states import RankStates
@@ -32,9 +30,8 @@ from lightning_ssd.model_states.stores import (
     StateStore,
     VersionedBuffers,
 )
-from lightning_ssd.ranks import RankMessages
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, Slab, StoreManifest
+from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, SharedFiles, Slab, StoreManifest
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -73,21 +70,9 @@ class KilledRun:
         self.record = read_commit_record(directories, self._layouts, self._settings, self._size)
         return None if self.record is None else self.record.kept
 
-    def share(self, messages: RankMessages, file: Path) -> None:
-        """Passes the record of rank 0 on to the others. All ranks call this.
-
-        Args:
-            messages: messages of this rank.
-            file: path of the record, for messages.
-
-        Raises:
-            RankError: another rank has failed.
-        """
-        content = messages.broadcast(b"" if self.record is None else self.record.content)
-        if content and messages.rank > 0:
-            self.record = parse_commit_record(
-                content, file, self._layouts, self._settings, messages.rank, messages.size
-            )
+    def adopt(self, content: bytes, file: Path, rank: int) -> None:
+        """Makes the record that rank 0 has read, whose content is from `file`, that of another rank."""
+        self.record = parse_commit_record(content, file, self._layouts, self._settings, rank, self._size)
 
 
 def make_staging(
@@ -128,6 +113,8 @@ def make_staging(
     capacity = None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity")
     open_store = partial(BlobStore, paths, device=device, backend=storage.backend, checksum=storage.checksum)
     blobs: Sequence[Blob] | None = None
+    content = b""
+    """The record that rank 0 has read; empty on rank 0."""
     with contextlib.ExitStack() as undo:
         if is_first:
             processes = 1 if messages is None else messages.size
@@ -139,22 +126,24 @@ def make_staging(
             )
         else:
             assert messages is not None
-            files = unpack_files(messages.broadcast())
+            shared: tuple[SharedFiles, bytes] = messages.broadcast()
+            files, content = shared
             blobs = files.manifest.blobs
             store = open_store(join=files)
         is_new = is_first and (killed is None or killed.record is None)
         undo.callback(store.close, remove=is_new)
         if is_new:
             store.reserve(memory_plan.ssd)
+        if messages is not None and killed is not None and content:
+            killed.adopt(content, store.directory.path / "journal", messages.rank)
         if killed is not None and killed.record is not None:
             blobs = killed.record.kept.blobs
         elif ranks is not None and is_first:
             blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
         if messages is not None and is_first:
             assert blobs is not None
-            messages.broadcast(pack_files(store.share(blobs)))
-        if messages is not None and killed is not None:
-            killed.share(messages, store.directory.path / "journal")
+            record = None if killed is None else killed.record
+            messages.broadcast((store.share(blobs), b"" if record is None else record.content))
         staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
         undo.pop_all()
     return staging, blobs

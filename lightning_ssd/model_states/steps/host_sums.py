@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from lightning_ssd.device import Worker
 from lightning_ssd.futures import Future, finished, pass_on
 from lightning_ssd.model_states.gradients import Gradient
@@ -39,56 +37,49 @@ class HostSums:
         self,
         flat: FlatParameter,
         gradient: Gradient,
-        digest: Callable[[], int],
-        after: "Sequence[Future[None]]",
+        alike: Callable[[], object],
+        after: "Future[None]",
         then: Callable[[], None],
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
-        Args:
-            flat: the flat parameter.
-            gradient: its gradient.
-            digest: returns a number that has to be the same on all hosts.
-            after: futures of what this host contributes.
-            then: called on the thread `hosts` after the sum.
-
-        Returns:
-            A future of the end of `then`.
+        `alike` returns what has to be the same on all hosts. `after` is done when this host's mean is in
+        `Gradient.accum`. `then` is called on the thread `hosts` after the sum; the result is done when it has returned.
         """
         place = self._turns[flat] * len(self._turns) + self._numbers[flat]
         self._turns[flat] += 1
         before, end = self._ends.setdefault(place - 1, Future()), self._ends.setdefault(place, Future())
 
         def run() -> None:
-            self._sum(flat, gradient, digest())
+            self._sum(flat, gradient, alike())
             then()
 
         def finish(future: "Future[None]") -> None:
             del self._ends[place - 1]  # both sums have been submitted
             pass_on(future, end)
 
-        self._worker.submit(run, [*after, before]).add_done_callback(finish)
+        self._worker.submit(run, [after, before]).add_done_callback(finish)
         return end
 
     def close(self) -> None:
         """Ends the thread, after the sum that runs."""
         self._worker.close()
 
-    def _sum(self, flat: FlatParameter, gradient: Gradient, digest: int) -> None:
+    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: object) -> None:
         """Sums one flat parameter.
 
         Raises:
             RankError: another host trains differently, or a process of one has ended.
         """
         own = gradient.has_accum
-        *found, largest, smallest = self._group.maximum(torch.tensor([*own, digest, -digest])).tolist()
-        if largest != -smallest:
+        found = self._group.exchange((alike, own))
+        if any([of_host != alike for of_host, _ in found]):
             raise RankError(
                 f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
                 "writes its weights on one of them only, or writes other values. Do the same on all."
             )
-        gradient.has_accum = [bool(one) for one in found]
-        if not any(found):
+        gradient.has_accum = [any(flags) for flags in zip(*[flags for _, flags in found], strict=True)]
+        if not any(gradient.has_accum):
             return
         total = gradient.accumulated()
         for item, has in zip(flat.param_views, own, strict=True):

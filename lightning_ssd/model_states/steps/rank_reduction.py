@@ -1,26 +1,30 @@
-"""When the gradients of all ranks are reduced: once after the last backward before a step."""
+"""When several ranks reduce gradients and buffers; and those of parameters that are not offloaded, by torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ssd.model_states.gradients import GradientOffloader, ResidentMeans
+from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
-from lightning_ssd.model_states.weights import RankValues
+from lightning_ssd.ranks import Ranks
+
+BUCKET = 2**23
+"""Elements that are summed together, unless a single parameter has more."""
 
 
 class RankReduction:
-    """Reduces the gradients of a micro-batch over ranks, in the same order on all of them.
+    """Reduces the gradients of a micro-batch over ranks, in the same order on all of them, and passes on buffers.
 
     Threads: the training thread.
 
     Args:
-        steps: sums and steps of flat parameters.
-        residents: gradients of all other parameters.
-        buffers: buffers of modules.
-        gradients: gradients of flat parameters.
-        running: the step that runs.
+        ranks: memory and messages of this rank.
+        steps, gradients, running: the parts of `ModelStates`.
+        residents: parameters that are in no flat parameter, with their names, in the same order on all ranks.
+        buffers: returns the buffers of the model.
         last_micro_batch: whether a step follows the micro-batch whose backward ends.
 
     Attributes:
@@ -29,14 +33,16 @@ class RankReduction:
 
     def __init__(
         self,
+        ranks: Ranks,
         steps: RankSteps,
-        residents: ResidentMeans,
-        buffers: RankValues,
+        residents: Sequence[tuple[str, nn.Parameter]],
+        buffers: Callable[[], Iterable[Tensor]],
         gradients: GradientOffloader,
         running: RunningStep,
         last_micro_batch: Callable[[], bool],
     ) -> None:
         self.steps = steps
+        self._ranks = ranks
         self._residents = residents
         self._buffers = buffers
         self._gradients = gradients
@@ -46,14 +52,10 @@ class RankReduction:
         """Whether buffers were not made those of rank 0 since the last reduction: as under DDP, they are then."""
 
     def begin_micro_batch(self) -> None:
-        """Begins a micro-batch, with a backward or without.
-
-        Raises:
-            RankError: another rank has failed.
-        """
+        """Begins a micro-batch, with a backward or without."""
         if self._buffers_differ:
             self._buffers_differ = False
-            self._buffers.take()
+            self._ranks.broadcast(self._buffers())
 
     def check_backward(self) -> None:
         """Checks gradients that are about to be used.
@@ -74,6 +76,7 @@ class RankReduction:
             submit_remaining: submits the steps of an optimizer's flat parameters that backward has not submitted.
 
         Raises:
+            RuntimeError: a gradient of a parameter that is not offloaded is sparse, or in fp64.
             RankError: another rank has failed.
         """
         if not self._last_micro_batch():
@@ -83,4 +86,47 @@ class RankReduction:
             self.steps.reduce()
         elif (optimizer := self._running.optimizer) is not None:
             submit_remaining(optimizer)
-        self._residents.reduce()
+        if self._residents:
+            self._reduce_residents()
+
+    @torch.no_grad()
+    def _reduce_residents(self) -> None:
+        """Replaces gradients of parameters that are not offloaded by their mean over ranks, which torch sums in fp32.
+
+        A parameter without a gradient on any rank keeps none. One without a gradient on some ranks has zeros there, as
+        in torch's DDP.
+        """
+        own = [_has_gradient(name, parameter) for name, parameter in self._residents]
+        # The messages of all ranks precede the collective, which would end with another error if a rank had failed.
+        flags = self._ranks.exchange(own)
+        present = [one for (_, one), *of_ranks in zip(self._residents, *flags, strict=True) if any(of_ranks)]
+        for bucket in _buckets(present):
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+            values = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+            self._ranks.sum(values.mul_(1.0 / self._ranks.world_size))  # DDP multiplies before it sums, too
+            means = values.split([one.numel() for one in bucket])
+            for one, gradient, mean in zip(bucket, gradients, means, strict=True):
+                gradient.copy_(mean.view(one.shape))
+                one.grad = gradient
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yields parameters whose gradients are summed together: the device may have no room for the sums of all."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(one.numel() for one in bucket) + parameter.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _has_gradient(name: str, parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if gradient is not None and (gradient.layout != torch.strided or gradient.dtype == torch.float64):
+        raise RuntimeError(
+            f"the gradient of {name} is sparse or in fp64, of which several devices compute no mean here. Make it "
+            "dense (`sparse=False`), of at most 32 bits, or set `states='gpu'`."
+        )
+    return gradient is not None

@@ -1,8 +1,10 @@
 """Steps of flat parameters whose values several ranks share: the owner sums the gradients and steps, others follow.
 
-A step of one flat parameter, between backward and the next forward (`T`: topics of messages):
+A turn of a flat parameter is a step, a sum of its gradients, or a change of its values by user code. All ranks begin
+the same turns of it in the same order, whatever they do with other ones (`T`: topics of messages):
 
-1. All ranks: the gradient is copied to the rank's part of shared memory, and `T.GRADIENT` posted to the owner.
+1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, and that it reads the
+   weights no more. The message describes the turn: the owner compares those of all ranks.
 2. Owner, on the worker's thread: norms of the mean, if they are needed. `T.SUM` tells the others which parameters have
    a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
@@ -19,22 +21,21 @@ ranks' gradients. A clipped step reads these twice, which is less traffic for tw
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
 owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
 
-If user code may read gradients between backward and step, all ranks copy the mean when backward ends (`reduce`). It may
-read weights, too, until each rank posts `T.EVICTED` when it begins the step, and the owner's step waits for these.
+If user code may read gradients between backward and step, 1 and 2 are a turn, in which all ranks copy the mean when
+backward ends (`reduce`). It may read weights, too: `T.READY` begins the turn of the step (`evicted`).
 
-User code writes weights on all ranks, each of which changes a copy of its own (`write`). When a rank needs the values
-again, it posts a checksum of its copy as `T.GRADIENT`, in the turn of a step. Once the owner has equal ones of all
-ranks, it writes its copy to the shared memory, and posts `T.WRITTEN`, which the next readers wait for. A rank that has
-not written posts a gradient in this turn, which differs.
+User code writes weights, or loads optimizer states, on all ranks, each of which changes a copy of its own. When a rank
+needs the values again, it begins a turn with a checksum of its copy (`write`): the owner stores its own, if all are
+alike, and posts `T.STEP`. A rank that has not written begins another turn, which differs.
 """
 
-import struct
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
@@ -42,18 +43,49 @@ from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.steps.host_sums import HostSums
-from lightning_ssd.model_states.stores import StateStore
-from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.model_states.stores import StagedState, StateStore
+from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import RankError, Topic
 from lightning_ssd.waits import wait_for, wait_for_all
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a rank tells the owner when a turn begins.
+
+    Attributes:
+        alike: what has to be the same on all ranks: a checksum of written weights, or the options of the step; None:
+            ranks copy the mean before the step, or there is no step.
+        has_grad: for each parameter, whether the rank has a gradient of it.
+        from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
+    """
+
+    alike: int | str | None
+    has_grad: Sequence[bool] = ()
+    from_sums: bool = True
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What the owner tells of a mean gradient.
+
+    Attributes:
+        has_grad: for each parameter, whether a rank has a gradient of it.
+        norms: norms of these parameters' gradients, if they are needed.
+        finite: whether the gradients are finite, if norms are needed.
+    """
+
+    has_grad: Sequence[bool]
+    norms: Sequence[float]
+    finite: bool
 
 
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: `sum`, `follow`, `announce`, `reduce`, `evicted` and `write` run on the training thread, or on autograd's
-    while that waits. `_mean` runs on the worker's thread. Futures of messages complete on the thread `ranks`, which
-    runs their callbacks: these count steps and post messages, and wait for nothing.
+    Threads: methods run on the training thread, or on autograd's while that waits; `_mean` on the worker's thread.
+    Futures of messages complete on the thread `ranks`, which runs their callbacks: these compare messages, count steps
+    and post messages, and wait for nothing.
 
     Ownership: see `SharedGradient` and `RankStates`.
 
@@ -88,11 +120,7 @@ class RankSteps:
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
-        """Sums of each flat parameter's gradients so far, and writes of its weights by user code."""
-        self._steps = dict.fromkeys(flat_optimizers, 0)
-        """Steps that were submitted."""
-        self._evictions = dict.fromkeys(flat_optimizers, 0)
-        """Calls of `evicted`."""
+        """Number of each flat parameter's last turn."""
         self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
         """For each parameter, whether a rank has had a gradient of it in the last sum."""
         self._not_finite: set[FlatParameter] = set()
@@ -102,6 +130,47 @@ class RankSteps:
         """Whether this rank steps `flat`."""
         return self._states.owns(flat)
 
+    # ---- the begin of a turn ----
+
+    def _begin(
+        self, flat: FlatParameter, on_host: "Future[None]", describe: Callable[[], _Ready]
+    ) -> "Future[Mapping[int, _Ready]]":
+        """Begins the next turn of `flat`, whose weights this rank does not read any more.
+
+        Args:
+            flat: the flat parameter.
+            on_host: done when this rank's part of shared memory is written.
+            describe: returns what the owner has to know, once `on_host` is done.
+
+        Returns:
+            On the owner, the messages of all ranks, which agree; on the others, a future that is done when their
+            message is posted. If it fails, all ranks do.
+        """
+        self._turns[flat] += 1
+        messages, owner = self._messages, self._states.owner_of(flat)
+        key = Topic.READY, self._states.numbers[flat], self._turns[flat]
+        # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
+        read = self._copies.on_d2h(self._copies.mark(awaited=True))
+        own = then(all_of([on_host, read]), lambda _: finished(describe()))
+
+        def post(content: _Ready) -> "Future[Mapping[int, _Ready]]":
+            messages.post(*key, content, [owner])
+            return finished({})
+
+        def compare(_: None) -> "Future[Mapping[int, _Ready]]":  # on the thread that completes the last of both
+            contents = {**others.result(), messages.rank: own.result()}
+            self._check_alike(flat, contents)
+            return finished(contents)
+
+        if self.owns(flat):
+            others: Future[dict[int, _Ready]] = messages.collect(*key, messages.others)
+            begun = then(all_of([own, others]), compare)
+        else:
+            begun = then(own, post)
+        own.add_done_callback(messages.fail_with)
+        begun.add_done_callback(messages.fail_with)
+        return begun
+
     # ---- sums ----
 
     def sum(
@@ -109,7 +178,7 @@ class RankSteps:
         flat: FlatParameter,
         on_host: "Future[None]",
         arrived: Sequence[bool] | None,
-        options: Options,
+        options: Options | None,
         priority: int,
     ) -> "Future[None]":
         """Passes this rank's gradient of `flat`, or none, to the owner's next step. The weights were evicted.
@@ -118,74 +187,69 @@ class RankSteps:
             flat: the flat parameter.
             on_host: done when the gradient is in shared memory.
             arrived: as in `OptimizerStep`.
-            options: options of the step, which have to be the same on all ranks.
+            options: options of the step, which have to be the same on all ranks; None: it is another turn, before
+                which ranks copy the mean.
             priority: priority of the owner's job.
 
         Returns:
             A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
-        gradient, number, turn = self._gradients[flat], self._states.numbers[flat], self._next(self._turns, flat)
-        messages = self._messages
-        owner, norms = self._states.owner_of(flat), self._gradients.norms.to_sum(flat)
-        # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
-        read = self._copies.on_d2h(self._copies.mark(awaited=True))
-        own: list[bytes] = []
+        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owner_of(flat)
+        norms = None if options is None else self._gradients.norms.to_sum(flat)
 
-        def post(_: None) -> "Future[None]":  # on the thread that completes the last of both
-            own.append(_describe(gradient.has_accum if arrived is None else arrived, arrived is None, options))
-            if not self.owns(flat):
-                gradient.end_step()
-                messages.post(Topic.GRADIENT, number, turn, own[0], [owner])
+        def describe() -> _Ready:
+            return _Ready(_show(options), tuple(gradient.has_accum if arrived is None else arrived), arrived is None)
+
+        begun = self._begin(flat, on_host, describe)
+        key = Topic.SUM, self._states.numbers[flat], self._turns[flat]
+
+        def note(contents: Mapping[int, _Sum]) -> "Future[None]":  # on the thread `ranks`
+            found = contents[owner]
+            gradient.end_step()
+            self._has_grad[flat] = found.has_grad
+            keep(found.norms, found.has_grad, finite=found.finite)
             return finished(None)
 
-        def note(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
-            self._has_grad[flat] = _read_flags(contents[owner], flat)
-            self._note_finite(flat, bool(contents[owner][0]))
+        def keep(values: Sequence[float], has_grad: Sequence[bool], *, finite: bool) -> None:
+            (self._not_finite.discard if finite else self._not_finite.add)(flat)
             if norms is not None:
                 norms.clear()
-                norms.update(_read_norms(contents[owner], flat, self._has_grad[flat]))
-            return finished(None)
+                for item, value in zip(_present(flat, has_grad), values, strict=True):
+                    norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
 
-        posted = then(all_of([on_host, read]), post)
-        posted.add_done_callback(messages.fail_with)  # the owner waits for the gradient, and other ranks for its step
         if not self.owns(flat):
-            summed = messages.collect(Topic.SUM, number, turn, [owner])
-            gradient.summed = then(posted, lambda _: then(summed, note))
+            summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
+            gradient.summed = then(begun, lambda _: then(summed, note))
             return gradient.summed
-        others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
 
         def compute() -> None:  # on the worker's thread
-            gradient.mean = self._mean(flat, {**others.result(), messages.rank: own[0]})
-            if self._hosts is not None:  # whose sum needs memory
+            gradient.mean = self._mean(flat, begun.result())
+            if self._hosts is not None or options is None:  # whose sum, or copies, need memory
                 gradient.mean.write(gradient.accumulated())
                 gradient.mean = RankMean([gradient.accumulated()], 1.0)
-
-        def tell() -> None:  # on the same, or on that of sums over hosts
-            mean, finite = gradient.mean, True
-            assert mean is not None
-            if norms is not None:
-                present = [item for item, has in zip(flat.param_views, gradient.has_accum, strict=True) if has]
-                spans = [slice(item.start, item.start + item.numel) for item in present]
-                values = [mean.norm(span) for span in spans]
-                norms.clear()
-                norms.update({item.parameter: value for item, value in zip(present, values, strict=True)})
-                # A norm of finite gradients may be infinite.
-                finite = all(norm.isfinite() or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
-            self._note_finite(flat, finite)
-            content = _write_sum(gradient.has_accum, flat, norms, finite=finite)
-            messages.post(Topic.SUM, number, turn, content, messages.others)
-
-        last = self._stores[flat].stepped  # which uses the last mean, or writes weights
-
-        def run() -> None:
-            compute()
             if self._hosts is None:
                 tell()
 
-        computed = gradient.summed = self._worker.submit(run, [posted, others, last], priority=priority)
+        def tell() -> None:  # on the same, or on that of sums over hosts
+            mean, finite, values = gradient.mean, True, []
+            assert mean is not None
+            if norms is not None:
+                spans = [slice(item.start, item.start + item.numel) for item in _present(flat, gradient.has_accum)]
+                values = [float(mean.norm(span)) for span in spans]
+                # A norm of finite gradients may be infinite.
+                finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
+            keep(values, gradient.has_accum, finite=finite)
+            messages.post(*key, _Sum(gradient.has_accum, values, finite), messages.others)
+
+        last = self._stores[flat].stepped  # which uses the last mean, or writes weights
+        gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
         if self._hosts is not None:
             written = self._written.pop(flat, 0)
-            gradient.summed = self._hosts.submit(flat, gradient, lambda: written ^ _digest(own[0]), [computed], tell)
+
+            def alike() -> object:  # on the thread of sums over hosts
+                return written, begun.result()[messages.rank].alike
+
+            gradient.summed = self._hosts.submit(flat, gradient, alike, gradient.summed, tell)
         return gradient.summed
 
     def reduce(self) -> None:
@@ -194,99 +258,57 @@ class RankSteps:
         Raises:
             RankError: another rank has failed, or trains differently.
         """
-        messages, own, turns = self._messages, {}, {}
         self._gradients.accumulate_all()
         wait_for_all(self._gradients.consumed(), "gradients")
         for flat, gradient in self._gradients.items():
             # Gradients that no `zero_grad` has dropped count, also of parameters that this rank has not used since.
             self._gradients.resume_stepped(flat)
             gradient.fold()
-            turns[flat] = self._next(self._turns, flat)
-            own[flat] = _describe(gradient.has_accum, True, None)
+            self.sum(flat, finished(None), None, None, priority=0)
+        for flat, gradient in self._gradients.items():
+            wait_for(gradient.summed, "gradients of other ranks")
+            gradient.mean = None  # it is in `accum`
             if not self.owns(flat):
-                to = [self._states.owner_of(flat)]
-                messages.post(Topic.GRADIENT, self._states.numbers[flat], turns[flat], own[flat], to)
-        summed: dict[FlatParameter, Future[None]] = {}
-        for flat, gradient in self._gradients.items():
-            if self.owns(flat):
-                number, turn = self._states.numbers[flat], turns[flat]
-                contents = wait_for(messages.collect(Topic.GRADIENT, number, turn, messages.others), "other ranks")
-                self._mean(flat, {**contents, messages.rank: own[flat]}).write(gradient.accumulated())
-                summed[flat] = finished(None)
-                if self._hosts is not None:
-                    digest = self._written.pop(flat, 0) ^ _digest(own[flat])
-                    summed[flat] = self._hosts.submit(flat, gradient, partial(int, digest), [], lambda: None)
-        for flat, done in summed.items():
-            wait_for(done, "other hosts")
-            content = _write_sum(self._gradients[flat].has_accum, flat, None, finite=True)  # all ranks check themselves
-            messages.post(Topic.SUM, self._states.numbers[flat], turns[flat], content, messages.others)
-        for flat, gradient in self._gradients.items():
-            owner, number, turn = self._states.owner_of(flat), self._states.numbers[flat], turns[flat]
-            if self.owns(flat):
-                wait_for(messages.collect(Topic.COPIED, number, turn, messages.others), "other ranks")
-            else:
-                content = wait_for(messages.collect(Topic.SUM, number, turn, [owner]), "other ranks")[owner]
-                gradient.has_accum = _read_flags(content, flat)
-                gradient.accumulated().copy_(self._states.gradients[flat].sums[owner])
-                messages.post(Topic.COPIED, number, turn, b"", [owner])
+                gradient.has_accum = list(self._has_grad[flat])
+                gradient.accumulated().copy_(self._states.gradients[flat].sums[self._states.owner_of(flat)])
             present = [index for index, has_gradient in enumerate(gradient.has_accum) if has_gradient]
             for index in present:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
+        self._messages.exchange("copied")  # from now on, owners may change the sums
 
-    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[None]":
-        """Tells the owner that this rank, which has the mean by `reduce`, reads the weights of `flat` no more.
-
-        Args:
-            flat: the flat parameter, whose step begins.
-            options: options of the step, which have to be the same on all ranks; None: there is no step of it.
+    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[Mapping[int, _Ready]]":
+        """Begins the turn of the step of `flat`, whose mean this rank has by `reduce`; no `options`: there is no step.
 
         Returns:
             A future that the step of `flat` waits for: on the owner, it is done when no rank reads the weights.
         """
-        own = _describe((), True, options)
-        number, turn, messages = self._states.numbers[flat], self._next(self._evictions, flat), self._messages
-        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
-        if not self.owns(flat):
-            messages.post_after(read, Topic.EVICTED, number, turn, lambda: own, [self._states.owner_of(flat)])
-            return read
+        return self._begin(flat, finished(None), lambda: _Ready(_show(options)))
 
-        def check(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`, or the caller's
-            self._check_alike(flat, {**contents, messages.rank: own})
-            return finished(None)
-
-        checked = then(messages.collect(Topic.EVICTED, number, turn, messages.others), check)
-        checked.add_done_callback(messages.fail_with)
-        return all_of([read, checked])
-
-    def _mean(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> RankMean:
+    def _mean(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> RankMean:
         """Returns the mean of all ranks' gradients, which belong to this rank.
 
         Parameters without a gradient on some ranks get zeros there, as in torch's DDP.
-
-        Raises:
-            RankError: ranks step with different options.
         """
         gradient, shared = self._gradients[flat], self._states.gradients[flat]
-        self._check_alike(flat, contents)
-        flags = [_read_flags(contents[rank], flat) for rank in range(self._messages.size)]
+        by_rank = [contents[rank] for rank in range(self._messages.size)]
         sources = [
-            shared.sums[rank] if contents[rank][0] else shared.copies[rank].tensor.view(flat.dtype)
-            for rank in range(self._messages.size)
+            shared.sums[rank] if one.from_sums else shared.copies[rank].tensor.view(flat.dtype)
+            for rank, one in enumerate(by_rank)
         ]
-        gradient.has_accum = [any(of_index) for of_index in zip(*flags, strict=True)]
-        for source, of_rank in zip(sources, flags, strict=True):
-            for item, has, on_any in zip(flat.param_views, of_rank, gradient.has_accum, strict=True):
+        gradient.has_accum = [any(of_index) for of_index in zip(*[one.has_grad for one in by_rank], strict=True)]
+        for source, one in zip(sources, by_rank, strict=True):
+            for item, has, on_any in zip(flat.param_views, one.has_grad, gradient.has_accum, strict=True):
                 if on_any and not has:
                     source[item.start : item.start + item.numel].zero_()
         return RankMean(sources, 1.0 / self._states.ranks.world_size)
 
-    def _check_alike(self, flat: FlatParameter, contents: Mapping[int, bytes]) -> None:
+    def _check_alike(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> None:
         own = self._messages.rank
         for rank, content in contents.items():
-            if content[1:_FLAGS] == contents[own][1:_FLAGS]:
+            if content.alike == contents[own].alike:
                 continue
-            if _WRITES in (content[1], contents[own][1]):
+            if isinstance(content.alike, int) or isinstance(contents[own].alike, int):
                 raise RankError(
                     f"user code writes weights of {flat.name} on ranks {rank} and {own}, but not the same values, or "
                     "on one of them only. Write the same on all ranks: they share the weights."
@@ -301,9 +323,6 @@ class RankSteps:
         for flat in flat_params:
             wait_for(self._gradients[flat].summed, "gradients")
         return self._not_finite.isdisjoint(flat_params)
-
-    def _note_finite(self, flat: FlatParameter, finite: bool) -> None:
-        (self._not_finite.discard if finite else self._not_finite.add)(flat)
 
     def end_failed_sums(self) -> None:
         """After a failure, ends sums over hosts: they may wait for others, which are not submitted any more."""
@@ -326,46 +345,36 @@ class RankSteps:
     ) -> None:
         """Tells other ranks of a step of `flat` that this rank makes.
 
-        Args:
-            flat: a flat parameter that this rank owns.
-            weights: done when the compute weights have their new values.
-            done: done when all values have.
-            scale: scale of the gradients, done before; None: the step is skipped.
+        `weights` and `done` are done when the compute weights, and all values, have their new values. `scale` is done
+        before; None: the step is skipped.
         """
-        number, turn, store = self._states.numbers[flat], self._next(self._steps, flat), self._stores[flat]
-        messages = self._messages
-
-        def steps() -> bytes:
-            return bytes((scale.result() is not None,))
-
-        messages.post_after(weights, Topic.WEIGHTS, number, turn, steps, messages.others)
+        messages, store, key = self._messages, self._stores[flat], (self._states.numbers[flat], self._turns[flat])
+        messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
-        messages.post_after(stored, Topic.STEP, number, turn, lambda: steps() + store.hashes(), messages.others)
+        made = scale.result
+        messages.post_after(stored, Topic.STEP, *key, lambda: (made() is not None, store.hashes()), messages.others)
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
 
-        Args:
-            flat: the flat parameter.
-            options: options of the step.
-            reduced: whether this rank has the mean gradient, by `reduce`.
+        `reduced`: this rank has the mean gradient, by `reduce`.
         """
-        number, turn, owner = self._states.numbers[flat], self._next(self._steps, flat), self._states.owner_of(flat)
+        owner, key = self._states.owner_of(flat), (self._states.numbers[flat], self._turns[flat])
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
-
-        stepped = self._messages.collect(Topic.STEP, number, turn, [owner])
+        written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
+        stepped: Future[dict[int, tuple[bool, bytes]]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
-            if stepped.result()[owner][0]:
+            made, hashes = stepped.result()[owner]
+            if made:
                 self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
                 store.commit()
-                store.adopt_hashes(stepped.result()[owner][1:])
+                store.adopt_hashes(hashes)
             if reduced:
                 gradient.end_step()
             return finished(None)
 
-        written = self._messages.collect(Topic.WEIGHTS, number, turn, [owner])
         done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
         # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
         if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
@@ -374,37 +383,36 @@ class RankSteps:
 
     # ---- writes of user code ----
 
-    def write(self, flat: FlatParameter, masters: Tensor) -> None:
-        """Has the owner store master weights of `flat`, unless user code has not changed them.
+    def write(self, flat: FlatParameter, masters: Tensor, loaded: StagedState | None) -> None:
+        """Has the owner store values of `flat` that all ranks have changed alike, unless they are as before.
 
         Args:
-            flat: the flat parameter, whose last step or write is done.
+            flat: the flat parameter, whose last turn is done.
             masters: its master weights, this rank's copy; they belong to the write.
+            loaded: values with optimizer states that were loaded: in shared memory, where they are stored, or from
+                SSDs, where the owner stores them with the weights; then they belong to the write. None: there are none.
         """
-        store, messages = self._stores[flat], self._messages
-        if store.is_unchanged(masters):
+        store, messages, number = self._stores[flat], self._messages, self._states.numbers[flat]
+        if loaded is not None and loaded.memory is None:
+            loaded = None
+        if loaded is None and store.is_unchanged(masters):
             return
-        number, turn, owner = self._states.numbers[flat], self._next(self._turns, flat), self._states.owner_of(flat)
-        read = self._copies.on_d2h(self._copies.mark(awaited=True))  # as in `sum`
-        own = _describe_write(masters)
-        self._written[flat] = zlib.crc32(own, self._written.get(flat, 0))
+        checksum = _checksum(masters)
+        self._written[flat] = zlib.crc32(checksum.to_bytes(4, "little"), self._written.get(flat, 0))
+        begun = self._begin(flat, finished(None), lambda: _Ready(checksum))
+        key = Topic.STEP, number, self._turns[flat]
         if self.owns(flat):
-            others = messages.collect(Topic.GRADIENT, number, turn, messages.others)
-
-            def run() -> None:  # on the worker's thread
-                self._check_alike(flat, {**others.result(), messages.rank: own})
-                store.checkin(masters, apart=True)
-
-            written = then(self._worker.submit(run, [read, others], priority=0), store.written)
-            messages.post_after(written, Topic.WRITTEN, number, turn, store.hashes, messages.others)
+            made = self._worker.submit(lambda: store.checkin(masters, apart=True, staged=loaded), [begun], priority=0)
+            written = then(made, store.written)
+            messages.post_after(written, *key, lambda: (True, store.hashes()), messages.others)
         else:
-            messages.post_after(read, Topic.GRADIENT, number, turn, lambda: own, [owner])
+            owner = self._states.owner_of(flat)
 
-            def adopt(contents: Mapping[int, bytes]) -> "Future[None]":  # on the thread `ranks`
-                store.adopt_hashes(contents[owner])
+            def adopt(contents: Mapping[int, tuple[bool, bytes]]) -> "Future[None]":  # on the thread `ranks`
+                store.adopt_hashes(contents[owner][1])
                 return finished(None)
 
-            written = then(messages.collect(Topic.WRITTEN, number, turn, [owner]), adopt)
+            written = then(messages.collect(*key, [owner]), adopt)
         store.announce_step(written, written)
 
     def begin_load(self) -> None:
@@ -413,44 +421,22 @@ class RankSteps:
         Raises:
             RankError: another rank has failed.
         """
-        self._messages.exchange(b"load")
+        self._messages.exchange("load")
 
-    @staticmethod
-    def _next(counts: dict[FlatParameter, int], flat: FlatParameter) -> int:
-        counts[flat] += 1
-        return counts[flat]
-
-
-_FLAGS = 6
-"""Bytes before the flags of parameters in a message about a gradient."""
-
-_WRITES = 2
-"""The second byte of a message about weights that user code has written. Messages about gradients have a flag there."""
 
 _ROW = 2**12
 """Elements of a row, of which a checksum is computed."""
 
 
-def _describe(has_grad: Sequence[bool], from_sums: bool, options: Options | None) -> bytes:
-    """Returns the content of a message about a rank's gradient.
-
-    Args:
-        has_grad: for each parameter, whether it has a gradient.
-        from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
-        options: options of the step; None: ranks copy the mean before the step.
-    """
-    numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in (options or {}).items()}
-    digest = zlib.crc32(repr(sorted(numbers.items())).encode())
-    return bytes((from_sums, options is None)) + digest.to_bytes(4, "little") + bytes(has_grad)
+def _show(options: Options | None) -> str | None:
+    """Returns the options of a step as text that ranks compare; None: there are none."""
+    if options is None:
+        return None
+    return repr(sorted((key, one.tolist() if isinstance(one, Tensor) else one) for key, one in options.items()))
 
 
-def _digest(content: bytes) -> int:
-    """Returns a number for the fields of a message about a gradient that have to be the same on all ranks."""
-    return int.from_bytes(content[1:_FLAGS], "little")
-
-
-def _describe_write(masters: Tensor) -> bytes:
-    """Returns the content of a message about weights that user code has written, with a checksum of their bits.
+def _checksum(masters: Tensor) -> int:
+    """Returns a checksum of the bits of weights that user code has written.
 
     That of `zlib` takes one thread and 1 s/GB: it is computed of sums of rows and columns, which all threads compute.
     """
@@ -459,23 +445,8 @@ def _describe_write(masters: Tensor) -> bytes:
     checksum = 0
     for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :]):
         checksum = zlib.crc32(part.numpy().data, checksum)
-    return bytes((True, _WRITES)) + checksum.to_bytes(_FLAGS - 2, "little")
+    return checksum
 
 
-def _write_sum(
-    has_grad: Sequence[bool], flat: FlatParameter, norms: Mapping[nn.Parameter, Tensor] | None, *, finite: bool
-) -> bytes:
-    """Returns the content of a message about a mean gradient: flags of the parameters, and the norms of those set."""
-    chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
-    values = [] if norms is None else [float(norms[parameter]) for parameter in chosen]
-    return bytes((finite, *(0,) * (_FLAGS - 1))) + bytes(has_grad) + struct.pack(f"<{len(values)}f", *values)
-
-
-def _read_flags(content: bytes, flat: FlatParameter) -> list[bool]:
-    return [bool(flag) for flag in content[_FLAGS : _FLAGS + len(flat.param_views)]]
-
-
-def _read_norms(content: bytes, flat: FlatParameter, has_grad: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
-    chosen = [item.parameter for item, has in zip(flat.param_views, has_grad, strict=True) if has]
-    values = struct.unpack_from(f"<{len(chosen)}f", content, _FLAGS + len(flat.param_views))
-    return {parameter: torch.tensor(value) for parameter, value in zip(chosen, values, strict=True)}
+def _present(flat: FlatParameter, has_grad: Sequence[bool]) -> list[ParamView]:
+    return [item for item, has in zip(flat.param_views, has_grad, strict=True) if has]

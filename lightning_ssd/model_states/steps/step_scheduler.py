@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -239,7 +240,7 @@ class StepScheduler:
         for index in gradient.mark_stepped():
             torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
         # Values that a step may be rolled back to are not overwritten.
-        ready = [] if store.layout.versions == 1 else [self._committed, self._records.last]
+        ready: list[Future[Any]] = [] if store.layout.versions == 1 else [self._committed, self._records.last]
         if self._ranks is not None:
             ready.append(store.stepped)  # a change of user code, which the worker stores
             if reduced:
@@ -280,7 +281,7 @@ class StepScheduler:
         step: OptimizerStep,
         stepper: DeviceStepper | None,
         on_host: "Future[None]",
-        ready: "list[Future[None]]",
+        ready: "list[Future[Any]]",
     ) -> Submitted:
         """Begins a step by `stepper` (None: by the CPU), speculatively, or when the scale is known, and all of `ready`
         are done.

@@ -7,7 +7,6 @@ The modules, in the order in which they are best read:
 - `layout`: the arrays of a store and their byte offsets.
 - `buffers`: bytes in host memory, or on SSDs with staging memory.
 - `versioned_buffers`: the buffers of a store, and their committed and uncommitted versions.
-- `shared_changes`: changes besides steps of values on SSDs that several ranks share.
 - `state_store`: the store: stage, unstage, commit, revert.
 - `summoned`: whole weights on the CPU, for `whole_weights` and `load_state_dict`.
 - `staged`: values on the host for user code and state dicts, between two steps.
@@ -25,7 +24,6 @@ from lightning_ssd.model_states.stores.layout import (
     MomentFormat,
     StagedState,
 )
-from lightning_ssd.model_states.stores.shared_changes import SharedChanges
 from lightning_ssd.model_states.stores.split import write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
 from lightning_ssd.model_states.stores.state_store import StateStore, commit_memory, pin_values

@@ -297,14 +297,6 @@ class SSDBuffer(StateBuffer):
         self._write_done[version] = _transfer(whole, self.blobs[version].pieces, write)
         return self._write_done[version]
 
-    def expect(self, written: "Future[None]") -> None:
-        """Has `write_done` of the committed version wait for a write that begins later, or that another process makes.
-
-        Args:
-            written: done when the bytes are stored.
-        """
-        self._write_done[self.version] = written
-
     def write_done(self, *, uncommitted: bool = False, urgency: Urgency | None = None) -> "Future[None]":
         version = (self.version + uncommitted) % self.versions
         if urgency is not None and not self._write_done[version].done():

@@ -58,7 +58,7 @@ class StagedFlats:
         begin_change: called before weights change; raises RuntimeError if they may not.
         arrived: orders the compute stream after the prefetch of a flat parameter, if it is resident.
         release: evicts a flat parameter.
-        checkin: stores changed master weights, which belong to it.
+        checkin: stores changed master weights, and, if ranks share the values, loaded ones; they belong to it.
         on_ranks: whether other ranks share the values. All ranks change a copy of their own then.
     """
 
@@ -70,7 +70,7 @@ class StagedFlats:
         begin_change: Callable[[FlatParameter], None],
         arrived: Callable[[FlatParameter], None],
         release: Callable[[FlatParameter], None],
-        checkin: Callable[[FlatParameter, Tensor], None],
+        checkin: Callable[[FlatParameter, Tensor, StagedState | None], None],
         *,
         on_ranks: bool,
     ) -> None:
@@ -213,17 +213,18 @@ class StagedFlats:
             return
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
-            writes = staged.loaded or (staged.changed and not self._on_ranks)
-            if writes:  # compute weights, too, which are not read from SSDs
-                staged.values.set_masters(staged.values.masters() if self._on_ranks else staged.masters)
-            self._stores[flat].unstage(staged.values, changed=writes, together=True)
-            if staged.changed and self._on_ranks:
-                self._checkin(flat, staged.masters)
+            changed = staged.changed or staged.loaded
+            if changed and self._on_ranks:
+                self._checkin(flat, staged.masters, staged.values if staged.loaded else None)
+                continue
+            if changed:  # compute weights, too, which are not read from SSDs
+                staged.values.set_masters(staged.masters)
+            self._stores[flat].unstage(staged.values, changed=changed)
         for flat in [flat for flat in self._summoned if flat not in keep]:
             weights = self._summoned.pop(flat)
             if flat.summoned:  # a `load_state_dict` that failed
                 weights.restore()
-            self._checkin(flat, weights.masters)
+            self._checkin(flat, weights.masters, None)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from lightning_ssd.futures import Future, all_of, failed, finished, then
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
-from lightning_ssd.model_states.stores.shared_changes import SharedChanges
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 from lightning_ssd.model_states.units import Loaded, ParamView, exact_value, same_bits
 from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
@@ -96,8 +95,6 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
-        changes: how several ranks change optimizer states on SSDs; None: there is one rank, or all values are in host
-            memory.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class StateStore:
         self.buffers = buffers
         self.staging = staging
         self.steps = 0
-        self.changes: SharedChanges | None = None
         self._copies = copies
         self._lost: BaseException | None = None
         self._stepped: Future[Any] = finished(None)
@@ -215,18 +211,12 @@ class StateStore:
         return wait_for(self.stage(), f"the values of {self.flat.name}")
 
     @uninterrupted  # a write that was begun in part would lose the values
-    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False, together: bool = False) -> None:
-        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`.
-
-        With `together`, all ranks that share the values have made the same change, which is written once.
-        """
+    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
+        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
         if not changed or staged.memory is None:
             self._release(staged)
             return
-        if together and self.changes is not None:
-            written = self.changes.write(self.buffers, staged.memory)
-        else:
-            written = self.buffers.write(staged.memory, uncommitted=step)
+        written = self.buffers.write(staged.memory, uncommitted=step)
         written.add_done_callback(lambda _: self._release(staged))
 
     def commit(self) -> None:
@@ -293,9 +283,13 @@ class StateStore:
             self.unstage(staged, changed=False)
         return masters
 
-    def checkin(self, masters: Tensor, *, apart: bool = False) -> None:
-        """Stores the master weights that `checkout` has returned; `apart` as in `stage`."""
-        staged = wait_for(self.stage(apart=apart), f"the values of {self.flat.name}")
+    def checkin(self, masters: Tensor, *, apart: bool = False, staged: StagedState | None = None) -> None:
+        """Stores the master weights that `checkout` has returned; `apart` as in `stage`.
+
+        `staged`: values that were staged, and are stored with them; None: they are staged here.
+        """
+        if staged is None:
+            staged = wait_for(self.stage(apart=apart), f"the values of {self.flat.name}")
         staged.set_masters(masters)
         self.unstage(staged, changed=True)
 

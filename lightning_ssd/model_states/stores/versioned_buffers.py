@@ -226,12 +226,6 @@ class VersionedBuffers:
                 start += buffer.staging_bytes
         return all_of(writes)
 
-    def expect(self, written: "Future[None]") -> None:
-        """Has later reads of the committed values wait until others are stored; see `SSDBuffer.expect`."""
-        for buffer in self._buffers:
-            if isinstance(buffer, SSDBuffer):
-                buffer.expect(written)
-
     def written(self) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
         return finished(None) if self.in_memory else all_of(buffer.write_done() for buffer in self._buffers)

@@ -5,10 +5,8 @@ The modules, in the order in which they are best read:
 - `offloaded`: the offloaded part of a model: units, stores, flat optimizers.
 - `prefetcher`: prefetches weights in recorded order within a byte budget, and evicts them.
 - `masters`: fp32 master weights of resident bf16 parameters.
-- `rank_values`: buffers and other tensors, the same on several ranks.
 """
 
 from lightning_ssd.model_states.weights.masters import MasteredParameter, MasterWeights
 from lightning_ssd.model_states.weights.offloaded import OffloadedModel
 from lightning_ssd.model_states.weights.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.weights.rank_values import RankValues
