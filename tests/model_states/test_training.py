@@ -41,52 +41,6 @@ def test_numbers_are_plain_lightnings(
     assert expected.losses[-1] < expected.losses[0]  # type: ignore[operator, index]
 
 
-class Manual(Model):
-    """Two backwards of different losses before each step, with gradients scaled and clipped by user code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch[0]))  # dropped
-        optimizer.zero_grad()
-        for part in batch[0].split(2):
-            loss = self.loss(part)
-            self.losses.append(loss.item())
-            self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.5, "norm")
-        if batch_idx % 3:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Looking(Model):
-    """Hooks that look at gradients, and change them."""
-
-    def on_after_backward(self) -> None:
-        assert self.blocks[0].up.weight.grad is not None
-        self.rates.append(float(self.blocks[0].up.weight.grad.norm()))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-        self.rates.append(float(self.blocks[1].down.weight.norm()))
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-
-
-@pytest.mark.parametrize("make_model", [Manual, Looking])
-def test_user_code_between_backward_and_step(tmp_path: Path, make_model: Callable[[], Model]) -> None:
-    arguments: dict[str, Any] = {} if make_model is Manual else dict(accumulate_grad_batches=2, gradient_clip_val=0.5)
-    expected: Any = train(tmp_path, "auto", make_model(), **arguments)
-    actual: Any = train(tmp_path, host(), make_model(), **arguments)
-    assert_same(actual, expected)
-    assert actual.rates == expected.rates
-
-
 def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> None:
     """Units are stepped during backward: no step waits for the callback."""
     holds: list[bool] = []

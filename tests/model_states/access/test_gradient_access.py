@@ -22,14 +22,6 @@ from tests.support.late_device import LateCopies
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
 
 
-class OwnBackward(Toy):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
-        self.seen.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.01)))
-        for parameter in self.blocks[1].parameters():
-            parameter.grad.add_(0.1)
-
-
 class Manual(Toy):
     """Optimizes manually."""
 
@@ -68,22 +60,6 @@ class Accumulating(Toy):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append([float(parameter.grad.norm()) for parameter in self.blocks.parameters()])
-
-
-class Hooked(Toy):
-    """Hooks on parameters and modules, registered before and during training."""
-
-    def on_fit_start(self) -> None:
-        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5 + self.blocks[1].up.weight.detach())
-        self.blocks[1].up.weight.register_post_accumulate_grad_hook(self.look)
-
-    def on_train_start(self) -> None:
-        self.blocks[0].down.weight.register_post_accumulate_grad_hook(self.look)
-
-    def look(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.seen.append(parameter.grad.norm().item())
-        parameter.grad.mul_(0.5)
 
 
 class HookedInInit(Toy):
@@ -137,11 +113,9 @@ class Zeroed(Toy):
 
 
 KINDS = [
-    OwnBackward,
     Surgery,
     Assigned,
     Accumulating,
-    Hooked,
     HookedInInit,
     Zeroed,
 ]
