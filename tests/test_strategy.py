@@ -288,20 +288,6 @@ class TestAsWithLightningsOwnStrategies:
         assert_same(trained(offloading(**arguments)), trained(pl.strategies.SingleDeviceStrategy()))
 
     @PLACEMENTS
-    @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
-    def test_a_compiled_module_is_fitted(self, tmp_path: Path, arguments: Any, backend: str) -> None:
-        def trained(strategy: Any) -> Any:
-            model = CompilableModel()
-            torch._dynamo.reset()
-            compiled: Any = torch.compile(model, backend=backend)
-            trainer = make_trainer(tmp_path, strategy)
-            trainer.fit(compiled, batches(3))
-            trainer.validate(compiled, batches(1), verbose=False)
-            return model
-
-        assert_same(trained(offloading(**arguments)), trained("auto"))
-
-    @PLACEMENTS
     def test_a_checkpoint_with_other_objects_is_loaded_if_the_user_says_so(
         self, tmp_path: Path, arguments: Any
     ) -> None:
@@ -351,22 +337,6 @@ class FusedModel(SmallModel):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
-
-
-class CompilableModel(FusedModel):
-    """Logs nothing in its steps: Dynamo can't trace Lightning's `log`."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].item())
-
-    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(outputs.item())
 
 
 class _Boom(Exception):
@@ -542,33 +512,6 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_arguments")
 class TestCommandLine:
-    def test_every_argument_is_reachable_and_arrives(self, tmp_path: Path) -> None:
-        arguments = {
-            "path": str(tmp_path),
-            "tier": "ssd",
-            "offload": "0.5",
-            "host_memory": "64MiB",
-            "ssd_capacity": "1MiB",
-            "spill": "ssd_first",
-            "min_bytes": "2048",
-            "staging_memory": "16MiB",
-            "backend": "posix",
-            "checksum": "true",
-        }
-        strategy = _cli(
-            tmp_path,
-            "--trainer.strategy=lightning_ssd.SSDOffloadStrategy",
-            *(f"--trainer.strategy.{name}={value}" for name, value in arguments.items()),
-        ).trainer.strategy
-        assert isinstance(strategy, SSDOffloadStrategy)
-        config = strategy.config
-        assert config.amount() == 0.5
-        assert config.checksum is True
-        assert (config.tier, config.spill, config.backend) == ("ssd", "ssd_first", "posix")
-        assert config.paths(Path("elsewhere")) == [tmp_path]
-        assert str(config.min_bytes) == "2048"
-        assert (config.host_memory, config.ssd_capacity, config.staging_memory) == ("64MiB", "1MiB", "16MiB")
-
     @pytest.mark.parametrize(
         ("text", "amount"),
         [("auto", "auto"), ("none", "none"), ("1", 1.0), ("0.25", 0.25), ("1000000", 1000000), ("8GiB", 8 * 2**30)],

@@ -471,7 +471,7 @@ CASES = [
         quick=True,
     ),
     case("Resume from `trainer.save_checkpoint()` after `fit`", fit=saved_by_hand),
-    case("`fit(torch.compile(module))`", fit=compiled),
+    case("`fit(torch.compile(module))`", fit=compiled, quick=True),
     case(
         "EarlyStopping",
         fit=with_validation,
@@ -561,7 +561,7 @@ CASES = [
     case("Target network, `copy_`", TeacherByCopy),
     case("`swa_utils.AveragedModel`", Averaged),
     case("`add_param_group` amid training", Grown),
-    case("`nn.LazyLinear`", Lazy, states=Refused("has no shape yet: run one forward")),
+    case("`nn.LazyLinear`", Lazy, states=Refused("has no shape yet: run one forward"), quick=True),
     case("`nn.init` and `.data` in `on_fit_start`", InitializedLate),
     case("`reset_parameters` amid training", ResetAmid),
     case("Weights read after steps", Reads),
