@@ -219,24 +219,6 @@ def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) 
     assert not [name for name in vars(callback) if name.startswith(("on_", "should_"))]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
-def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
-    def callbacks() -> list[pl.Callback]:
-        saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
-        return [pl.callbacks.EMAWeightAveraging(decay=0.9), saved]
-
-    how: Any = dict(gradient_clip_val=None, enable_checkpointing=True)
-    expected: Any = train(tmp_path, "auto", Model(), callbacks=callbacks()[:1], gradient_clip_val=None, max_epochs=4)
-    train(tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=2, **how)
-    last = str(tmp_path / "saved" / "last.ckpt")
-    found: Any = train(
-        tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=4, ckpt_path=last, **how
-    )
-    assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
-    assert_same(list(found.parameters()), list(expected.parameters()))
-
-
 class OfManyDtypes(Model):
     """Has weights that are never offloaded, and buffers, in dtypes other than fp32."""
 

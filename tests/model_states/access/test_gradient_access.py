@@ -1,6 +1,5 @@
 """User code that reads and writes gradients of offloaded parameters, against plain Lightning, bit for bit."""
 
-import copy
 import functools
 import pickle
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states import build
 from tests.support.access import PLACES, Toy, compare, fit
-from tests.support.compare import assert_same, same
+from tests.support.compare import assert_same
 from tests.support.late_device import LateCopies
 
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
@@ -543,37 +542,6 @@ def test_gradients_that_no_hook_reads_are_not_summed_on_the_host(tmp_path: Path,
 
 
 # ---- state dicts, copies, files ----
-
-
-class Keeper(pl.Callback):
-    """Keeps copies of the module and of itself."""
-
-    def __init__(self) -> None:
-        self.copies: list[Any] = []
-        self.module: Any = None
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.module = None
-        self.copies.append(copy.deepcopy(pl_module))
-        self.module = pl_module
-        other = copy.deepcopy(self)
-        assert all(
-            same(a, b)
-            for a, b in zip(other.module.state_dict().values(), pl_module.state_dict().values(), strict=False)
-        )
-        other.module = pl_module.blocks
-        pickle.loads(pickle.dumps(other.module))
-
-
-def test_copies_of_a_module_and_of_callbacks_train_on_their_own(tmp_path: Path) -> None:
-    seen = []
-    for states in ("ssd", None):
-        keeper = Keeper()
-        module = fit(tmp_path, Toy(), states, callbacks=[keeper])
-        continued = [fit(tmp_path, copied, None).state_dict() for copied in keeper.copies]
-        seen.append([module.state_dict(), *continued])
-        pickle.loads(pickle.dumps(module))
-    assert all(same(dict(ours), dict(plain)) for ours, plain in zip(*seen, strict=True))
 
 
 def test_a_trainer_is_pickled_after_fit(tmp_path: Path) -> None:
